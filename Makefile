@@ -1,0 +1,40 @@
+# Every target sets up what it needs from nothing; Python 3.11 or newer is all it asks for.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH ?= torch==2.13.0
+
+.PHONY: setup demo test lint types check format clean
+
+setup: $(STAMP)
+
+# torch comes first and alone: the exact version resolves to the CPU build where one is configured,
+# and keeps the packages that depend on torch from choosing another.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[zoo,dev]" "$(TORCH)"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/heterog plan bert_large_24l --cluster paper_8gpu --budget 10s -o plan.json --trace trace.json
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+check: lint types test
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) build *.egg-info plan.json trace.json

@@ -1,0 +1,1 @@
+"""Finds how to train a PyTorch model on unequal GPUs."""

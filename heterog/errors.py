@@ -1,0 +1,53 @@
+"""Errors that users see, each one clear line: what is wrong, how much, what to do next."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class HeterogError(Exception):
+    """Base class of every error that bad input or an impossible request can cause.
+
+    The command line prints its text as one line and exits with code 2.
+    """
+
+
+class UnknownNameError(HeterogError):
+    """A name (model, cluster, method, device type, ...) that is not known.
+
+    >>> print(UnknownNameError("model", "bert_lage", ["bert_large", "vgg19"]))
+    unknown model 'bert_lage'; did you mean 'bert_large'? Known: bert_large, vgg19.
+    """
+
+    def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        close = get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = f"; did you mean '{close[0]}'?" if close else "."
+        super().__init__(f"unknown {what} '{name}'{hint} Known: {', '.join(names)}.")
+
+
+class InputFileError(HeterogError):
+    """A file given by the user that cannot be read, parsed or written; names file, line, field."""
+
+
+class CaptureError(HeterogError):
+    """A training step that cannot be captured; names the module, the line and the way out."""
+
+
+class GraphError(HeterogError):
+    """An operator graph that is not well formed (a cycle, a missing tensor, ...)."""
+
+
+class ClusterError(HeterogError):
+    """A cluster description that makes no sense (a bandwidth of zero, no device, ...)."""
+
+
+class StrategyError(HeterogError):
+    """A strategy that is not legal for its graph and cluster, or made for other ones."""
+
+
+class BudgetError(HeterogError):
+    """A search budget that cannot be understood or allows no search."""
+
+
+class HeterogWarning(UserWarning):
+    """A setting that is ignored or doubtful; the text shows the arithmetic."""

@@ -1,0 +1,77 @@
+"""Placements of one tensor along one mesh axis, and ops as the sharding rules see them.
+
+A placement says which part of a tensor a device holds when an axis (the batch, say) of
+``axis_size`` units is shared out unevenly over devices:
+
+- ``R``: every device holds the whole tensor.
+- ``S(dim, outer)``: dimension ``dim`` is ``outer x axis_size x inner``; a device that owns
+  ``share`` of the ``axis_size`` units holds ``outer x share x inner`` of it. The written form keeps
+  every view exact: (B, T, D) seen as (B*T, D) is split in dimension 0 with ``inner = T``.
+- ``P``: every device holds a tensor of full shape; their sum is the tensor.
+- ``L``: statistics of the local part (BatchNorm); never moved between devices.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the parts of a tensor are along one axis; see the module for the four kinds."""
+
+    kind: Literal["R", "S", "P", "L"]
+    dim: int = 0
+    outer: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim},{self.outer})" if self.kind == "S" else self.kind
+
+
+R = Placement("R")
+P = Placement("P")
+L = Placement("L")
+
+
+def S(dim: int, outer: int = 1) -> Placement:  # noqa: N802 - the field's own symbol
+    """Split dimension ``dim``, written as ``outer x axis x inner``."""
+    return Placement("S", dim, outer)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Global shape and dtype (``"float32"``, ``"int64"``, ...) of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Stands in an argument list for the op's ``index``-th tensor input."""
+
+    index: int
+
+
+Arg = TensorRef | int | float | bool | str | None | tuple["Arg", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCall:
+    """One call of an ATen op: everything a sharding rule or a cost formula may look at.
+
+    Attributes:
+        kind: op name without namespace: ``"mm.default"``, ``"native_layer_norm.default"``;
+            ``"attention"`` and ``"attention_backward"`` for every fused attention kernel.
+        args: every schema argument by name, in schema order, defaults filled in. A tensor is a
+            ``TensorRef`` into ``inputs``; lists are tuples; dtypes, devices, layouts and memory
+            formats are strings.
+        inputs: the tensor inputs, in order of first appearance in ``args`` (a tensor that is
+            passed twice appears twice).
+        outputs: the tensor outputs, in order.
+    """
+
+    kind: str
+    args: Mapping[str, Arg]
+    inputs: tuple[TensorMeta, ...]
+    outputs: tuple[TensorMeta, ...]

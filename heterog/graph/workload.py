@@ -1,0 +1,92 @@
+"""A workload: what one training step is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from heterog.errors import CaptureError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    Batch = tuple[Tensor, ...] | dict[str, Tensor]
+    Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model, one example batch, a loss and an optimizer class: one training step.
+
+    The step is ``loss(model(*inputs), target)`` where the batch is ``(*inputs, target)``, or
+    ``loss(model(**inputs), labels)`` where the batch is a dict with the key ``"labels"``. With
+    ``loss=None`` the model itself returns the loss (a scalar, or an object with ``.loss``) when it
+    is called with the whole batch.
+
+    Attributes:
+        model: a module, or a function without arguments that makes one. Prefer the function:
+            capture then never allocates a weight.
+        example_batch: a tuple or dict of tensors, or a function without arguments that makes it.
+            Only shapes and dtypes matter.
+        loss: ``loss(output, target) -> scalar``; a mean over the batch or a sum.
+        optimizer: the ``torch.optim`` class that updates the parameters.
+        optimizer_options: its keyword arguments.
+        name: shown in tables and stored in plans.
+        source: how to make this workload again: a zoo name or ``path/to/file.py:function``.
+        batch_dims: for tensors of the batch whose batch dimension is not the first one: index (or
+            key) to dimension, ``None`` for a tensor that has no batch dimension. By default every
+            tensor whose first dimension has the batch size is split there.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    example_batch: Batch | Callable[[], Batch]
+    loss: Loss | None
+    optimizer: type[torch.optim.Optimizer]
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "workload"
+    source: str = ""
+    batch_dims: Mapping[int | str, int | None] = field(default_factory=dict)
+
+    def make_model(self) -> nn.Module:
+        """The module itself, made now if ``model`` is a function."""
+        from torch import nn
+
+        model = self.model if isinstance(self.model, nn.Module) else self.model()
+        if not isinstance(model, nn.Module):
+            raise CaptureError(
+                f"workload '{self.name}': the model function returned {type(model).__name__}, "
+                "not a torch.nn.Module."
+            )
+        return model
+
+    def make_batch(self) -> Batch:
+        """The example batch, made now if ``example_batch`` is a function."""
+        batch = self.example_batch() if callable(self.example_batch) else self.example_batch
+        if not isinstance(batch, tuple | list | dict) or not batch:
+            raise CaptureError(
+                f"workload '{self.name}': the example batch must be a non-empty tuple or dict of "
+                f"tensors, got {type(batch).__name__}."
+            )
+        return tuple(batch) if isinstance(batch, list) else batch
+
+    def step_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        """The loss of one forward pass, as the class docstring defines it."""
+        if self.loss is None:
+            output = model(**batch) if isinstance(batch, dict) else model(*batch)
+            loss: Tensor = getattr(output, "loss", output)
+            return loss
+        if isinstance(batch, dict):
+            inputs = {key: value for key, value in batch.items() if key != "labels"}
+            if len(inputs) == len(batch):
+                raise CaptureError(
+                    f"workload '{self.name}': a dict batch needs the key 'labels' for the loss; "
+                    f"it has {sorted(batch)}."
+                )
+            return self.loss(model(**inputs), batch["labels"])
+        if len(batch) < 2:
+            raise CaptureError(
+                f"workload '{self.name}': a tuple batch is (*inputs, target); it has one element."
+            )
+        return self.loss(model(*batch[:-1]), batch[-1])

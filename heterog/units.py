@@ -1,0 +1,86 @@
+"""The only place that converts units. Inside heterog everything is SI: bytes, seconds, FLOP/s."""
+
+import re
+
+from heterog.errors import HeterogError
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+_DURATION_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+_BYTES_PER_S = {
+    "bit/s": 0.125,
+    "kbit/s": 0.125e3,
+    "Mbit/s": 0.125e6,
+    "Gbit/s": 0.125e9,
+    "B/s": 1.0,
+    "KB/s": 1e3,
+    "MB/s": 1e6,
+    "GB/s": 1e9,
+    "TB/s": 1e12,
+}
+_TIME_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_QUANTITY = re.compile(r"\s*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*([A-Za-z/]*)\s*")
+
+
+def _parse(text: str | float, units: dict[str, float], what: str) -> float:
+    if isinstance(text, bool):
+        raise HeterogError(f"{what} must be a number with a unit, got {text!r}.")
+    if isinstance(text, int | float):
+        return float(text)
+    match = _QUANTITY.fullmatch(text)
+    if match is None or (match[2] and match[2] not in units):
+        raise HeterogError(f"cannot read {what} {text!r}; write a number and one of {list(units)}.")
+    return float(match[1]) * (units[match[2]] if match[2] else 1.0)
+
+
+def parse_bandwidth(text: str | float) -> float:
+    """Bandwidth in bytes/s from a number (already bytes/s) or a text with its unit.
+
+    >>> parse_bandwidth("10 Gbit/s"), parse_bandwidth("16 GB/s")
+    (1250000000.0, 16000000000.0)
+    """
+    return _parse(text, _BYTES_PER_S, "bandwidth")
+
+
+def parse_bytes(text: str | float) -> int:
+    """Size in bytes from a number (already bytes) or a text with its unit.
+
+    >>> parse_bytes("1.5 GiB")
+    1610612736
+    """
+    return round(_parse(text, _BYTES, "size"))
+
+
+def parse_seconds(text: str | float) -> float:
+    """Time in seconds from a number (already seconds) or a text with its unit.
+
+    >>> parse_seconds("5 ms")
+    0.005
+    """
+    return _parse(text, _TIME_S | _DURATION_S, "time")
+
+
+def format_seconds(seconds: float) -> str:
+    """A short text for people.
+
+    >>> format_seconds(0.4123), format_seconds(2.5e-5), format_seconds(83.0)
+    ('412.3 ms', '25.0 us', '83.00 s')
+    """
+    if seconds >= 1.0:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A short text for people.
+
+    >>> format_bytes(3 * 1024**3), format_bytes(1536)
+    ('3.0 GiB', '1.5 KiB')
+    """
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes:.0f} B"
