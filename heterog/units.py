@@ -1,6 +1,7 @@
 """The only place that converts units. Inside heterog everything is SI: bytes, seconds, FLOP/s."""
 
 import re
+from decimal import Decimal
 
 from heterog.errors import HeterogError
 
@@ -9,7 +10,16 @@ MIB = 1024**2
 GIB = 1024**3
 
 _DURATION_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+_BYTES = {
+    "B": 1.0,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KiB": KIB,
+    "MiB": MIB,
+    "GiB": GIB,
+}
 _BYTES_PER_S = {
     "bit/s": 0.125,
     "kbit/s": 0.125e3,
@@ -21,6 +31,7 @@ _BYTES_PER_S = {
     "GB/s": 1e9,
     "TB/s": 1e12,
 }
+_FLOPS_PER_S = {"FLOP/s": 1.0, "MFLOP/s": 1e6, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
 _TIME_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _QUANTITY = re.compile(r"\s*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*([A-Za-z/]*)\s*")
 
@@ -32,8 +43,16 @@ def _parse(text: str | float, units: dict[str, float], what: str) -> float:
         return float(text)
     match = _QUANTITY.fullmatch(text)
     if match is None or (match[2] and match[2] not in units):
-        raise HeterogError(f"cannot read {what} {text!r}; write a number and one of {list(units)}.")
-    return float(match[1]) * (units[match[2]] if match[2] else 1.0)
+        raise HeterogError(
+            f"cannot read {what} {text!r}; write a number and one of {list(units)}."
+        )
+    # In decimal, because 5 * 1e-6 is not the float 5e-6, and equal texts and numbers must agree.
+    try:
+        return float(Decimal(match[1]) * Decimal(repr(units[match[2]] if match[2] else 1.0)))
+    except ArithmeticError as error:
+        raise HeterogError(
+            f"{what} {text!r} is beyond any number; write a smaller one."
+        ) from error
 
 
 def parse_bandwidth(text: str | float) -> float:
@@ -52,6 +71,15 @@ def parse_bytes(text: str | float) -> int:
     1610612736
     """
     return round(_parse(text, _BYTES, "size"))
+
+
+def parse_flops_per_s(text: str | float) -> float:
+    """Speed in FLOP/s from a number (already FLOP/s) or a text with its unit.
+
+    >>> parse_flops_per_s("15.5 TFLOP/s")
+    15500000000000.0
+    """
+    return _parse(text, _FLOPS_PER_S, "speed")
 
 
 def parse_seconds(text: str | float) -> float:

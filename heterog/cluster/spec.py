@@ -1,0 +1,689 @@
+"""The YAML file of a cluster: what it may say, where it is wrong, and how it is written.
+
+    schema_version: 1
+    name: lab
+    efficiency: 0.7                     # usable share of every NIC's line rate
+    reserved_memory: 1.0 GiB            # per device: context and communication buffers
+    calibration: lab_calibration.json   # optional, relative to this file
+    hosts:
+      - name: A
+        devices: [{type: V100-16GB, count: 2}]
+        intra: nvlink_v100              # or {kind, bandwidth, latency, shared}
+        nic: {line_rate: 100 Gbit/s, latency: 20 us}
+      - name: B                         # hosts B0 and B1
+        count: 2
+        devices: [{type: P100-12GB, count: 2, compute_efficiency: 0.5}]
+        intra: pcie3
+        nic: {line_rate: 50 Gbit/s}
+        testbed: {cpu_quota: 0.8}       # only for ranks that are throttled processes
+
+`nic` may be left out where there is one host, `intra` where each host has one device.
+"""
+
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from importlib import resources
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from heterog.cluster.catalog import device_type, device_type_names
+from heterog.cluster.topology import DTYPES, Cluster, Device, DeviceType, FrozenFlops, Host, Link
+from heterog.errors import ClusterError, HeterogError, InputFileError, UnknownNameError
+from heterog.units import (
+    GIB,
+    format_bytes,
+    parse_bandwidth,
+    parse_bytes,
+    parse_flops_per_s,
+    parse_seconds,
+)
+
+_PRESETS = resources.files("heterog.cluster") / "presets"
+
+# Effective rates per direction that large transfers reach, not the peaks of the data sheets.
+INTRA_LINKS = {
+    "nvlink_v100": Link(kind="nvlink", bandwidth_bytes_per_s=16e9),
+    "nvlink_a100": Link(kind="nvswitch", bandwidth_bytes_per_s=200e9),
+    "pcie3": Link(kind="pcie3", bandwidth_bytes_per_s=9e9),
+    "pcie4": Link(kind="pcie4", bandwidth_bytes_per_s=20e9),
+}
+# Stand for links that no route can use: inside a host of one device, and out of the only host.
+_UNUSED_INTRA = Link(kind="loopback", bandwidth_bytes_per_s=10e9)
+_UNUSED_NIC_BYTES_PER_S = 1.25e9
+
+_CPU = device_type("CPU")
+
+
+_Location: TypeAlias = tuple[int | str, ...]
+
+
+def _shown(value: object) -> str:
+    """A value for an error of one line."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _reading(parse: Callable[[Any], Any]) -> BeforeValidator:
+    """Lets pydantic report what `parse` says about a value, with the place of that value."""
+
+    def read(value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise PydanticCustomError(
+                "value", "got {text}; write a number or a text", {"text": _shown(value)}
+            )
+        try:
+            return parse(value)
+        except (HeterogError, ValueError, OverflowError) as error:
+            raise PydanticCustomError(
+                "value", "{text}", {"text": str(error).rstrip(".")}
+            ) from error
+
+    return BeforeValidator(read)
+
+
+_Positive = Field(gt=0, allow_inf_nan=False)
+_NotNegative = Field(ge=0, allow_inf_nan=False)
+
+Bandwidth: TypeAlias = Annotated[float, _reading(parse_bandwidth), _Positive]
+Speed: TypeAlias = Annotated[float, _reading(parse_flops_per_s), _Positive]
+Seconds: TypeAlias = Annotated[float, _reading(parse_seconds), _NotNegative]
+Bytes: TypeAlias = Annotated[int, _reading(parse_bytes), Field(gt=0)]
+BytesOrZero: TypeAlias = Annotated[int, _reading(parse_bytes), Field(ge=0)]
+Share: TypeAlias = Annotated[float, _reading(float), Field(gt=0, le=1, allow_inf_nan=False)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=4096, strict=True)]
+Name: TypeAlias = Annotated[str, Field(min_length=1)]
+_Dtype: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
+Peaks: TypeAlias = Annotated[
+    dict[_Dtype, Speed],
+    # A bare number is the float32 peak.
+    BeforeValidator(lambda value: value if isinstance(value, dict) else {"float32": value}),
+]
+
+
+class _Spec(BaseModel):
+    """A mapping of the file; refuses unknown fields, naming the nearest known one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_fields(cls, value: object) -> object:
+        known = list(cls.model_fields)
+        for key in value if isinstance(value, dict) else ():
+            if key not in known:
+                close = get_close_matches(str(key), known, n=1, cutoff=0.4)
+                hint = f"; did you mean '{close[0]}'?" if close else "."
+                raise PydanticCustomError(
+                    "unknown_field",
+                    "unknown field{hint} Known: {known}",
+                    {"field": key, "hint": hint, "known": ", ".join(known)},
+                )
+        return value
+
+
+class TypeSpec(_Spec):
+    """A device type written out in full."""
+
+    name: Name
+    peak_flops: Peaks
+    memory_bandwidth: Bandwidth
+    memory: Bytes
+    source: str = "cluster file"
+    compute_efficiency: Share = 0.6
+    memory_efficiency: Share = 0.75
+    launch_overhead: Seconds = 10e-6
+
+
+class LinkSpec(_Spec):
+    """A link inside a host written out in full."""
+
+    kind: Name
+    bandwidth: Bandwidth
+    latency: Seconds = 5e-6
+    shared: bool = Field(default=False, strict=True)
+
+
+class NicSpec(_Spec):
+    """The NIC of a host."""
+
+    line_rate: Bandwidth
+    latency: Seconds = 20e-6
+
+
+class TestbedSpec(_Spec):
+    """How the ranks of a host are throttled where a host is a process group on one machine."""
+
+    __test__ = False  # for pytest: a name, not a test
+
+    cpu_quota: Share | None = None
+
+
+def _name_or_mapping(value: object) -> str:
+    return "name" if isinstance(value, str) else "mapping"
+
+
+class DeviceSpec(_Spec):
+    """Some equal devices of a host; fields other than `type` and `count` override the type's."""
+
+    type: Annotated[
+        Annotated[Name, Tag("name")] | Annotated[TypeSpec, Tag("mapping")],
+        Discriminator(_name_or_mapping),
+    ]
+    count: Count = 1
+    names: list[Name] | None = None
+    type_name: Name | None = None
+    usable_memory: Bytes | None = None
+    peak_flops: Peaks | None = None
+    memory_bandwidth: Bandwidth | None = None
+    compute_efficiency: Share | None = None
+    memory_efficiency: Share | None = None
+    launch_overhead: Seconds | None = None
+
+
+class HostSpec(_Spec):
+    """One host, or with `count` several equal ones, named with 0, 1, ... behind the name."""
+
+    name: Name
+    count: Count | None = None
+    devices: Annotated[list[DeviceSpec], Field(min_length=1)]
+    intra: (
+        Annotated[
+            Annotated[Name, Tag("name")] | Annotated[LinkSpec, Tag("mapping")],
+            Discriminator(_name_or_mapping),
+        ]
+        | None
+    ) = None
+    nic: NicSpec | None = None
+    testbed: TestbedSpec = TestbedSpec()
+
+
+class ClusterSpec(_Spec):
+    """The whole file."""
+
+    schema_version: Literal[1]
+    name: Name
+    efficiency: Share = 0.7
+    reserved_memory: BytesOrZero = GIB
+    calibration: Name | None = None
+    hosts: Annotated[list[HostSpec], Field(min_length=1)]
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the clusters that are built in."""
+    files = (entry.name for entry in _PRESETS.iterdir())
+    return tuple(sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml")))
+
+
+def load_cluster(source: str | Path) -> Cluster:
+    """Reads a preset by its name, or a file by its path; see `Cluster.load`."""
+    if isinstance(source, str) and source in preset_names():
+        text = (_PRESETS / f"{source}.yaml").read_text(encoding="utf-8")
+        return parse_cluster(text, Path(f"{source}.yaml"))
+    path = Path(source)
+    looks_like_name = path.name == str(source) and not path.suffix
+    if isinstance(source, str) and looks_like_name and not path.exists():
+        raise UnknownNameError("cluster", source, preset_names())
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputFileError(
+            f"cannot read cluster file {path}: {reason}. Give a YAML file or one of: "
+            f"{', '.join(preset_names())}."
+        ) from error
+    return parse_cluster(text, path)
+
+
+def parse_cluster(text: str, path: Path) -> Cluster:
+    """A cluster from the text of a cluster file.
+
+    Args:
+        text: YAML.
+        path: Where it was read; named in errors, and `calibration` is relative to its folder.
+
+    Raises:
+        InputFileError: Names file, line and field.
+    """
+    document = _Document.parse(text, path)
+    try:
+        spec = ClusterSpec.model_validate(document.value)
+    except ValidationError as error:
+        document.refuse_all(error.errors())
+    return _Builder(spec, document).cluster()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    """A YAML text with the places of its fields."""
+
+    path: Path
+    root: yaml.Node
+    value: object
+
+    @staticmethod
+    def parse(text: str, path: Path) -> "_Document":
+        try:
+            loader = yaml.SafeLoader(text)
+            root = loader.get_single_node()
+            if root is None:
+                raise InputFileError(f"{path}: the file is empty; see 'heterog clusters'.")
+            _refuse_duplicate_keys(root, path, set())
+            return _Document(path=path, root=root, value=loader.construct_document(root))
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            where = f"{path}, line {mark.line + 1}" if mark else str(path)
+            raise InputFileError(f"{where}: not valid YAML: {error.problem}.") from error
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputFileError(f"{path}: not valid YAML: {reason}.") from error
+
+    def line_and_field(self, location: Sequence[int | str]) -> tuple[int, str]:
+        """Line of the field (or of what should hold it) and its name, as in hosts[0].nic."""
+        node, line, shown = self.root, self.root.start_mark.line, ""
+        for position, step in enumerate(location):
+            last = position == len(location) - 1
+            if isinstance(node, yaml.SequenceNode) and isinstance(step, int):
+                if step < len(node.value):
+                    node = node.value[step]
+                    line, shown = node.start_mark.line, f"{shown}[{step}]"
+            elif isinstance(node, yaml.MappingNode):
+                found = _pair(node, str(step))
+                if found is not None:
+                    line, node = found[0].start_mark.line, found[1]
+                # Elsewhere a step is pydantic's own (which branch of a union): not in the file.
+                if found is not None or last:
+                    shown = f"{shown}.{step}" if shown else str(step)
+        return line + 1, shown
+
+    def refuse(self, location: Sequence[int | str], problem: str) -> NoReturn:
+        """Raises InputFileError with file, line and field."""
+        line, field = self.line_and_field(location)
+        where = f"{self.path}, line {line}" + (f", {field}" if field else "")
+        raise InputFileError(f"{where}: {problem}")
+
+    def refuse_all(self, errors: Sequence[ErrorDetails]) -> NoReturn:
+        """Raises InputFileError about the first error and counts the others."""
+        location = errors[0]["loc"]
+        if errors[0]["type"] == "unknown_field":
+            location = (*location, str(errors[0]["ctx"]["field"]))
+        more = f" ({len(errors) - 1} more after this one)" if len(errors) > 1 else ""
+        self.refuse(location, _problem(errors[0]) + more)
+
+
+def _pair(node: yaml.MappingNode, key: str) -> tuple[yaml.Node, yaml.Node] | None:
+    # The last one, because what a merge key brings in comes before the node's own fields.
+    return next((pair for pair in reversed(node.value) if pair[0].value == key), None)
+
+
+def _problem(error: ErrorDetails) -> str:
+    """What is wrong and what to write instead."""
+    kind, got, context = error["type"], _shown(error["input"]), error.get("ctx", {})
+    if kind in ("model_type", "dict_type"):
+        return f"got {got}; write a mapping of fields."
+    if kind == "list_type":
+        return f"got {got}; write a list."
+    if kind == "missing":
+        return "this field is required."
+    if kind == "string_type":
+        return f"got {got}; write a text, in quotes if YAML reads it as something else."
+    if kind in ("value", "unknown_field"):
+        return f"{error['msg']}."
+    limits = {
+        "greater_than": "above {gt:g}",
+        "greater_than_equal": "at least {ge:g}",
+        "less_than_equal": "at most {le:g}",
+        "finite_number": "a finite number",
+    }
+    if kind in limits:
+        return f"{got} is not {limits[kind].format(**context)}."
+    return f"got {got}; {error['msg'][0].lower()}{error['msg'][1:]}."
+
+
+def _refuse_duplicate_keys(node: yaml.Node, path: Path, seen: set[int]) -> None:
+    """PyYAML keeps the last of two equal keys in silence."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _refuse_duplicate_keys(child, path, seen)
+    if isinstance(node, yaml.MappingNode):
+        keys: set[Hashable] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
+                raise InputFileError(
+                    f"{path}, line {key.start_mark.line + 1}, {key.value}: this field is there "
+                    "twice; remove one."
+                )
+            keys.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+            _refuse_duplicate_keys(value, path, seen)
+
+
+class _Builder:
+    """Makes the cluster that a spec describes."""
+
+    def __init__(self, spec: ClusterSpec, document: _Document) -> None:
+        self._spec = spec
+        self._document = document
+        self._types: dict[str, DeviceType] = {}
+        self._host_names: set[str] = set()
+        self._device_names: set[str] = set()
+        self._num_hosts = sum(h.count or 1 for h in spec.hosts)
+
+    def cluster(self) -> Cluster:
+        hosts: list[Host] = []
+        devices: list[Device] = []
+        for position, spec in enumerate(self._spec.hosts):
+            here = ("hosts", position)
+            names = [spec.name]
+            if spec.count is not None:
+                names = [f"{spec.name}{i}" for i in range(spec.count)]
+            for name in names:
+                self._claim(self._host_names, "host", name, (*here, "name"))
+                devices += self._devices(spec, here, name, len(hosts))
+                hosts.append(self._host(spec, here, name))
+        try:
+            return Cluster(
+                name=self._spec.name,
+                hosts=tuple(hosts),
+                devices=tuple(devices),
+                efficiency=self._spec.efficiency,
+                calibration=self._calibration(),
+            )
+        except ClusterError as error:
+            self._document.refuse((), str(error))
+
+    def _claim(self, names: set[str], what: str, name: str, here: _Location) -> None:
+        if name in names:
+            problem = f"there is already a {what} '{name}'; give each its own name."
+            self._document.refuse(here, problem)
+        names.add(name)
+
+    def _calibration(self) -> str | None:
+        if self._spec.calibration is None:
+            return None
+        return os.path.abspath(self._document.path.parent / self._spec.calibration)
+
+    def _host(self, spec: HostSpec, here: _Location, name: str) -> Host:
+        intra, nic = spec.intra, spec.nic
+        if isinstance(intra, str) and intra not in INTRA_LINKS:
+            error = UnknownNameError("link", intra, INTRA_LINKS)
+            self._document.refuse((*here, "intra"), str(error))
+        if intra is None and sum(d.count for d in spec.devices) > 1:
+            self._document.refuse(
+                (*here, "intra"),
+                "this field is required where a host has several devices; known names: "
+                f"{', '.join(INTRA_LINKS)}.",
+            )
+        if nic is None and self._num_hosts > 1:
+            self._document.refuse(
+                (*here, "nic"), "this field is required where there are several hosts."
+            )
+        return Host(
+            name=name,
+            nic_line_rate_bytes_per_s=nic.line_rate if nic else _UNUSED_NIC_BYTES_PER_S,
+            nic_latency_s=nic.latency if nic else 20e-6,
+            intra=_link(intra),
+            cpu_quota=spec.testbed.cpu_quota,
+        )
+
+    def _devices(
+        self, spec: HostSpec, host_here: _Location, host: str, host_index: int
+    ) -> list[Device]:
+        devices: list[Device] = []
+        for number, entry in enumerate(spec.devices):
+            here = (*host_here, "devices", number)
+            names = entry.names
+            if names is None:
+                names = [f"{host}:{len(devices) + i}" for i in range(entry.count)]
+            elif len(names) != entry.count:
+                problem = f"{len(names)} names for a count of {entry.count}; write one per device."
+                self._document.refuse((*here, "names"), problem)
+            kind = self._type(entry, spec.testbed.cpu_quota, here)
+            usable = self._usable_memory(entry, kind, here)
+            for name in names:
+                self._claim(self._device_names, "device", name, (*here, "names"))
+                devices.append(
+                    Device(name=name, type=kind, host_index=host_index, usable_memory_bytes=usable)
+                )
+        return devices
+
+    def _usable_memory(self, entry: DeviceSpec, kind: DeviceType, here: _Location) -> int:
+        size, reserved = kind.memory_bytes, self._spec.reserved_memory
+        if entry.usable_memory is not None:
+            if entry.usable_memory > size:
+                self._document.refuse(
+                    (*here, "usable_memory"),
+                    f"{format_bytes(entry.usable_memory)} is more than the {format_bytes(size)} "
+                    f"of {kind.name}; lower it.",
+                )
+            return entry.usable_memory
+        if reserved >= size:
+            self._document.refuse(
+                ("reserved_memory",),
+                f"{format_bytes(reserved)} leaves nothing of the {format_bytes(size)} of "
+                f"{kind.name}; lower it or give that device its usable_memory.",
+            )
+        return size - reserved
+
+    def _type(self, entry: DeviceSpec, quota: float | None, here: _Location) -> DeviceType:
+        """The entry's type: its overrides first, then the quota of a catalogue CPU."""
+        try:
+            base = device_type(entry.type) if isinstance(entry.type, str) else _full(entry.type)
+        except HeterogError as error:
+            self._document.refuse((*here, "type"), str(error))
+        kind = _overridden(base, entry)
+        if isinstance(entry.type, str) and base == _CPU and quota is not None:
+            base, kind = _throttled(base, quota), _throttled(kind, quota)
+        if entry.type_name is not None:
+            kind = replace(kind, name=entry.type_name)
+        elif kind != base:
+            kind = self._named(kind)
+        if self._types.setdefault(kind.name, kind) != kind:
+            self._document.refuse(
+                (*here, "type" if entry.type_name is None else "type_name"),
+                f"there is already a type '{kind.name}' with other numbers; give each its own "
+                "name.",
+            )
+        return kind
+
+    def _named(self, kind: DeviceType) -> DeviceType:
+        """The overridden type under the first free name; an equal one shares its name."""
+        for number in count(1):
+            candidate = replace(kind, name=f"{kind.name}-custom{number if number > 1 else ''}")
+            if self._types.get(candidate.name, candidate) == candidate:
+                return candidate
+        raise AssertionError("unreachable: count() does not end")
+
+
+def _link(spec: str | LinkSpec | None) -> Link:
+    if spec is None:
+        return _UNUSED_INTRA
+    if isinstance(spec, str):
+        return INTRA_LINKS[spec]
+    return Link(
+        kind=spec.kind,
+        bandwidth_bytes_per_s=spec.bandwidth,
+        latency_s=spec.latency,
+        shared=spec.shared,
+    )
+
+
+def _full(spec: TypeSpec) -> DeviceType:
+    return DeviceType(
+        name=spec.name,
+        peak_flops_per_s={dtype: peak for dtype, peak in spec.peak_flops.items()},
+        memory_bandwidth_bytes_per_s=spec.memory_bandwidth,
+        memory_bytes=spec.memory,
+        source=spec.source,
+        compute_efficiency=spec.compute_efficiency,
+        memory_efficiency=spec.memory_efficiency,
+        launch_overhead_s=spec.launch_overhead,
+    )
+
+
+def _merged(peaks: Mapping[str, float], given: Mapping[_Dtype, float] | None) -> FrozenFlops:
+    merged = dict(peaks)
+    for dtype, peak in (given or {}).items():
+        merged[dtype] = peak
+    return FrozenFlops(merged)
+
+
+def _overridden(base: DeviceType, entry: DeviceSpec) -> DeviceType:
+    """The type with the entry's numbers; `base` itself where that changes nothing."""
+    given = {
+        "peak_flops_per_s": _merged(base.peak_flops_per_s, entry.peak_flops),
+        "memory_bandwidth_bytes_per_s": entry.memory_bandwidth,
+        "compute_efficiency": entry.compute_efficiency,
+        "memory_efficiency": entry.memory_efficiency,
+        "launch_overhead_s": entry.launch_overhead,
+    }
+    changed = {k: v for k, v in given.items() if v is not None and v != getattr(base, k)}
+    if not changed:
+        return base
+    return replace(base, **changed, source=f"{base.source}; cluster file")  # type: ignore[arg-type]
+
+
+def _throttled(kind: DeviceType, quota: float) -> DeviceType:
+    """A core that runs only `quota` of the time: everything takes 1 / quota as long."""
+    if quota == 1:
+        return kind
+    return replace(
+        kind,
+        name=f"{kind.name}@{quota:g}",
+        peak_flops_per_s={d: p * quota for d, p in kind.peak_flops_per_s.items()},
+        memory_bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s * quota,
+        launch_overhead_s=kind.launch_overhead_s / quota,
+    )
+
+
+def save_cluster(cluster: Cluster, path: Path) -> None:
+    """Writes a cluster file; see `Cluster.save`."""
+    text = yaml.dump(
+        _file_record(cluster, path), sort_keys=False, default_flow_style=None, width=99
+    )
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InputFileError(f"cannot write cluster file {path}: {error.strerror}.") from error
+
+
+def _file_record(cluster: Cluster, path: Path) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "schema_version": 1,
+        "name": cluster.name,
+        "efficiency": float(cluster.efficiency),
+    }
+    if cluster.calibration is not None:
+        record["calibration"] = os.path.relpath(cluster.calibration, path.parent)
+    return record | {"hosts": [_host_record(cluster, h) for h in range(cluster.num_hosts)]}
+
+
+def _host_record(cluster: Cluster, host_index: int) -> dict[str, Any]:
+    host = cluster.hosts[host_index]
+    named = {link: name for name, link in INTRA_LINKS.items()}
+    intra: str | dict[str, Any] = named.get(
+        host.intra,
+        "",
+    ) or {
+        "kind": host.intra.kind,
+        "bandwidth": _text(host.intra.bandwidth_bytes_per_s, _RATES, parse_bandwidth),
+        "latency": _text(host.intra.latency_s, _TIMES, parse_seconds),
+        "shared": host.intra.shared,
+    }
+    record: dict[str, Any] = {
+        "name": host.name,
+        "devices": _device_records(cluster, host_index),
+        "intra": intra,
+        "nic": {
+            "line_rate": _text(host.nic_line_rate_bytes_per_s, _NIC_RATES, parse_bandwidth),
+            "latency": _text(host.nic_latency_s, _TIMES, parse_seconds),
+        },
+    }
+    if host.cpu_quota is not None:
+        record["testbed"] = {"cpu_quota": float(host.cpu_quota)}
+    return record
+
+
+def _device_records(cluster: Cluster, host_index: int) -> list[dict[str, Any]]:
+    """Neighbours of one type and usable memory are one entry."""
+    host = cluster.hosts[host_index]
+    records: list[dict[str, Any]] = []
+    previous: tuple[DeviceType, int] | None = None
+    members = cluster.host_devices(host_index)
+    usual_names = [f"{host.name}:{i}" for i in range(len(members))]
+    are_usual = [cluster.devices[i].name for i in members] == usual_names
+    for index in members:
+        device = cluster.devices[index]
+        if (device.type, device.usable_memory_bytes) != previous:
+            previous = (device.type, device.usable_memory_bytes)
+            records.append(
+                {
+                    "type": _type_record(device.type, host.cpu_quota),
+                    "count": 0,
+                    "usable_memory": _text(device.usable_memory_bytes, _SIZES, parse_bytes),
+                }
+                | ({} if are_usual else {"names": []})
+            )
+        records[-1]["count"] += 1
+        if not are_usual:
+            records[-1]["names"].append(device.name)
+    return records
+
+
+def _type_record(kind: DeviceType, quota: float | None) -> str | dict[str, Any]:
+    """A name of the catalogue where loading it gives exactly this type, else all numbers."""
+    if quota is not None and kind == _throttled(_CPU, quota):
+        return _CPU.name
+    is_listed = kind.name in device_type_names() and kind == device_type(kind.name)
+    if is_listed and not (quota is not None and kind == _CPU):
+        return kind.name
+    return {
+        "name": kind.name,
+        "peak_flops": {
+            dtype: _text(kind.peak_flops_per_s[dtype], _SPEEDS, parse_flops_per_s)
+            for dtype in DTYPES
+            if dtype in kind.peak_flops_per_s
+        },
+        "memory_bandwidth": _text(kind.memory_bandwidth_bytes_per_s, _RATES, parse_bandwidth),
+        "memory": _text(kind.memory_bytes, _SIZES, parse_bytes),
+        "source": kind.source,
+        "compute_efficiency": float(kind.compute_efficiency),
+        "memory_efficiency": float(kind.memory_efficiency),
+        "launch_overhead": _text(kind.launch_overhead_s, _TIMES, parse_seconds),
+    }
+
+
+_RATES = {"GB/s": 1e9, "MB/s": 1e6}
+_NIC_RATES = {"Gbit/s": 0.125e9, "Mbit/s": 0.125e6}
+_SIZES = {"GiB": 1024.0**3, "MiB": 1024.0**2}
+_SPEEDS = {"TFLOP/s": 1e12, "GFLOP/s": 1e9}
+_TIMES = {"us": 1e-6, "ms": 1e-3}
+
+
+def _text(value: float, units: dict[str, float], parse: Callable[[str], float]) -> str | float:
+    """A short text with a unit if it reads back as exactly this value, else the value."""
+    for unit, size in units.items():
+        text = f"{value / size:.6g} {unit}"
+        if value >= size and parse(text) == value:
+            return text
+    return value if isinstance(value, int) else float(value)

@@ -1,0 +1,560 @@
+"""What a cluster is: devices on hosts, and the links that transfers between them use.
+
+Rates are effective rates of one direction. Two resources are one bottleneck each: a transfer
+inside a host uses the out port of its source and the in port of its destination (or the one bus
+of the host), a transfer between hosts uses the out side of one NIC and the in side of the other.
+The switch between the hosts never blocks.
+"""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from heterog.errors import ClusterError
+from heterog.units import format_bytes
+
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+SCHEMA_VERSION = 1
+
+
+class FrozenFlops(Mapping[str, float]):
+    """Peak FLOP/s by dtype name: a mapping that is hashable, ordered by dtype and picklable."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, peaks: Mapping[str, float]) -> None:
+        self._items = {dtype: float(peaks[dtype]) for dtype in sorted(peaks)}
+
+    def __getitem__(self, dtype: str) -> float:
+        return self._items[dtype]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceType:
+    """One kind of device and the numbers of its roofline.
+
+    Attributes:
+        name: Unique inside a cluster.
+        peak_flops_per_s: Peak by dtype name; "float32" (without TF32) is always there, another
+            dtype only where the hardware has it.
+        memory_bandwidth_bytes_per_s: Peak of the data sheet.
+        memory_bytes: Whole size; what a job may use is `Device.usable_memory_bytes`.
+        source: Where the numbers come from.
+        compute_efficiency: Share of the peak FLOP/s that a large kernel reaches.
+        memory_efficiency: Share of the peak memory bandwidth that a large kernel reaches.
+        launch_overhead_s: Time of a kernel that does nothing.
+    """
+
+    name: str
+    peak_flops_per_s: Mapping[str, float]
+    memory_bandwidth_bytes_per_s: float
+    memory_bytes: int
+    source: str
+    compute_efficiency: float = 0.6
+    memory_efficiency: float = 0.75
+    launch_overhead_s: float = 10e-6
+
+    def __post_init__(self) -> None:
+        what = f"device type '{self.name}'"
+        if not self.name:
+            raise ClusterError("a device type has an empty name; give it one.")
+        if "float32" not in self.peak_flops_per_s:
+            raise ClusterError(f"{what} has no peak FLOP/s for float32; every type needs one.")
+        for dtype, peak in self.peak_flops_per_s.items():
+            if dtype not in DTYPES:
+                raise ClusterError(
+                    f"{what} has a peak for unknown dtype '{dtype}'; known: {', '.join(DTYPES)}."
+                )
+            _check_positive(peak, f"peak FLOP/s ({dtype}) of {what}")
+        _check_positive(self.memory_bandwidth_bytes_per_s, f"memory bandwidth of {what}")
+        _check_positive(self.memory_bytes, f"memory size of {what}")
+        _check_share(self.compute_efficiency, f"compute efficiency of {what}")
+        _check_share(self.memory_efficiency, f"memory efficiency of {what}")
+        _check_not_negative(self.launch_overhead_s, f"launch overhead of {what}")
+        object.__setattr__(self, "peak_flops_per_s", FrozenFlops(self.peak_flops_per_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """How the devices of one host reach each other.
+
+    Attributes:
+        kind: A word for people: "nvlink", "nvswitch", "pcie3", "pcie4", "loopback", ...
+        bandwidth_bytes_per_s: Effective rate per direction.
+        latency_s: Time of an empty transfer.
+        shared: False gives every device its own full-duplex port of that bandwidth; True is one
+            bus per host, which all transfers in both directions share.
+    """
+
+    kind: str
+    bandwidth_bytes_per_s: float
+    latency_s: float = 5e-6
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        _check_positive(self.bandwidth_bytes_per_s, f"bandwidth of link '{self.kind}'")
+        _check_not_negative(self.latency_s, f"latency of link '{self.kind}'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device of a cluster.
+
+    Attributes:
+        name: Unique in the cluster, for example "A:0".
+        type: Its kind.
+        host_index: Position of its host in `Cluster.hosts`.
+        usable_memory_bytes: Memory size less what contexts and communication buffers take.
+    """
+
+    name: str
+    type: DeviceType
+    host_index: int
+    usable_memory_bytes: int
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ClusterError("a device has an empty name; give it one.")
+        _check_positive(self.usable_memory_bytes, f"usable memory of device '{self.name}'")
+        if self.usable_memory_bytes > self.type.memory_bytes:
+            raise ClusterError(
+                f"device '{self.name}' has {format_bytes(self.usable_memory_bytes)} of usable "
+                f"memory but its type '{self.type.name}' has only "
+                f"{format_bytes(self.type.memory_bytes)}; lower usable_memory."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One machine: its NIC (full duplex, shared by all its devices) and its inner link.
+
+    Attributes:
+        name: Unique in the cluster.
+        nic_line_rate_bytes_per_s: Line rate per direction; `Cluster.efficiency` of it is usable.
+        nic_latency_s: Time of an empty transfer to another host.
+        intra: The link between the devices of this host.
+        cpu_quota: Share of one core that each rank gets on a testbed; None where unlimited.
+    """
+
+    name: str
+    nic_line_rate_bytes_per_s: float
+    nic_latency_s: float = 20e-6
+    intra: Link
+    cpu_quota: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ClusterError("a host has an empty name; give it one.")
+        _check_positive(self.nic_line_rate_bytes_per_s, f"NIC line rate of host '{self.name}'")
+        _check_not_negative(self.nic_latency_s, f"NIC latency of host '{self.name}'")
+        if self.cpu_quota is not None:
+            _check_share(self.cpu_quota, f"CPU quota of host '{self.name}'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkResource:
+    """One thing that at most one full-rate flow can use, such as "A nic out" or "A:0 port in"."""
+
+    name: str
+    bandwidth_bytes_per_s: float
+    host_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices on hosts joined by one non-blocking switch.
+
+    Two clusters with the same fingerprint are the same to a planner: the fingerprint covers every
+    number and every host and device name, but not the cluster's own name, the texts that say
+    where a number comes from, and the path of the calibration.
+
+    Attributes:
+        name: For people.
+        hosts: At least one, each with at least one device.
+        devices: Listed host by host.
+        efficiency: Usable share of every NIC's line rate.
+        calibration: Path of the measured cost tables, if any.
+        device_types: The distinct types by value, in order of first appearance.
+        type_index: Position in `device_types`, per device.
+        host_of: Position in `hosts`, per device.
+        resources: Everything that a transfer can occupy.
+
+    >>> cluster = Cluster.load("paper_8gpu")
+    >>> cluster.num_devices, cluster.devices[2].name
+    (8, 'B:0')
+    >>> [cluster.resources[r].name for r in cluster.route(0, 2)]
+    ['A nic out', 'B nic in']
+    """
+
+    name: str
+    hosts: tuple[Host, ...]
+    devices: tuple[Device, ...]
+    efficiency: float = 0.7
+    calibration: str | None = None
+    device_types: tuple[DeviceType, ...] = field(init=False, repr=False, compare=False)
+    type_index: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    host_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    resources: tuple[LinkResource, ...] = field(init=False, repr=False, compare=False)
+    _host_devices: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _port_of: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    _device_index: dict[str, int] = field(init=False, repr=False, compare=False)
+    _fingerprint: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hosts", tuple(self.hosts))
+        object.__setattr__(self, "devices", tuple(self.devices))
+        _check_cluster(self)
+        types: dict[DeviceType, int] = {}
+        type_index = tuple(types.setdefault(d.type, len(types)) for d in self.devices)
+        members: list[list[int]] = [[] for _ in self.hosts]
+        for index, device in enumerate(self.devices):
+            members[device.host_index].append(index)
+        derived: dict[str, object] = {
+            "device_types": tuple(types),
+            "type_index": type_index,
+            "host_of": tuple(d.host_index for d in self.devices),
+            "_host_devices": tuple(tuple(m) for m in members),
+            "_device_index": {d.name: i for i, d in enumerate(self.devices)},
+        }
+        derived["resources"], derived["_port_of"] = _link_resources(self)
+        for attribute, value in derived.items():
+            object.__setattr__(self, attribute, value)
+        text = json.dumps(_identity(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+        object.__setattr__(self, "_fingerprint", fingerprint)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices on all hosts."""
+        return len(self.devices)
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return len(self.hosts)
+
+    def host_devices(self, host_index: int) -> tuple[int, ...]:
+        """Indices of the devices of one host."""
+        return self._host_devices[host_index]
+
+    def device_index(self, name: str) -> int:
+        """Position of a device by its name.
+
+        Raises:
+            ClusterError: No device has this name.
+        """
+        if name not in self._device_index:
+            raise ClusterError(
+                f"cluster '{self.name}' has no device '{name}'; it has "
+                f"{', '.join(self._device_index)}."
+            )
+        return self._device_index[name]
+
+    def nic_bandwidth_bytes_per_s(self, host_index: int) -> float:
+        """Usable rate of a host's NIC per direction: line rate x efficiency."""
+        return self.hosts[host_index].nic_line_rate_bytes_per_s * self.efficiency
+
+    def route(self, src: int, dst: int) -> tuple[int, ...]:
+        """Indices of the resources that a transfer from device `src` to device `dst` uses.
+
+        Empty for a device and itself. Devices of one host never use the NIC.
+        """
+        src_host, dst_host = self.host_of[src], self.host_of[dst]
+        if src == dst:
+            return ()
+        if src_host != dst_host:
+            return (2 * src_host, 2 * dst_host + 1)
+        out_port, in_port = self._port_of[src][0], self._port_of[dst][1]
+        return (out_port,) if out_port == in_port else (out_port, in_port)
+
+    def latency_s(self, src: int, dst: int) -> float:
+        """Time of an empty transfer: the slower of the two NICs, or the inner link."""
+        if src == dst:
+            return 0.0
+        src_host, dst_host = self.hosts[self.host_of[src]], self.hosts[self.host_of[dst]]
+        if src_host is dst_host:
+            return src_host.intra.latency_s
+        return max(src_host.nic_latency_s, dst_host.nic_latency_s)
+
+    def bottleneck_bytes_per_s(self, src: int, dst: int) -> float:
+        """Rate of a transfer that is alone; infinite for a device and itself."""
+        return min(
+            (self.resources[r].bandwidth_bytes_per_s for r in self.route(src, dst)),
+            default=math.inf,
+        )
+
+    def fingerprint(self) -> str:
+        """First 16 hex digits of the SHA-256 of the canonical JSON of what a planner can see."""
+        return self._fingerprint
+
+    def describe_difference(self, other: "Cluster") -> str | None:
+        """The first host or device that differs from `other`, or None if there is none.
+
+        None exactly where the fingerprints are equal.
+        """
+        mine, theirs = _identity(self), _identity(other)
+        if mine == theirs:
+            return None
+        for what, plural in (("host", "hosts"), ("device", "devices")):
+            for here, there in zip(mine[plural], theirs[plural], strict=False):
+                if here != there:
+                    return _describe_pair(what, here, there)
+            if len(mine[plural]) != len(theirs[plural]):
+                return _describe_count(what, mine[plural], theirs[plural])
+        return f"NIC efficiency is {self.efficiency:g}, not {other.efficiency:g}"
+
+    @staticmethod
+    def load(source: str | Path) -> "Cluster":
+        """Reads a preset by its name, or a YAML file by its path.
+
+        Raises:
+            UnknownNameError: Neither a preset nor a file.
+            InputFileError: The file cannot be read or says something that makes no sense.
+        """
+        from heterog.cluster.spec import load_cluster  # the file format is built on this module
+
+        return load_cluster(source)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a YAML file from which `load` makes an equal cluster.
+
+        Raises:
+            InputFileError: The file cannot be written.
+        """
+        from heterog.cluster.spec import save_cluster  # the file format is built on this module
+
+        save_cluster(self, Path(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON values, without reference to the catalogue or to presets."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "name": self.name,
+            "efficiency": float(self.efficiency),
+            "calibration": self.calibration,
+            "device_types": [_type_to_dict(t) for t in self.device_types],
+            "hosts": [_host_to_dict(h) for h in self.hosts],
+            "devices": [
+                {
+                    "name": d.name,
+                    "type_index": t,
+                    "host_index": d.host_index,
+                    "usable_memory_bytes": int(d.usable_memory_bytes),
+                }
+                for d, t in zip(self.devices, self.type_index, strict=True)
+            ],
+        }
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> "Cluster":
+        """The inverse of `to_dict`.
+
+        Raises:
+            ClusterError: A field is missing, unknown or makes no sense.
+        """
+        version = record.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ClusterError(
+                f"cluster record has schema_version {version!r}; this version reads "
+                f"{SCHEMA_VERSION}."
+            )
+        try:
+            types = [DeviceType(**t) for t in record["device_types"]]
+            hosts = tuple(Host(**(h | {"intra": Link(**h["intra"])})) for h in record["hosts"])
+            devices = tuple(
+                Device(
+                    name=d["name"],
+                    type=types[d["type_index"]],
+                    host_index=d["host_index"],
+                    usable_memory_bytes=d["usable_memory_bytes"],
+                )
+                for d in record["devices"]
+            )
+            return Cluster(
+                name=record["name"],
+                hosts=hosts,
+                devices=devices,
+                efficiency=record["efficiency"],
+                calibration=record["calibration"],
+            )
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ClusterError(
+                f"cluster record is not as Cluster.to_dict writes it "
+                f"({type(error).__name__}: {error}); export it again."
+            ) from error
+
+
+def _check_positive(value: float, what: str) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ClusterError(f"{what} is {value:g}; it must be a finite number above 0.")
+
+
+def _check_not_negative(value: float, what: str) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ClusterError(f"{what} is {value:g}; it must be a finite number, 0 or above.")
+
+
+def _check_share(value: float, what: str) -> None:
+    if not 0 < value <= 1:
+        raise ClusterError(f"{what} is {value:g}; it must be above 0 and at most 1.")
+
+
+def _check_cluster(cluster: Cluster) -> None:
+    _check_share(cluster.efficiency, f"NIC efficiency of cluster '{cluster.name}'")
+    if not cluster.devices:
+        raise ClusterError(f"cluster '{cluster.name}' has no device; it needs at least one.")
+    for what, names in (
+        ("hosts", [h.name for h in cluster.hosts]),
+        ("devices", [d.name for d in cluster.devices]),
+    ):
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise ClusterError(
+                    f"cluster '{cluster.name}' has {count} {what} named '{name}'; "
+                    "give each its own name."
+                )
+    previous = 0
+    for device in cluster.devices:
+        if not 0 <= device.host_index < len(cluster.hosts):
+            raise ClusterError(
+                f"device '{device.name}' is on host number {device.host_index} but cluster "
+                f"'{cluster.name}' has hosts 0 to {len(cluster.hosts) - 1}."
+            )
+        if device.host_index < previous:
+            raise ClusterError(
+                f"device '{device.name}' of host '{cluster.hosts[device.host_index].name}' comes "
+                f"after devices of host '{cluster.hosts[previous].name}'; list devices host by "
+                "host, in the order of the hosts."
+            )
+        previous = device.host_index
+    used = {d.host_index for d in cluster.devices}
+    for index, host in enumerate(cluster.hosts):
+        if index not in used:
+            raise ClusterError(f"host '{host.name}' has no device; add one or remove the host.")
+    by_name: dict[str, DeviceType] = {}
+    for device in cluster.devices:
+        if by_name.setdefault(device.type.name, device.type) != device.type:
+            raise ClusterError(
+                f"device '{device.name}' has a type named '{device.type.name}' with other numbers "
+                "than an earlier one of that name; give it another name."
+            )
+
+
+def _link_resources(
+    cluster: Cluster,
+) -> tuple[tuple[LinkResource, ...], tuple[tuple[int, int], ...]]:
+    """All resources, and per device the indices of its out and in port (twice the bus if shared).
+
+    NIC sides come first, so host h has 2h (out) and 2h + 1 (in).
+    """
+    resources = [
+        LinkResource(
+            name=f"{host.name} nic {side}",
+            bandwidth_bytes_per_s=cluster.nic_bandwidth_bytes_per_s(index),
+            host_index=index,
+        )
+        for index, host in enumerate(cluster.hosts)
+        for side in ("out", "in")
+    ]
+    bus_of: dict[int, int] = {}
+    port_of: list[tuple[int, int]] = []
+    for device in cluster.devices:
+        index = device.host_index
+        host = cluster.hosts[index]
+        names = [f"{device.name} port out", f"{device.name} port in"]
+        if host.intra.shared:
+            if index in bus_of:
+                port_of.append((bus_of[index], bus_of[index]))
+                continue
+            bus_of[index] = len(resources)
+            names = [f"{host.name} bus"]
+        port_of.append((len(resources), len(resources) + len(names) - 1))
+        resources += [
+            LinkResource(
+                name=name,
+                bandwidth_bytes_per_s=host.intra.bandwidth_bytes_per_s,
+                host_index=index,
+            )
+            for name in names
+        ]
+    return tuple(resources), tuple(port_of)
+
+
+def _type_to_dict(device_type: DeviceType) -> dict[str, Any]:
+    return {
+        "name": device_type.name,
+        "peak_flops_per_s": dict(device_type.peak_flops_per_s),
+        "memory_bandwidth_bytes_per_s": float(device_type.memory_bandwidth_bytes_per_s),
+        "memory_bytes": int(device_type.memory_bytes),
+        "source": device_type.source,
+        "compute_efficiency": float(device_type.compute_efficiency),
+        "memory_efficiency": float(device_type.memory_efficiency),
+        "launch_overhead_s": float(device_type.launch_overhead_s),
+    }
+
+
+def _host_to_dict(host: Host) -> dict[str, Any]:
+    return {
+        "name": host.name,
+        "nic_line_rate_bytes_per_s": float(host.nic_line_rate_bytes_per_s),
+        "nic_latency_s": float(host.nic_latency_s),
+        "intra": {
+            "kind": host.intra.kind,
+            "bandwidth_bytes_per_s": float(host.intra.bandwidth_bytes_per_s),
+            "latency_s": float(host.intra.latency_s),
+            "shared": host.intra.shared,
+        },
+        "cpu_quota": None if host.cpu_quota is None else float(host.cpu_quota),
+    }
+
+
+def _identity(cluster: Cluster) -> dict[str, Any]:
+    """What the fingerprint covers; devices carry their type in full, hosts go by name."""
+    record = cluster.to_dict()
+    types = [{k: v for k, v in t.items() if k != "source"} for t in record["device_types"]]
+    devices = [
+        {
+            "name": d["name"],
+            "host": cluster.hosts[d["host_index"]].name,
+            "type": types[d["type_index"]],
+            "usable_memory_bytes": d["usable_memory_bytes"],
+        }
+        for d in record["devices"]
+    ]
+    return {"efficiency": record["efficiency"], "hosts": record["hosts"], "devices": devices}
+
+
+def _describe_pair(what: str, here: dict[str, Any], there: dict[str, Any]) -> str:
+    if here["name"] != there["name"]:
+        return f"{what} '{here['name']}' is in the place of {what} '{there['name']}'"
+    key = next(k for k in here if here[k] != there[k])
+    a, b = here[key], there[key]
+    if isinstance(a, dict) and a.get("name") == b.get("name"):
+        inner = next(k for k in a if a[k] != b[k])
+        key, a, b = f"{key} {inner}", a[inner], b[inner]
+    elif isinstance(a, dict):
+        a, b = a["name"], b["name"]
+    return f"{what} '{here['name']}': {key.replace('_', ' ')} is {a}, not {b}"
+
+
+def _describe_count(what: str, here: list[dict[str, Any]], there: list[dict[str, Any]]) -> str:
+    longer, where = (here, "this") if len(here) > len(there) else (there, "the other")
+    extra = longer[min(len(here), len(there))]["name"]
+    return f"{len(here)} {what}s, not {len(there)}: {what} '{extra}' is only in {where} cluster"
