@@ -11,6 +11,7 @@ A placement says which part of a tensor a device holds when an axis (the batch, 
 - ``L``: statistics of the local part (BatchNorm); never moved between devices.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -33,17 +34,38 @@ P = Placement("P")
 L = Placement("L")
 
 
-def S(dim: int, outer: int = 1) -> Placement:  # noqa: N802 - the field's own symbol
+def S(dim: int, outer: int = 1) -> Placement:
     """Split dimension ``dim``, written as ``outer x axis x inner``."""
     return Placement("S", dim, outer)
 
 
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2,
+    "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "uint64": 8, "uint16": 2,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Global shape and dtype (``"float32"``, ``"int64"``, ...) of a tensor."""
+    """Global shape and dtype (``"float32"``, ``"int64"``, ...) of a tensor.
+
+    >>> TensorMeta((2, 3), "float32").num_bytes
+    24
+    """
 
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole tensor in bytes."""
+        return self.num_elements * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""See the docs."""
+"""Predicts step time and memory of a program."""

@@ -1,0 +1,207 @@
+"""How every tensor of a step lies when the batch is shared out: propagation from the batch inputs.
+
+One pass over the ops in program order. Each op's sharding rule turns the placements of its inputs
+into the placements it needs and the placements of its outputs; where they differ, the lowering
+makes a conversion (a slice is free, S to R is a gather, P to R an all-reduce). Backward ops need no
+special treatment: a weight gradient comes out as P, a sum over the devices.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from heterog.graph.op_graph import FloatArray, GraphOp, OpGraph, Phase
+from heterog.graph.placement import Placement, R, S
+from heterog.graph.sharding_rules import propagate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchPlan:
+    """Placements along the batch and the work that follows from them.
+
+    Attributes:
+        placements: of each tensor, as its producer leaves it.  # [num_tensors]
+        needed: of each input of each op.  # [num_ops][num_inputs]
+        specials: how each op must change to stay exact on a part of the batch.  # [num_ops]
+        unruled: ops without a rule, run replicated on gathered inputs.
+        flops_fixed: FLOPs that every device does, whatever its share.  # [num_ops]
+        flops_per_sample: FLOPs per sample of the local share.  # [num_ops]
+        bytes_fixed: bytes moved whatever the share.  # [num_ops]
+        bytes_per_sample: bytes moved per sample of the local share.  # [num_ops]
+    """
+
+    placements: tuple[Placement, ...]
+    needed: tuple[tuple[Placement, ...], ...]
+    specials: tuple[str | None, ...]
+    unruled: tuple[int, ...]
+    flops_fixed: FloatArray
+    flops_per_sample: FloatArray
+    bytes_fixed: FloatArray
+    bytes_per_sample: FloatArray
+
+
+@lru_cache(maxsize=16)
+def batch_plan(graph: OpGraph) -> BatchPlan:
+    """Propagate the batch through a graph.
+
+    Expansions of constants (a mask or position row repeated for every sample) come out replicated
+    in a first pass, since nothing about them says that they hold the batch. Where all their
+    readers only use the part of the local samples, a second pass splits them at birth, if that
+    adds no conversion anywhere.
+    """
+    placements, needed, specials, unruled = _propagate(graph, {})
+    seeds = _split_at_birth(graph, placements, needed)
+    if seeds:
+        second = _propagate(graph, seeds)
+        if _num_conversions(graph, second[0], second[1]) <= _num_conversions(
+            graph, placements, needed
+        ):
+            placements, needed, specials, unruled = second
+    costs = [
+        _work(graph, index, op, placements, needed[index]) for index, op in enumerate(graph.ops)
+    ]
+    columns = np.array(costs, np.float64).reshape(graph.num_ops, 4)
+    return BatchPlan(
+        placements=tuple(placements),
+        needed=tuple(needed),
+        specials=tuple(specials),
+        unruled=tuple(unruled),
+        flops_fixed=columns[:, 0],
+        flops_per_sample=columns[:, 1],
+        bytes_fixed=columns[:, 2],
+        bytes_per_sample=columns[:, 3],
+    )
+
+
+_State = tuple[
+    list[Placement], list[tuple[Placement, ...]], list[str | None], list[int]
+]  # placements, needed, specials, unruled
+
+
+def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
+    placements = list(graph.batch_placements)
+    needed: list[tuple[Placement, ...]] = []
+    specials: list[str | None] = []
+    unruled: list[int] = []
+    for index, op in enumerate(graph.ops):
+        given = tuple(placements[tensor] for tensor in op.inputs)
+        if index in seeds:
+            needed.append(tuple(R for _ in given))
+            placements.append(seeds[index])
+            specials.append(None)
+            continue
+        if op.phase == Phase.UPDATE:
+            # The gradient is synchronised before the update sees it; the lowering decides how.
+            needed.append(given)
+            placements.append(R)
+            specials.append(None)
+            continue
+        if op.rule is not None:
+            inputs, outputs = op.rule
+            needed.append(inputs)
+            placements.extend(outputs)
+            specials.append(None)
+            continue
+        result = propagate(graph.call(index), given, graph.batch_size)
+        if result is None:
+            if any(place.kind != "R" for place in given):
+                unruled.append(index)
+            needed.append(tuple(R for _ in given))
+            placements.extend(R for _ in range(op.num_outputs))
+            specials.append(None)
+            continue
+        needed.append(result.inputs)
+        placements.extend(result.outputs)
+        specials.append(result.special)
+    return placements, needed, specials, unruled
+
+
+def _split_at_birth(
+    graph: OpGraph, placements: list[Placement], needed: list[tuple[Placement, ...]]
+) -> dict[int, Placement]:
+    """Expansions and factories whose batch-sized dimension is a split wanted by their readers."""
+    wanted: dict[int, set[Placement]] = {}
+    for op, places in zip(graph.ops, needed, strict=True):
+        for tensor, place in zip(op.inputs, places, strict=True):
+            wanted.setdefault(tensor, set()).add(place)
+    # A replicated tensor is wanted split if each reader slices it, or passes it on replicated to
+    # readers that all want it split: found backwards.
+    seeds: dict[int, Placement] = {}
+    split: dict[int, Placement] = {}
+    for index in range(graph.num_ops - 1, -1, -1):
+        op = graph.ops[index]
+        if op.num_outputs != 1 or op.phase == Phase.UPDATE:
+            continue
+        tensor = graph.outputs(index)[0]
+        if placements[tensor].kind != "R":
+            continue
+        wishes = set(wanted.get(tensor, ()))
+        for reader in graph.consumers[tensor]:
+            out = graph.outputs(reader)[0] if graph.ops[reader].num_outputs else -1
+            if out in split and needed[reader][graph.ops[reader].inputs.index(tensor)].kind == "R":
+                same_rank = len(graph.tensors[out].shape) >= len(graph.tensors[tensor].shape)
+                if same_rank and split[out].dim < len(graph.tensors[tensor].shape):
+                    wishes.discard(R)
+                    wishes.add(split[out])
+        if len(wishes) != 1:
+            continue
+        (place,) = wishes
+        shape = graph.tensors[tensor].shape
+        if place.kind != "S" or place.dim >= len(shape):
+            continue
+        if shape[place.dim] % graph.batch_size:
+            continue
+        split[tensor] = place
+        if op.kind == "expand.default" and place.outer == 1:
+            source = graph.tensors[op.inputs[0]].shape
+            added = len(shape) - len(source)
+            if shape[place.dim] == graph.batch_size and (
+                place.dim < added or source[place.dim - added] == 1
+            ):
+                seeds[index] = S(place.dim)
+    return seeds
+
+
+def _num_conversions(
+    graph: OpGraph, placements: list[Placement], needed: list[tuple[Placement, ...]]
+) -> int:
+    """Gathers and all-reduces that the placements ask for (slices are free)."""
+    return sum(
+        placements[tensor].kind in "SP" and place != placements[tensor]
+        for op, places in zip(graph.ops, needed, strict=True)
+        for tensor, place in zip(op.inputs, places, strict=True)
+    )
+
+
+def _work(
+    graph: OpGraph,
+    index: int,
+    op: GraphOp,
+    placements: list[Placement],
+    needed: tuple[Placement, ...],
+) -> tuple[float, float, float, float]:
+    """(FLOPs fixed, per sample, bytes fixed, per sample) of an op.
+
+    FLOPs follow the share as soon as any operand is split; bytes do so tensor by tensor, so a
+    matrix product reads its whole weight for every share.
+    """
+    if graph.is_view[index]:
+        return 0.0, 0.0, 0.0, 0.0
+    outputs = [placements[tensor] for tensor in graph.outputs(index)]
+    batched = any(place.kind == "S" for place in (*needed, *outputs))
+    batch = graph.batch_size
+    sizes = [
+        *zip(op.inputs, needed, strict=True),
+        *zip(graph.outputs(index), outputs, strict=True),
+    ]
+    total = float(sum(graph.tensor_bytes[tensor] for tensor, _ in sizes))
+    split = float(sum(graph.tensor_bytes[tensor] for tensor, place in sizes if place.kind == "S"))
+    # Ops that touch only part of an input (embedding) are priced below their tensors' sizes.
+    moved = op.bytes_read + op.bytes_written
+    if batched and moved < 0.5 * total:
+        split, total = moved, moved
+    scale = moved / total if total else 0.0
+    fixed = (total - split) * scale if total else moved
+    flops = (0.0, op.flops / batch) if batched else (op.flops, 0.0)
+    return flops[0], flops[1], fixed, split * scale / batch

@@ -1,0 +1,600 @@
+"""Captures one training step of a workload as an ``OpGraph``, on fake tensors.
+
+The recipe: trace forward and ``autograd.grad`` with ``make_fx`` over fake parameters, buffers and
+batch (no weight is ever allocated), then retrace through ``functionalize(remove="mutations")``,
+which drops in-place ops but keeps real views: ``mutations_and_views`` would add copies that never
+run. Forward hooks annotate every node with its module; a backward node finds its forward twin by
+autograd's sequence number. Everything that touches private names of torch is in this file.
+"""
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.utils import stateless
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from heterog.errors import CaptureError
+from heterog.graph.op_costs import bytes_read_and_written, elementwise_flops
+from heterog.graph.op_graph import (
+    GraphOp,
+    GraphTensor,
+    OpGraph,
+    Phase,
+    TensorKind,
+)
+from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
+from heterog.graph.workload import Workload
+
+_DATA_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+
+# Every fused attention kernel becomes one op pair, so that the graph does not depend on the device
+# it was captured on. Each entry lists the kernel's own argument names in canonical order.
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu.default": "attention",
+    "_scaled_dot_product_flash_attention.default": "attention",
+    "_scaled_dot_product_efficient_attention.default": "attention",
+    "_scaled_dot_product_cudnn_attention.default": "attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward.default": "attention_backward",
+    "_scaled_dot_product_flash_attention_backward.default": "attention_backward",
+    "_scaled_dot_product_efficient_attention_backward.default": "attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward.default": "attention_backward",
+}
+_ATTENTION_ARGS = {
+    "attention": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"),
+    "attention_backward": (
+        "grad_out", "query", "key", "value", "out", "logsumexp", "attn_mask", "dropout_p",
+        "is_causal", "scale",
+    ),
+}  # fmt: skip
+_ATTENTION_NUM_OUTPUTS = {"attention": 2, "attention_backward": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedStep:
+    """An ``OpGraph`` and the fx graph it was read from, node for node.
+
+    Attributes:
+        graph: the device-free graph.
+        module: the functional fx module; placeholders are the step inputs in ``graph``'s order,
+            outputs the loss, the gradients of the used parameters in order, then the new values
+            of the mutated buffers.
+        node_of_op: the fx node of each op that is not an update.
+        parameter_names: name of each placeholder parameter.
+    """
+
+    graph: OpGraph
+    module: fx.GraphModule
+    node_of_op: tuple[fx.Node, ...]
+
+
+def capture(workload: Workload) -> OpGraph:
+    """Capture one training step of a workload.
+
+    Args:
+        workload: model, example batch, loss and optimizer class.
+
+    Returns:
+        The graph of forward, backward and update, with costs, phases and module paths.
+
+    Raises:
+        CaptureError: the code branches on tensor values (the message names module and line), the
+            loss is not a scalar, the batch has no batch dimension, or the step fails.
+    """
+    return capture_step(workload).graph
+
+
+def capture_step(workload: Workload) -> CapturedStep:
+    """Capture a workload and keep the fx graph; see ``capture``."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings(), mode:
+        warnings.simplefilter("ignore")
+        with _clear_errors(workload, []):
+            model = workload.make_model()
+            batch = workload.make_batch()
+        parameters = {
+            name: _fake(mode, value)
+            for name, value in model.named_parameters()
+            if value.requires_grad
+        }
+        frozen = {
+            name: _fake(mode, value)
+            for name, value in model.named_parameters()
+            if not value.requires_grad
+        }
+        buffers = frozen | {name: _fake(mode, value) for name, value in model.named_buffers()}
+        batch = pytree.tree_map_only(Tensor, lambda value: _fake(mode, value), batch)
+        if not parameters:
+            raise CaptureError(f"workload '{workload.name}': no parameter requires a gradient.")
+    traced = _trace(workload, mode, model, parameters, buffers, batch)
+    return _Reader(workload, traced, parameters, buffers, frozen, batch).read()
+
+
+def _fake(mode: FakeTensorMode, value: Tensor) -> Tensor:
+    if isinstance(value, FakeTensor):
+        return value
+    return mode.from_tensor(value, static_shapes=True)
+
+
+@contextmanager
+def _clear_errors(workload: Workload, open_modules: list[str]) -> Iterator[None]:
+    """Turn what tracing raises into one line that names module, line and the way out."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        frame = _users_frame(error)
+        where = f"{frame.filename}:{frame.lineno} (`{frame.line}`)" if frame else "unknown line"
+        module = open_modules[-1] if open_modules and open_modules[-1] else "the root module"
+        if isinstance(error, _DATA_DEPENDENT):
+            raise CaptureError(
+                f"workload '{workload.name}': {module} depends on tensor values at {where}. "
+                "A plan needs static shapes: avoid .item(), .tolist(), nonzero and `if` on "
+                "tensors there (torch.where instead), or choose eager attention or dense experts "
+                "in the model's config."
+            ) from error
+        message = str(error).strip().splitlines()
+        raise CaptureError(
+            f"workload '{workload.name}': the training step fails in {module} at {where}: "
+            f"{type(error).__name__}: {message[0] if message else 'no message'}"
+        ) from error
+
+
+def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame that is neither torch's nor ours: the user's own line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        path = frame.filename.replace("\\", "/")
+        if "/torch/" not in path and "/heterog/graph/" not in path and not path.startswith("<"):
+            return frame
+    return None
+
+
+def _trace(
+    workload: Workload,
+    mode: FakeTensorMode,
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    batch: Any,
+) -> fx.GraphModule:
+    """Trace the step twice: as it runs, then without mutations."""
+    names = {module: name for name, module in model.named_modules()}
+    open_modules: list[str] = []
+    annotations: list[AbstractContextManager[Any]] = []
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        annotation = fx_traceback.annotate({"module": names[module]})
+        annotation.__enter__()
+        annotations.append(annotation)
+        open_modules.append(names[module])
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        annotations.pop().__exit__(None, None, None)
+        open_modules.pop()
+
+    def step(
+        parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
+    ) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
+        with stateless._reparametrize_module(model, {**parameters, **buffers}, tie_weights=True):
+            loss = workload.step_loss(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise CaptureError(
+                f"workload '{workload.name}': the loss must be a scalar tensor, got {shape}."
+            )
+        if loss.grad_fn is None:
+            raise CaptureError(
+                f"workload '{workload.name}': the loss does not depend on any parameter."
+            )
+        setup_stacktrace_preservation_hooks([loss.grad_fn])
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        return loss.detach(), list(gradients), list(buffers.values())
+
+    handles = [module.register_forward_pre_hook(enter) for module in names]
+    handles += [module.register_forward_hook(leave) for module in names]
+    try:
+        # oneDNN's fused RNN kernel cannot be replayed from a graph; the plain one can.
+        with (
+            warnings.catch_warnings(),
+            mode,
+            fx_traceback.preserve_node_meta(),
+            torch.backends.mkldnn.flags(enabled=False),
+            _clear_errors(workload, open_modules),
+        ):
+            warnings.simplefilter("ignore")
+            raw = make_fx(step)(dict(parameters), dict(buffers), batch)
+            flat, _ = pytree.tree_flatten((dict(parameters), dict(buffers), batch))
+            flat = [value for value in flat if isinstance(value, Tensor)]
+            _drop_unused_placeholders(raw)
+            _annotate_backward(raw.graph)
+            # fx.Interpreter keeps the node metadata in the second trace; calling the module
+            # would drop it.
+            traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
+    finally:
+        for handle in handles:
+            handle.remove()
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def _drop_unused_placeholders(module: fx.GraphModule) -> None:
+    """Remove placeholders of batch entries that are not tensors (``None`` masks, numbers)."""
+    for node in list(module.graph.nodes):
+        if node.op == "placeholder" and not isinstance(node.meta.get("val"), Tensor):
+            module.graph.erase_node(node)
+
+
+def _interpret(module: fx.GraphModule) -> Callable[..., Any]:
+    def run(*values: Tensor) -> Any:
+        return fx.Interpreter(module).run(*values, enable_io_processing=False)
+
+    return run
+
+
+class _Reader:
+    """Reads the columns of an ``OpGraph`` from a traced fx graph."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        module: fx.GraphModule,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        frozen: Mapping[str, Tensor],
+        batch: Any,
+    ) -> None:
+        self.workload = workload
+        self.module = module
+        self.parameters = parameters
+        self.buffers = buffers
+        self.frozen = frozen
+        self.batch = batch
+        self.tensors: list[GraphTensor] = []
+        self.tensor_ids: dict[tuple[fx.Node, int], int] = {}
+        self.ops: list[GraphOp] = []
+        self.nodes: list[fx.Node] = []
+
+    def read(self) -> CapturedStep:
+        """Build the graph."""
+        placements, batch_size = self._read_inputs()
+        self._read_ops()
+        loss, gradients = self._read_outputs()
+        optimizer = self.workload.optimizer
+        ratio = optimizer_state_ratio(optimizer, dict(self.workload.optimizer_options))
+        self._append_updates(gradients, ratio)
+        graph = OpGraph(
+            name=self.workload.name,
+            source=self.workload.source,
+            batch_size=batch_size,
+            tensors=tuple(self.tensors),
+            ops=tuple(self.ops),
+            batch_placements=tuple(placements),
+            optimizer=optimizer.__name__,
+            optimizer_state_ratio=ratio,
+            loss=loss,
+        )
+        return CapturedStep(graph=graph, module=self.module, node_of_op=tuple(self.nodes))
+
+    def _read_inputs(self) -> tuple[list[Placement], int]:
+        """Step inputs as tensors: parameters, buffers, batch, lifted constants."""
+        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        constants = [node for node in self.module.graph.nodes if node.op == "get_attr"]
+        batch_names, batch_values, batch_dims = self._batch_leaves()
+        batch_size = self._batch_size(batch_values, batch_dims)
+        kinds = (
+            [(name, TensorKind.PARAMETER, None) for name in self.parameters]
+            + [(name, TensorKind.BUFFER, None) for name in self.buffers]
+            + [
+                (name, TensorKind.BATCH, dim)
+                for name, dim in zip(batch_names, batch_dims, strict=True)
+            ]
+        )
+        if len(kinds) != len(placeholders):
+            raise CaptureError(
+                f"workload '{self.workload.name}': traced {len(placeholders)} step inputs, but "
+                f"the model and batch have {len(kinds)}."
+            )
+        placements: list[Placement] = []
+        for node, (name, kind, dim) in zip(placeholders, kinds, strict=True):
+            value = node.meta["val"]
+            self._add_tensor(node, 0, value, kind, name)
+            placements.append(R if dim is None else S(dim))
+        for node in constants:
+            value = getattr(self.module, str(node.target))
+            self._add_tensor(node, 0, value, TensorKind.CONSTANT, str(node.target))
+            placements.append(R)
+        return placements, batch_size
+
+    def _batch_leaves(self) -> tuple[list[str], list[Tensor], list[int | None]]:
+        items = self.batch.items() if isinstance(self.batch, dict) else enumerate(self.batch)
+        names: list[str] = []
+        values: list[Tensor] = []
+        stated: list[int | str | None] = []
+        for key, item in items:
+            for position, leaf in enumerate(pytree.tree_leaves(item)):
+                if isinstance(leaf, Tensor):
+                    names.append(f"batch.{key}" if position == 0 else f"batch.{key}.{position}")
+                    values.append(leaf)
+                    stated.append(self.workload.batch_dims.get(key, "first"))
+        size = next(
+            (v.shape[0] for v, s in zip(values, stated, strict=True) if s == "first" and v.dim()),
+            None,
+        )
+        dims: list[int | None] = []
+        for value, dim in zip(values, stated, strict=True):
+            if dim == "first":
+                dims.append(0 if value.dim() and value.shape[0] == size else None)
+            else:
+                dims.append(dim if isinstance(dim, int) else None)
+        return names, values, dims
+
+    def _batch_size(self, values: list[Tensor], dims: list[int | None]) -> int:
+        sizes = {
+            int(value.shape[dim])
+            for value, dim in zip(values, dims, strict=True)
+            if dim is not None
+        }
+        if len(sizes) != 1:
+            shapes = ", ".join(str(tuple(value.shape)) for value in values)
+            raise CaptureError(
+                f"workload '{self.workload.name}': the batch tensors ({shapes}) have "
+                f"{len(sizes)} different batch sizes; state them with Workload.batch_dims."
+            )
+        return sizes.pop()
+
+    def _add_tensor(
+        self, node: fx.Node, output: int, value: Tensor, kind: TensorKind, name: str = ""
+    ) -> int:
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in ITEM_BYTES:
+            raise CaptureError(
+                f"workload '{self.workload.name}': {node.name} has dtype {dtype}, which is not "
+                "supported."
+            )
+        self.tensors.append(
+            GraphTensor(shape=tuple(map(int, value.shape)), dtype=dtype, kind=kind, name=name)
+        )
+        self.tensor_ids[node, output] = len(self.tensors) - 1
+        return len(self.tensors) - 1
+
+    def _read_ops(self) -> None:
+        module, phase = "", Phase.FORWARD
+        for node in self.module.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if not isinstance(node.target, torch._ops.OpOverload):
+                self._read_getitem(node)
+                continue
+            # A node that the retrace itself made (a copy) belongs to the one before it.
+            annotation = node.meta.get("custom") or {}
+            module = annotation.get("module", module)
+            phase = max(phase, Phase(annotation.get("phase", phase)))
+            self._read_op(node, phase, module)
+
+    def _read_getitem(self, node: fx.Node) -> None:
+        source, index = node.args
+        if not isinstance(source, fx.Node) or not isinstance(index, int):
+            raise CaptureError(
+                f"workload '{self.workload.name}': cannot read node {node.format_node()}."
+            )
+        # Canonical attention drops outputs that no step needs (random state, debug masks).
+        self.tensor_ids[node, 0] = self.tensor_ids.get((source, index), -1)
+
+    def _read_op(self, node: fx.Node, phase: Phase, module: str) -> None:
+        kind = str(node.target).removeprefix("aten.")
+        target = node.target
+        assert isinstance(target, torch._ops.OpOverload)
+        args, inputs = self._read_args(node, target)
+        values = node.meta["val"]
+        outputs = list(values) if isinstance(values, tuple | list) else [values]
+        if kind in _ATTENTION:
+            kind = _ATTENTION[kind]
+            args, inputs = _canonical_attention(kind, args, inputs)
+            outputs = outputs[: _ATTENTION_NUM_OUTPUTS[kind]]
+        first = len(self.tensors)
+        present = [value for value in outputs if isinstance(value, Tensor)]
+        for index, value in enumerate(outputs):
+            if isinstance(value, Tensor):
+                self._add_tensor(node, index, value, TensorKind.ACTIVATION)
+        call = OpCall(
+            kind=kind,
+            args=args,
+            inputs=tuple(self.tensors[tensor].meta for tensor in inputs),
+            outputs=tuple(self.tensors[first + i].meta for i in range(len(present))),
+        )
+        read, written = bytes_read_and_written(call)
+        self.ops.append(
+            GraphOp(
+                kind=kind,
+                args=args,
+                inputs=tuple(inputs),
+                num_outputs=len(present),
+                phase=phase,
+                module=module,
+                flops=_flops(node, call),
+                bytes_read=read,
+                bytes_written=written,
+                name=node.name,
+            )
+        )
+        self.nodes.append(node)
+
+    def _read_args(
+        self, node: fx.Node, target: torch._ops.OpOverload
+    ) -> tuple[dict[str, Arg], list[int]]:
+        """Arguments by schema name with defaults, tensors as references into the input list."""
+        inputs: list[int] = []
+        args: dict[str, Arg] = {}
+        for position, argument in enumerate(target._schema.arguments):
+            if not argument.kwarg_only and position < len(node.args):
+                value: Any = node.args[position]
+            else:
+                value = node.kwargs.get(argument.name, argument.default_value)
+            args[argument.name] = self._plain(value, inputs)
+        return args, inputs
+
+    def _plain(self, value: Any, inputs: list[int]) -> Arg:
+        if isinstance(value, fx.Node):
+            inputs.append(self.tensor_ids[value, 0])
+            return TensorRef(len(inputs) - 1)
+        if isinstance(value, tuple | list):
+            return tuple(self._plain(item, inputs) for item in value)
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        return str(value).removeprefix("torch.")
+
+    def _read_outputs(self) -> tuple[int, dict[int, int]]:
+        """The loss tensor, and gradient tensor by parameter tensor."""
+        (output,) = (node for node in self.module.graph.nodes if node.op == "output")
+        flat = pytree.tree_leaves(output.args[0], is_leaf=lambda value: value is None)
+        loss = self.tensor_ids[flat[0], 0]
+        gradients: dict[int, int] = {}
+        for parameter, node in enumerate(flat[1 : 1 + len(self.parameters)]):
+            if node is not None:
+                gradient = self.tensor_ids[node, 0]
+                gradients[parameter] = gradient
+                self.tensors[gradient] = replace(self.tensors[gradient], kind=TensorKind.GRADIENT)
+        return loss, gradients
+
+    def _append_updates(self, gradients: Mapping[int, int], state_ratio: float) -> None:
+        module_of = {name: name.rpartition(".")[0] for name in self.parameters}
+        for parameter, gradient in gradients.items():
+            meta = self.tensors[parameter]
+            # Reads parameter, gradient and state; writes parameter and state (fused step).
+            self.tensors.append(replace(meta, kind=TensorKind.PARAMETER, name=""))
+            size = float(meta.meta.num_bytes)
+            elements = meta.meta.num_elements
+            self.ops.append(
+                GraphOp(
+                    kind="update",
+                    args={},
+                    inputs=(parameter, gradient),
+                    num_outputs=1,
+                    phase=Phase.UPDATE,
+                    module=module_of[meta.name],
+                    flops=elements * (2.0 + 5.0 * state_ratio),
+                    bytes_read=size * (2.0 + state_ratio),
+                    bytes_written=size * (1.0 + state_ratio),
+                    name=f"update_{meta.name}",
+                )
+            )
+
+
+def _annotate_backward(graph: fx.Graph) -> None:
+    """Write module and phase of every node into its annotation, which the retrace keeps.
+
+    A forward node carries its module already. A backward node has its forward twin's: autograd
+    gives both one sequence number (the retrace renumbers forward nodes, so this comes before it).
+    Adds that accumulate gradients have no twin, ops outside any module no annotation: both follow
+    their first input.
+    """
+    twins: dict[int, str] = {}
+    module_of: dict[fx.Node, str] = {}
+    in_backward = False
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        is_backward = bool(node.meta.get("autograd_backward"))
+        in_backward |= is_backward
+        number = node.meta.get("seq_nr", -1)
+        module = (node.meta.get("custom") or {}).get("module")
+        if module is None and is_backward:
+            module = twins.get(number)
+        if module is None:
+            inputs = (module_of[value] for value in node.all_input_nodes if value in module_of)
+            module = next(inputs, "")
+        elif not is_backward and number >= 0:
+            twins[number] = module
+        module_of[node] = module
+        phase = Phase.BACKWARD if in_backward else Phase.FORWARD
+        node.meta["custom"] = {"module": module, "phase": int(phase)}
+
+
+def _canonical_attention(
+    kind: str, args: Mapping[str, Arg], inputs: list[int]
+) -> tuple[dict[str, Arg], list[int]]:
+    """Arguments of any attention kernel in canonical names and order."""
+    aliases = {"attn_bias": "attn_mask", "grad_out_": "grad_out"}
+    by_name = {aliases.get(name, name): value for name, value in args.items()}
+    canonical: dict[str, Arg] = {}
+    kept: list[int] = []
+    for name in _ATTENTION_ARGS[kind]:
+        value = by_name.get(name)
+        if isinstance(value, TensorRef):
+            kept.append(inputs[value.index])
+            value = TensorRef(len(kept) - 1)
+        canonical[name] = value
+    return canonical, kept
+
+
+def _flops(node: fx.Node, call: OpCall) -> float:
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    counter = flop_registry.get(target.overloadpacket) or flop_registry.get(target)
+    if counter is None and call.kind in _ATTENTION_ARGS:
+        return _attention_flops(call)
+    if counter is None:
+        return elementwise_flops(call)
+
+    def value_of(argument: Any) -> Any:
+        return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+    args = pytree.tree_map(value_of, node.args)
+    kwargs = pytree.tree_map(value_of, node.kwargs)
+    return float(counter(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _attention_flops(call: OpCall) -> float:
+    """Two matrix products forward (4 B H S T D), five backward (10 B H S T D)."""
+    query = call.inputs[0 if call.kind == "attention" else 1].shape
+    key = call.inputs[1 if call.kind == "attention" else 2].shape
+    products = 2.0 if call.kind == "attention" else 5.0
+    return products * 2.0 * query[0] * query[1] * query[2] * key[2] * query[3]
+
+
+def optimizer_state_ratio(
+    optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any]
+) -> float:
+    """Optimizer state bytes per byte of parameter, measured on one real step of a small matrix.
+
+    >>> optimizer_state_ratio(torch.optim.Adam, {})
+    2.0
+    """
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    instance = optimizer([parameter], **options)  # type: ignore[call-arg]
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        instance.step()
+    except TypeError as error:
+        raise CaptureError(
+            f"optimizer {optimizer.__name__} needs a closure, which a plan cannot run: {error}"
+        ) from error
+    state = sum(
+        value.nbytes
+        for value in instance.state[parameter].values()
+        if isinstance(value, Tensor) and value.dim()
+    )
+    return state / parameter.nbytes

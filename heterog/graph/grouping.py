@@ -1,0 +1,174 @@
+"""Groups: ops that share one decision.
+
+Modules are the natural unit: a person can read a plan by module, and a parameter, its gradient
+and its update belong together. The module tree is cut so that no group holds more than a set part
+of the step's work where it can be divided further. Then groups are joined where a decision could
+not differ without breaking something: all readers of one parameter (tied weights), an op that
+makes a gradient and the parameter's group, and local statistics with their readers.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from heterog.graph.batch_plan import BatchPlan, batch_plan
+from heterog.graph.op_graph import IntArray, OpGraph, Phase, TensorKind
+
+MAX_SHARE_OF_WORK = 1 / 64
+"""A module with more of the work than this is cut into its children."""
+MAX_GROUPS = 400
+CONSTANT_GROUP = -1
+"""Group of ops that depend on neither batch nor parameters: run wherever they are read."""
+
+# Balance of FLOPs against bytes for weighing modules only: about a V100's FLOP per byte.
+_FLOPS_PER_BYTE = 17.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Grouping:
+    """Group of every op.
+
+    Attributes:
+        group: group index of each op, ``CONSTANT_GROUP`` for constants.  # [num_ops]
+        names: module path that names each group, in order of first forward op.
+    """
+
+    group: IntArray
+    names: tuple[str, ...]
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups that a strategy decides about."""
+        return len(self.names)
+
+
+@lru_cache(maxsize=16)
+def group_ops(graph: OpGraph) -> Grouping:
+    """Cut a graph into groups; see the module docstring for the rule."""
+    plan = batch_plan(graph)
+    constant = _constant_ops(graph)
+    labels = _cut_module_tree(graph)
+    parent = _join(graph, plan, labels, constant)
+    first: dict[str, int] = {}
+    group = np.full(graph.num_ops, CONSTANT_GROUP, np.int32)
+    for index in range(graph.num_ops):
+        if not constant[index]:
+            root = _find(parent, labels[index])
+            group[index] = first.setdefault(root, len(first))
+    return Grouping(group=group, names=tuple(first))
+
+
+def _constant_ops(graph: OpGraph) -> list[bool]:
+    """Ops computed from buffers and constants alone."""
+    free = [
+        tensor.kind in (TensorKind.BUFFER, TensorKind.CONSTANT)
+        for tensor in graph.tensors[: graph.num_inputs]
+    ]
+    constant: list[bool] = []
+    for op in graph.ops:
+        is_constant = op.phase != Phase.UPDATE and all(free[tensor] for tensor in op.inputs)
+        constant.append(is_constant)
+        free.extend([is_constant] * op.num_outputs)
+    return constant
+
+
+def _cut_module_tree(graph: OpGraph) -> list[str]:
+    """Label of each op: the path of the module it is grouped by."""
+    work = graph.flops + _FLOPS_PER_BYTE * graph.bytes_moved
+    weight: dict[str, float] = {}
+    children: dict[str, set[str]] = {}
+    for op, cost in zip(graph.ops, work, strict=True):
+        path = op.module
+        while True:
+            weight[path] = weight.get(path, 0.0) + float(cost)
+            if not path:
+                break
+            above = path.rpartition(".")[0]
+            children.setdefault(above, set()).add(path)
+            path = above
+    limit = weight.get("", 0.0) * MAX_SHARE_OF_WORK
+    opened: set[str] = set()
+    # Heaviest first, so that the cap on the number of groups cuts where it matters.
+    frontier = [""]
+    num_leaves = 1
+    while frontier:
+        frontier.sort(key=lambda path: (weight[path], path))
+        path = frontier.pop()
+        inside = children.get(path, set())
+        if not inside or (weight[path] <= limit and path) or num_leaves > MAX_GROUPS:
+            continue
+        opened.add(path)
+        num_leaves += len(inside) - 1
+        frontier.extend(inside)
+    leaf_of = {path: _leaf(path, opened) for path in weight}
+    return _labels_of_ops(graph, leaf_of, opened)
+
+
+def _leaf(path: str, opened: set[str]) -> str:
+    """The first unopened module on the way from the root to ``path`` (or ``path`` itself)."""
+    parts = path.split(".")
+    for depth in range(1, len(parts)):
+        prefix = ".".join(parts[:depth])
+        if prefix not in opened:
+            return prefix
+    return path
+
+
+def _labels_of_ops(graph: OpGraph, leaf_of: dict[str, str], opened: set[str]) -> list[str]:
+    """Ops that run directly in an opened module (a residual add, the loss) follow a neighbour.
+
+    Forward ops follow the op they read from last; backward ops follow their forward twins' module
+    in the same way, through the label of their first non-constant input.
+    """
+    labels: list[str] = []
+    for op in graph.ops:
+        label = leaf_of[op.module]
+        if label in opened:
+            producers = [int(graph.producer[t]) for t in op.inputs if graph.producer[t] >= 0]
+            own = [labels[p] for p in producers if labels[p] not in opened]
+            near = [name for name in own if name.startswith(op.module)]
+            # The nearest neighbour inside the module, else any, else the module itself.
+            label = (near or own or [label])[-1 if near else 0]
+        labels.append(label)
+    for index in range(graph.num_ops - 1, -1, -1):
+        if labels[index] in opened:  # first ops of an opened module: follow their first reader
+            readers = [r for t in graph.outputs(index) for r in graph.consumers[t]]
+            labels[index] = next((labels[r] for r in readers), labels[index])
+    return labels
+
+
+def _join(
+    graph: OpGraph, plan: BatchPlan, labels: list[str], constant: list[bool]
+) -> dict[str, str]:
+    """Union-find over labels for everything that must be decided together."""
+    parent = {label: label for label in labels}
+
+    def join(ops: Iterable[int]) -> None:
+        roots = [_find(parent, labels[op]) for op in ops if not constant[op]]
+        for root in roots[1:]:
+            parent[_find(parent, root)] = _find(parent, roots[0])
+
+    storage = graph.storage
+    readers: dict[int, list[int]] = {}
+    for index, op in enumerate(graph.ops):
+        for tensor in dict.fromkeys(int(storage[t]) for t in op.inputs):
+            readers.setdefault(tensor, []).append(index)
+    for parameter in graph.parameters:
+        join(readers.get(parameter, []))
+    for update, _, gradient in graph.updates:
+        made = int(graph.producer[storage[gradient]])
+        if made >= 0:
+            join([update, made])
+    for tensor, place in enumerate(plan.placements):
+        if place.kind == "L" and graph.producer[tensor] >= 0:
+            join([int(graph.producer[tensor]), *readers.get(tensor, [])])
+    return parent
+
+
+def _find(parent: dict[str, str], label: str) -> str:
+    while parent[label] != label:
+        parent[label] = parent[parent[label]]
+        label = parent[label]
+    return label

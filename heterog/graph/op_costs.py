@@ -1,0 +1,84 @@
+"""FLOPs and bytes of ops that no counter registry prices, and the ops that cost nothing.
+
+Torch's FLOP registry covers matrix products, convolutions and attention; capture asks it first.
+What is left is bound by memory bandwidth on every device, so one FLOP per output element is
+enough, and the bytes are what matters: each input read once, each output written once, except for
+the ops below that touch only part of an input.
+"""
+
+from collections.abc import Mapping
+
+from heterog.graph.placement import OpCall
+
+VIEW_KINDS = frozenset({
+    "alias.default", "as_strided.default", "detach.default", "diagonal.default",
+    "expand.default", "lift_fresh.default", "permute.default",
+    "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default",
+    "squeeze.default", "squeeze.dim", "squeeze.dims", "t.default", "transpose.int",
+    "unbind.int", "unfold.default", "unsqueeze.default", "view.default", "view.dtype",
+    "view_as_real.default", "view_as_complex.default", "_unsafe_view.default",
+    "unsafe_split.Tensor", "unsafe_split_with_sizes.default", "_reshape_alias.default",
+
+
+
+})  # fmt: skip
+"""Ops whose outputs share the memory of input 0: they run no kernel.
+
+``unsafe_*`` ops are views to everybody but autograd. Checked against torch by a test.
+"""
+
+FLOPS_PER_ELEMENT: Mapping[str, float] = {
+    # Counted on the larger of input and output; rounded counts of the textbook formulas.
+    "native_layer_norm.default": 8,
+    "native_layer_norm_backward.default": 14,
+    "native_batch_norm.default": 8,
+    "native_batch_norm_backward.default": 14,
+    "_softmax.default": 5,
+    "_log_softmax.default": 5,
+    "_softmax_backward_data.default": 4,
+    "_log_softmax_backward_data.default": 4,
+    "gelu.default": 10,
+    "gelu_backward.default": 15,
+}
+
+_WRITES_ONLY = frozenset({"full.default", "zeros.default", "ones.default", "arange.default",
+                          "new_zeros.default", "new_ones.default", "new_full.default",
+                          "zeros_like.default", "ones_like.default", "full_like.default",
+                          "empty_like.default", "scalar_tensor.default", "arange.start",
+                          "arange.start_step"})  # fmt: skip
+_NO_KERNEL = frozenset({"empty.memory_format", "empty_like.default", "new_empty.default",
+                        "empty_strided.default", "new_empty_strided.default"})  # fmt: skip
+
+
+def elementwise_flops(call: OpCall) -> float:
+    """FLOPs of an op that the registry does not know: a few per element of its largest tensor."""
+    if call.kind in VIEW_KINDS or call.kind in _WRITES_ONLY or call.kind in _NO_KERNEL:
+        return 0.0
+    largest = max((meta.num_elements for meta in (*call.inputs, *call.outputs)), default=0)
+    if call.kind in {"embedding.default", "index_select.default", "gather.default"}:
+        return 0.0
+    return FLOPS_PER_ELEMENT.get(call.kind, 1.0) * largest
+
+
+def bytes_read_and_written(call: OpCall) -> tuple[float, float]:
+    """Bytes an op reads and writes at global size, in that order."""
+    if call.kind in VIEW_KINDS or call.kind in _NO_KERNEL:
+        return 0.0, 0.0
+    written = float(sum(meta.num_bytes for meta in call.outputs))
+    if call.kind in _WRITES_ONLY:
+        return 0.0, written
+    sizes = [meta.num_bytes for meta in call.inputs]
+    if call.kind in {
+        "embedding.default",
+        "index_select.default",
+        "gather.default",
+        "index.Tensor",
+    }:
+        # Only the chosen rows are read, as many bytes as are written, plus the indices.
+        return float(written + sum(sizes[1:])), written
+    if call.kind == "slice_backward.default" or call.kind == "select_backward.default":
+        return float(sum(sizes)), written
+    if call.kind == "embedding_dense_backward.default":
+        # Zero the table, then read, add and write one row per index.
+        return float(sum(sizes) + sizes[0]), written + sizes[0]
+    return float(sum(sizes)), written

@@ -1,0 +1,315 @@
+"""The operator graph of one training step, in columns.
+
+Tensors come first: the inputs of the step (parameters, buffers, the batch, constants), then the
+outputs of each op in program order, so the outputs of op ``i`` are the consecutive tensors
+``output_start[i] : output_start[i + 1]``. Ops are in a topological order: the order in which one
+device would run them.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.errors import GraphError
+from heterog.graph.op_costs import VIEW_KINDS
+from heterog.graph.placement import Arg, OpCall, Placement, TensorMeta
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float64]
+
+
+class Phase(IntEnum):
+    """The part of the training step that an op belongs to."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    UPDATE = 2
+
+
+class TensorKind(IntEnum):
+    """What a tensor is; decides how long it lives and who moves it."""
+
+    ACTIVATION = 0
+    PARAMETER = 1
+    BUFFER = 2
+    BATCH = 3
+    CONSTANT = 4
+    GRADIENT = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphTensor:
+    """One tensor: global shape, dtype, kind, and a name where it is an input of the step."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: TensorKind = TensorKind.ACTIVATION
+    name: str = ""
+
+    @property
+    def meta(self) -> TensorMeta:
+        """Shape and dtype alone."""
+        return TensorMeta(self.shape, self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOp:
+    """One op.
+
+    Attributes:
+        kind: ATen op with overload, no namespace; ``"update"`` for a parameter's optimizer step
+            with inputs ``(parameter, gradient)``.
+        args: the op's schema arguments by name (see ``OpCall``); empty for imported graphs.
+        inputs: tensor ids, one per ``TensorRef`` in ``args``.
+        num_outputs: how many tensors it makes.
+        phase: forward, backward or update.
+        module: dotted path of the module that ran it; ``""`` is the root.
+        flops: floating-point operations of the whole (global) op.
+        bytes_read: bytes it reads at global size.
+        bytes_written: bytes it writes at global size.
+        rule: input and output placements along the batch that the file states itself (ops of
+            unknown kind in imported graphs); ``None``: the built-in table decides.
+        measured_s: measured seconds at global size by device type name (imported cost tables).
+        name: a name for messages; the fx node's name in captured graphs.
+    """
+
+    kind: str
+    args: Mapping[str, Arg]
+    inputs: tuple[int, ...]
+    num_outputs: int
+    phase: Phase
+    module: str
+    flops: float
+    bytes_read: float
+    bytes_written: float
+    rule: tuple[tuple[Placement, ...], tuple[Placement, ...]] | None = None
+    measured_s: tuple[tuple[str, float], ...] = ()
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OpGraph:
+    """One training step as a graph of operators.
+
+    Attributes:
+        name: name of the workload.
+        source: how to make the workload again (zoo name or ``file.py:function``).
+        batch_size: samples in the global batch.
+        tensors: every tensor; step inputs first, then op outputs in op order.
+        ops: every op in program order.
+        batch_placements: placement along the batch of each input tensor of the step.
+        optimizer: class name of the optimizer.
+        optimizer_state_ratio: optimizer state bytes per byte of parameter.
+        loss: tensor id of the loss.
+
+    Raises:
+        GraphError: an op reads a tensor that does not exist or is made later, or sizes disagree.
+    """
+
+    name: str
+    source: str
+    batch_size: int
+    tensors: tuple[GraphTensor, ...]
+    ops: tuple[GraphOp, ...]
+    batch_placements: tuple[Placement, ...]
+    optimizer: str
+    optimizer_state_ratio: float
+    loss: int
+
+    def __post_init__(self) -> None:
+        num_outputs = sum(op.num_outputs for op in self.ops)
+        if self.num_inputs + num_outputs != len(self.tensors) or self.num_inputs < 0:
+            raise GraphError(
+                f"graph '{self.name}': {len(self.tensors)} tensors, but {self.num_inputs} step "
+                f"inputs and {num_outputs} op outputs."
+            )
+        for index, op in enumerate(self.ops):
+            for tensor in op.inputs:
+                if not 0 <= tensor < len(self.tensors):
+                    raise GraphError(
+                        f"graph '{self.name}': op {index} '{op.name or op.kind}' reads tensor "
+                        f"{tensor}, but there are only {len(self.tensors)}."
+                    )
+                if tensor >= self.output_start[index]:
+                    raise GraphError(
+                        f"graph '{self.name}': op {index} '{op.name or op.kind}' reads tensor "
+                        f"{tensor}, which op {int(self.producer[tensor])} makes only later: the "
+                        "graph has a cycle or is not in topological order."
+                    )
+        if not 0 <= self.loss < len(self.tensors):
+            raise GraphError(f"graph '{self.name}': the loss is tensor {self.loss}, missing.")
+        if self.batch_size < 1:
+            raise GraphError(f"graph '{self.name}': batch size {self.batch_size} is below 1.")
+
+    @property
+    def num_ops(self) -> int:
+        """Number of ops, views and updates included."""
+        return len(self.ops)
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of step inputs (parameters, buffers, batch, constants)."""
+        return len(self.batch_placements)
+
+    @cached_property
+    def output_start(self) -> IntArray:
+        """First output tensor of each op.  # [num_ops + 1]"""
+        counts = np.array([op.num_outputs for op in self.ops], np.int32)
+        return (self.num_inputs + np.concatenate([[0], np.cumsum(counts)])).astype(np.int32)
+
+    @cached_property
+    def producer(self) -> IntArray:
+        """Op that makes each tensor, -1 for step inputs.  # [num_tensors]"""
+        counts = [op.num_outputs for op in self.ops]
+        made = np.repeat(np.arange(self.num_ops, dtype=np.int32), counts)
+        return np.concatenate([np.full(self.num_inputs, -1, np.int32), made])
+
+    def outputs(self, op: int) -> range:
+        """Tensor ids that an op makes."""
+        return range(int(self.output_start[op]), int(self.output_start[op + 1]))
+
+    @cached_property
+    def tensor_bytes(self) -> npt.NDArray[np.int64]:
+        """Global bytes of each tensor.  # [num_tensors]"""
+        return np.array([tensor.meta.num_bytes for tensor in self.tensors], np.int64)
+
+    @cached_property
+    def is_view(self) -> npt.NDArray[np.bool_]:
+        """Ops that only look at memory in another way and cost nothing.  # [num_ops]"""
+        return np.array([op.kind in VIEW_KINDS for op in self.ops], np.bool_)
+
+    @cached_property
+    def storage(self) -> IntArray:
+        """For each tensor the tensor that owns its memory, through views.  # [num_tensors]"""
+        storage = np.arange(len(self.tensors), dtype=np.int32)
+        for index, op in enumerate(self.ops):
+            if self.is_view[index]:
+                storage[self.outputs(index)] = storage[op.inputs[0]]
+        return storage
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """Ops that read each tensor, in program order."""
+        readers: list[list[int]] = [[] for _ in self.tensors]
+        for index, op in enumerate(self.ops):
+            for tensor in dict.fromkeys(op.inputs):
+                readers[tensor].append(index)
+        return tuple(map(tuple, readers))
+
+    @cached_property
+    def parameters(self) -> tuple[int, ...]:
+        """Tensor ids of the parameters, tied ones once."""
+        return self.inputs_of_kind(TensorKind.PARAMETER)
+
+    def inputs_of_kind(self, kind: TensorKind) -> tuple[int, ...]:
+        """Tensor ids of the step inputs of a kind."""
+        return tuple(i for i in range(self.num_inputs) if self.tensors[i].kind == kind)
+
+    @cached_property
+    def updates(self) -> tuple[tuple[int, int, int], ...]:
+        """(op, parameter, gradient) of every optimizer step, in program order."""
+        return tuple(
+            (index, op.inputs[0], op.inputs[1])
+            for index, op in enumerate(self.ops)
+            if op.phase == Phase.UPDATE
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of scalar parameters, tied ones counted once."""
+        return sum(self.tensors[i].meta.num_elements for i in self.parameters)
+
+    @cached_property
+    def flops(self) -> FloatArray:
+        """FLOPs of each op at global size.  # [num_ops]"""
+        return np.array([op.flops for op in self.ops], np.float64)
+
+    @cached_property
+    def bytes_moved(self) -> FloatArray:
+        """Bytes read and written by each op at global size.  # [num_ops]"""
+        return np.array([op.bytes_read + op.bytes_written for op in self.ops], np.float64)
+
+    def call(self, index: int) -> OpCall:
+        """The op as the sharding rules see it."""
+        op = self.ops[index]
+        return OpCall(
+            kind=op.kind,
+            args=op.args,
+            inputs=tuple(self.tensors[tensor].meta for tensor in op.inputs),
+            outputs=tuple(self.tensors[tensor].meta for tensor in self.outputs(index)),
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of everything a strategy depends on: ops, tensors, batch; not of costs or names."""
+        digest = hashlib.sha256()
+        digest.update(json.dumps([self.batch_size, self.optimizer, self.loss]).encode())
+        for tensor in self.tensors:
+            digest.update(f"{tensor.shape}{tensor.dtype}{int(tensor.kind)};".encode())
+        for op in self.ops:
+            digest.update(f"{op.kind}{op.inputs}{op.num_outputs}{op.module};".encode())
+        return digest.hexdigest()[:16]
+
+    def describe_difference(self, other: "OpGraph") -> str | None:
+        """The first difference to another graph in words, naming the module; ``None`` if none."""
+        if self.fingerprint == other.fingerprint:
+            return None
+        if self.batch_size != other.batch_size:
+            return f"batch size {self.batch_size} against {other.batch_size}"
+        for index, (mine, theirs) in enumerate(zip(self.ops, other.ops, strict=False)):
+            if (mine.kind, mine.inputs, mine.module) != (
+                theirs.kind,
+                theirs.inputs,
+                theirs.module,
+            ):
+                return (
+                    f"op {index}: {mine.kind} in module '{mine.module or '(root)'}' against "
+                    f"{theirs.kind} in '{theirs.module or '(root)'}'"
+                )
+        for mine_t, theirs_t in zip(self.tensors, other.tensors, strict=False):
+            if (mine_t.shape, mine_t.dtype) != (theirs_t.shape, theirs_t.dtype):
+                name = mine_t.name or theirs_t.name or "an activation"
+                return f"{name}: {mine_t.shape} {mine_t.dtype} against {theirs_t.shape} {theirs_t.dtype}"
+        if self.optimizer != other.optimizer:
+            return f"optimizer {self.optimizer} against {other.optimizer}"
+        return f"{self.num_ops} ops against {other.num_ops}"
+
+
+def topological_order(
+    num_ops: int, op_inputs: Sequence[Sequence[int]], made_by: IntArray
+) -> list[int]:
+    """Order ops so that producers come first, keeping the given order where possible.
+
+    Args:
+        num_ops: number of ops.
+        op_inputs: tensor ids that each op reads.
+        made_by: producing op of each tensor, -1 for step inputs.
+
+    Raises:
+        GraphError: the ops form a cycle; names one op on it.
+    """
+    order: list[int] = []
+    state = np.zeros(num_ops, np.int8)  # 0 new, 1 open, 2 done
+    for root in range(num_ops):
+        stack = [root]
+        while stack:
+            op = stack[-1]
+            if state[op] == 0:
+                state[op] = 1
+                producers = {int(made_by[tensor]) for tensor in op_inputs[op]} - {-1}
+                pending = [p for p in sorted(producers, reverse=True) if state[p] != 2]
+                if any(state[p] == 1 for p in pending):
+                    raise GraphError(f"the graph has a cycle through op {op}.")
+                stack.extend(pending)
+                continue
+            stack.pop()
+            if state[op] == 1:
+                state[op] = 2
+                order.append(op)
+    return order

@@ -1,0 +1,32 @@
+"""What each ATen op does to placements: the sharding rules along one mesh axis.
+
+`propagate` answers for the placements at hand, `legal_rules` lists all ways to run an op, and
+`local_args` rewrites the sizes among an op's arguments for one device. The table `RULES` is
+filled by one module per family of ops; the rules know shapes and arguments only, and no torch.
+"""
+
+from heterog.graph.sharding_rules import (  # noqa: F401 - importing fills the table
+    attention,
+    creation,
+    indexing,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    reduction,
+    spatial,
+    view,
+)
+from heterog.graph.sharding_rules.legal import legal_rules, propagate
+from heterog.graph.sharding_rules.local import local_args, local_shape
+from heterog.graph.sharding_rules.table import RULES, RuleResult, Special
+
+__all__ = [
+    "RULES",
+    "RuleResult",
+    "Special",
+    "legal_rules",
+    "local_args",
+    "local_shape",
+    "propagate",
+]

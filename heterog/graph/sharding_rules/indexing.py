@@ -1,0 +1,181 @@
+"""Table look-ups and their gradients: gather, scatter, embedding, index."""
+
+from heterog.graph.placement import OpCall, P, Placement, R, TensorRef
+from heterog.graph.sharding_rules.table import (
+    Axis,
+    Entry,
+    RuleResult,
+    Special,
+    aligned,
+    axis,
+    choose,
+    dimension,
+    positions,
+    rule,
+    shape_of,
+)
+
+
+@rule("embedding.default")
+def _embedding(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    # Splitting the vocabulary would need a look-up that masks the rows of other devices.
+    rank = len(shape_of(call, "indices"))
+    axes = [axis(call, (d,), indices=d) for d in range(rank)]
+    axes.append(axis(call, (rank,), weight=1))
+    return choose(call, placements, axis_size, axes, [positions(call, "weight")])
+
+
+@rule("embedding_dense_backward.default")
+def _embedding_backward(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int
+) -> RuleResult:
+    rank = len(shape_of(call, "indices"))
+    axes = [axis(call, (1,), grad_output=rank)]
+    # Scaling by frequency counts an index over the whole batch.
+    if call.args["scale_grad_by_freq"] is not True:
+        axes += [axis(call, (P,), grad_output=d, indices=d) for d in range(rank)]
+    return choose(call, placements, axis_size, axes, [positions(call, "grad_output")])
+
+
+@rule("gather.default")
+def _gather(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    source, index = shape_of(call, "self"), shape_of(call, "index")
+    along = dimension(call, "dim", len(source))
+    axes = [
+        axis(call, (d,), index=d) if d == along else axis(call, (d,), self=d, index=d)
+        for d in range(len(source))
+        if d == along or source[d] == index[d]
+    ]
+    return choose(call, placements, axis_size, axes, [positions(call, "self")])
+
+
+@rule(
+    *("scatter.src", "scatter.value", "scatter_add.default", "scatter_reduce.two"),
+    *("scatter.reduce", "scatter.value_reduce"),
+)
+def _scatter(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    target, rank = shape_of(call, "self"), len(shape_of(call, "self"))
+    along, adds = dimension(call, "dim", rank), call.kind == "scatter_add.default"
+    others = {len(meta.shape) for meta in call.inputs}
+    axes = [
+        axis(call, (d,), self=d, index=d, src=d)
+        for d in range(rank)
+        if d != along and all(m.shape[d] == target[d] for m in call.inputs if others == {rank})
+    ]
+    if adds and rank and shape_of(call, "src")[along] == shape_of(call, "index")[along]:
+        axes.append(axis(call, (P,), self=P, index=along, src=along))
+        axes.append(axis(call, (P,), Special.BIAS_ON_ONE_RANK, index=along, src=along))
+    written = call.kind in ("scatter.src", "scatter_add.default") or call.args.get("value") == 0
+    linear = [positions(call, "self", "src")] if written and "reduce" not in call.kind else []
+    return choose(call, placements, axis_size, axes, linear)
+
+
+@rule("index_select.default")
+def _index_select(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    rank = len(shape_of(call, "self"))
+    along = dimension(call, "dim", rank)
+    axes = [axis(call, (d,), self=d) for d in range(rank) if d != along]
+    if shape_of(call, "index"):
+        axes.append(axis(call, (along,), index=0))
+    return choose(call, placements, axis_size, axes, [positions(call, "self")])
+
+
+@rule("index_add.default")
+def _index_add(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    rank = len(shape_of(call, "self"))
+    along = dimension(call, "dim", rank)
+    axes = [axis(call, (d,), self=d, source=d) for d in range(rank) if d != along]
+    if shape_of(call, "index"):
+        axes.append(axis(call, (P,), self=P, index=0, source=along))
+        axes.append(axis(call, (P,), Special.BIAS_ON_ONE_RANK, index=0, source=along))
+    return choose(call, placements, axis_size, axes, [positions(call, "self", "source")])
+
+
+@rule("index.Tensor", "_unsafe_index.Tensor")
+def _index(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    axes = [
+        Axis((self_dim, *index_dims), (out_dim,))
+        for out_dim, self_dim, index_dims in _indexed_dims(call)
+    ]
+    return choose(call, placements, axis_size, axes, [positions(call, "self")])
+
+
+@rule("index_put.default", "_unsafe_index_put.default", "_index_put_impl_.default")
+def _index_put(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    values, adds = shape_of(call, "values"), call.args["accumulate"] is True
+    written, axes = _indexed_dims(call), []
+    region = _region(call)
+    for dim, self_dim, index_dims in written:
+        entry = aligned(values, region, dim)
+        if isinstance(self_dim, int):
+            axes.append(Axis((self_dim, *index_dims, entry), (self_dim,)))
+        elif adds:
+            # A value spread over a split region is added by every device to its own part.
+            axes.append(Axis((P, *index_dims, entry), (P,)))
+            axes.append(Axis((R, *index_dims, entry), (P,), Special.BIAS_ON_ONE_RANK))
+    linear = [] if _masks(call) else [positions(call, "self", "values")]
+    return choose(call, placements, axis_size, axes, linear)
+
+
+def _index_refs(call: OpCall) -> list[TensorRef | None]:
+    indices = call.args["indices"]
+    assert isinstance(indices, tuple)
+    return [item if isinstance(item, TensorRef) else None for item in indices]
+
+
+def _masks(call: OpCall) -> bool:
+    refs = [ref for ref in _index_refs(call) if ref]
+    return any(call.inputs[ref.index].dtype in ("bool", "uint8") for ref in refs)
+
+
+def _index_layout(call: OpCall) -> tuple[tuple[int, ...], int, list[int]]:
+    """Broadcast shape of the indices, where it stands in the region, and the dims not indexed."""
+    refs = _index_refs(call)
+    shapes = [call.inputs[ref.index].shape for ref in refs if ref]
+    rank = max(len(shape) for shape in shapes)
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    broadcast = tuple(
+        next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True)
+    )
+    places = [place for place, ref in enumerate(refs) if ref]
+    adjacent = places[-1] - places[0] + 1 == len(places)
+    kept = [d for d in range(len(shape_of(call, "self"))) if d not in places]
+    # NumPy's rule: indices that stand apart put their dimensions in front.
+    return broadcast, places[0] if adjacent else 0, kept
+
+
+def _region(call: OpCall) -> tuple[int, ...]:
+    """Shape of what the indices pick out of ``self``."""
+    if _masks(call) or not any(_index_refs(call)):
+        return ()
+    broadcast, at, kept = _index_layout(call)
+    sizes = [shape_of(call, "self")[d] for d in kept]
+    return (*sizes[:at], *broadcast, *sizes[at:])
+
+
+def _indexed_dims(call: OpCall) -> list[tuple[int, Entry, tuple[Entry, ...]]]:
+    """Per splittable dim of the region: the dim, where ``self`` and where the indices carry it.
+
+    None are splittable under a mask: how many elements it picks is known only when it runs.
+    """
+    if _masks(call) or not any(_index_refs(call)):
+        return []
+    broadcast, at, kept = _index_layout(call)
+    shapes = [call.inputs[ref.index].shape for ref in _index_refs(call) if ref]
+    whole: tuple[Entry, ...] = (R,) * len(shapes)
+    found: list[tuple[int, Entry, tuple[Entry, ...]]] = [
+        (d if d < at else d + len(broadcast), source, whole) for d, source in enumerate(kept)
+    ]
+    for dim in range(len(broadcast)):
+        carriers = tuple(aligned(shape, broadcast, dim) for shape in shapes)
+        found.append((at + dim, R, carriers))
+    return found
+
+
+@rule(
+    *("nonzero.default", "masked_select.default", "masked_scatter.default", "bincount.default"),
+    *("_unique2.default", "unique_dim.default", "searchsorted.Tensor", "repeat_interleave.Tensor"),
+)
+def _whole_only(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    # What one row yields depends on the others, and so does the output's very shape.
+    return choose(call, placements, axis_size)

@@ -1,0 +1,95 @@
+"""From placements to a rule, and from an op to all of its rules."""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+
+from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta
+from heterog.graph.sharding_rules.table import RULES, RuleResult, positions
+
+
+def propagate(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int
+) -> RuleResult | None:
+    """How to run an op whose inputs are placed so along one mesh axis.
+
+    Args:
+        call: the op.
+        placements: where each tensor input is.
+        axis_size: number of units (batch rows, say) the axis shares out.
+
+    Returns:
+        The rule that fits the placements with the fewest elements moved: split if an input is
+        split on a dimension the op treats as a batch, partial if the op is linear in what is
+        partial, and everything replicated otherwise. None if the table does not know the op:
+        then only running it replicated is right, and for an op that draws random numbers not
+        even that.
+    """
+    found = RULES.get(call.kind)
+    return found(call, placements, axis_size) if found else None
+
+
+def legal_rules(
+    call: OpCall, axis_size: int, outers: Sequence[int] = (1,)
+) -> tuple[RuleResult, ...]:
+    """All rules of an op, for searches over programs.
+
+    Tries R, P and every split S(dim, outer) whose dimension ``outer x axis_size`` divides on one
+    and on two inputs at a time, all others R, and keeps what the rules do not convert.
+
+    Args:
+        call: the op.
+        axis_size: number of units the axis shares out.
+        outers: the outer factors to try.
+    """
+    found: dict[RuleResult, None] = {}
+    for placements in _trials(call, axis_size, outers):
+        result = propagate(call, placements, axis_size)
+        if result is None:
+            return ()
+        if result not in found:
+            # Slices come for free, so a trial may have been completed to a rule of its own.
+            settled = propagate(call, result.inputs, axis_size)
+            # What only passes statistics on is the same on every device or not used at all.
+            local = all(output == L for output in result.outputs) and bool(result.outputs)
+            if settled is not None and settled.inputs == result.inputs and not local:
+                found[settled] = None
+    return tuple(found)
+
+
+_MOST_PAIRED = 6
+"""Inputs up to which pairs are tried; longer lists (of cat, say) are uniform or one split."""
+
+
+def _trials(
+    call: OpCall, axis_size: int, outers: Sequence[int]
+) -> Iterator[tuple[Placement, ...]]:
+    count = len(call.inputs)
+    whole = [R] * count
+    # BatchNorm's saved statistics exist only as local ones where the batch is split.
+    saved = positions(call, "save_mean", "save_invstd")
+    local = [L if i in saved else R for i in range(count)]
+    options = [_options(meta, axis_size, outers) for meta in call.inputs]
+    yield tuple(whole)
+    yield (P,) * count
+    for i in range(count):
+        for base in (whole, local) if saved else (whole,):
+            for one in options[i]:
+                yield _with(base, {i: one})
+    if count <= _MOST_PAIRED:
+        for i, j in combinations(range(count), 2):
+            for one, two in product(options[i], options[j]):
+                yield _with(whole, {i: one, j: two})
+
+
+def _options(meta: TensorMeta, axis_size: int, outers: Sequence[int]) -> list[Placement]:
+    splits = [
+        S(dim, outer)
+        for dim, size in enumerate(meta.shape)
+        for outer in outers
+        if size and size % (outer * axis_size) == 0
+    ]
+    return [*splits, P]
+
+
+def _with(base: Sequence[Placement], changes: dict[int, Placement]) -> tuple[Placement, ...]:
+    return tuple(changes.get(i, placement) for i, placement in enumerate(base))

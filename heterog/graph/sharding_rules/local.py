@@ -1,0 +1,100 @@
+"""The arguments of an op on a device that holds only its share of an axis."""
+
+from heterog.graph.placement import Arg, OpCall, Placement
+from heterog.graph.sharding_rules.table import RuleResult, dimension, positions
+from heterog.graph.sharding_rules.view import slice_start
+
+_SIZE_ARGS = ("size", "shape", "sizes", "input_sizes", "input_size")
+"""Arguments that spell out the shape of the output (``shape`` in ``reshape``)."""
+
+
+def local_shape(
+    shape: tuple[int, ...], placement: Placement, share: int, axis_size: int
+) -> tuple[int, ...]:
+    """Shape of what a device with ``share`` of ``axis_size`` units holds.
+
+    >>> from heterog.graph.placement import S
+    >>> local_shape((6, 4), S(0), share=2, axis_size=3)
+    (4, 4)
+    """
+    if placement.kind != "S":
+        return shape
+    dim = placement.dim
+    return (*shape[:dim], shape[dim] // axis_size * share, *shape[dim + 1 :])
+
+
+def local_args(call: OpCall, result: RuleResult, share: int, axis_size: int) -> dict[str, Arg]:
+    """The op's arguments for a device that owns ``share`` of the axis's ``axis_size`` units.
+
+    Only counts and sizes change, and only where ``result`` splits what they count: sizes of the
+    output, bounds of a slice and sizes of the pieces along the split dimension, groups of a
+    convolution, the counts of group norm.
+
+    Not every op accepts a share of 0. Torch runs batches of size 0, but refuses images without
+    channels, cuts an empty dimension into one piece in ``split.Tensor``, and kills the process
+    (SIGFPE on CPUs) on attention without heads and BatchNorm backward without a batch. A device without a share then skips the op: outputs that are S are empty,
+    those that are P are zeros, and an output that is R (the bias gradient of a convolution split
+    by input channels) has to come from another device.
+
+    Args:
+        call: the op with its global arguments.
+        result: the rule it runs under.
+        share: units this device owns.
+        axis_size: units of the axis.
+    """
+    args = dict(call.args)
+    output, target = result.outputs[0], call.outputs[0].shape
+    if output.kind == "S":
+        for name in _SIZE_ARGS:
+            if isinstance(args.get(name), tuple):
+                args[name] = local_shape(target, output, share, axis_size)
+    args.update(_along_split(call, result, share, axis_size))
+    args.update(_counts(call, result, share, axis_size))
+    return args
+
+
+def _along_split(call: OpCall, result: RuleResult, share: int, axis_size: int) -> dict[str, Arg]:
+    """Bounds and piece sizes of an op that cuts the very dimension that is split."""
+    if "dim" not in call.args or len(result.inputs) != 1 or result.inputs[0].kind != "S":
+        return {}
+    placement, shape = result.inputs[0], call.inputs[0].shape
+    if placement.dim != dimension(call, "dim", len(shape)):
+        return {}
+    if call.kind in ("slice.Tensor", "slice_backward.default"):
+        narrow = (call.outputs if call.kind == "slice.Tensor" else call.inputs)[0].shape
+        start = slice_start(call) // axis_size * share
+        return {"start": start, "end": start + narrow[placement.dim] // axis_size * share}
+    for name in ("split_size", "split_sizes"):
+        given = call.args.get(name)
+        if isinstance(given, int):
+            return {name: given // axis_size * share}
+        if isinstance(given, tuple):
+            sizes = (meta.shape[placement.dim] for meta in call.outputs)
+            return {name: tuple(size // axis_size * share for size in sizes)}
+    return {}
+
+
+def _counts(call: OpCall, result: RuleResult, share: int, axis_size: int) -> dict[str, Arg]:
+    """Counts that convolution and group norm are told besides their tensors' shapes."""
+
+    def part(name: str, argument: str, dim: int) -> dict[str, Arg]:
+        """Scale the count ``name`` if ``argument`` is split in ``dim``."""
+        count, where = call.args.get(name), positions(call, argument)
+        if not where or not _is_split(result.inputs[where[0]], dim):
+            return {}
+        if isinstance(count, tuple):
+            sizes = (size for size in count if isinstance(size, int))
+            return {name: tuple(size // axis_size * share for size in sizes)}
+        return {name: count // axis_size * share} if isinstance(count, int) else {}
+
+    if call.kind.startswith("native_group_norm"):
+        return part("N", "input", 0) | part("C", "input", 1) | part("group", "input", 1)
+    if call.kind.startswith("convolution"):
+        # With one group the input channels are contracted, and the group stays one.
+        groups = part("groups", "input", 1) if call.args["groups"] != 1 else {}
+        return groups | part("bias_sizes", "grad_output", 1)
+    return {}
+
+
+def _is_split(placement: Placement, dim: int) -> bool:
+    return placement.kind == "S" and placement.dim == dim

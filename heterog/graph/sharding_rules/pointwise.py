@@ -1,0 +1,117 @@
+"""Elementwise ops: every dimension of the output may be split."""
+
+from heterog.graph.placement import L, OpCall, Placement, R
+from heterog.graph.sharding_rules.table import RuleResult, broadcast_axes, choose, positions, rule
+
+NONLINEAR = (
+    *("abs.default", "sign.default", "sgn.default", "exp.default", "exp2.default"),
+    *("expm1.default", "log.default", "log2.default", "log10.default", "log1p.default"),
+    *("sqrt.default", "rsqrt.default", "reciprocal.default", "square.default"),
+    *("sin.default", "cos.default", "tan.default", "asin.default", "acos.default"),
+    *("atan.default", "atan2.default", "sinh.default", "cosh.default", "tanh.default"),
+    *("asinh.default", "acosh.default", "atanh.default", "sigmoid.default", "logit.default"),
+    *("erf.default", "erfc.default", "erfinv.default", "lgamma.default", "digamma.default"),
+    *("ceil.default", "floor.default", "round.default", "round.decimals", "trunc.default"),
+    *("frac.default", "relu.default", "gelu.default", "silu.default", "elu.default"),
+    *("celu.default", "selu.default", "mish.default", "hardtanh.default", "relu6.default"),
+    *("hardswish.default", "hardsigmoid.default", "hardshrink.default", "softshrink.default"),
+    *("leaky_relu.default", "softplus.default", "threshold.default"),
+    *("log_sigmoid_forward.default", "_prelu_kernel.default", "_prelu_kernel_backward.default"),
+    *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"),
+    *("add.Scalar", "sub.Scalar", "rsub.Scalar", "rsub.Tensor"),
+    *("div.Tensor_mode", "div.Scalar_mode", "floor_divide.default", "floor_divide.Scalar"),
+    *("remainder.Tensor", "remainder.Scalar", "fmod.Tensor", "fmod.Scalar"),
+    *("maximum.default", "minimum.default", "fmax.default", "fmin.default"),
+    *("clamp.default", "clamp.Tensor", "clamp_min.default", "clamp_min.Tensor"),
+    *("clamp_max.default", "clamp_max.Tensor", "nan_to_num.default"),
+    *("eq.Tensor", "eq.Scalar", "ne.Tensor", "ne.Scalar", "lt.Tensor", "lt.Scalar"),
+    *("le.Tensor", "le.Scalar", "gt.Tensor", "gt.Scalar", "ge.Tensor", "ge.Scalar"),
+    *("logical_and.default", "logical_or.default", "logical_not.default", "logical_xor.default"),
+    *("bitwise_and.Tensor", "bitwise_and.Scalar", "bitwise_or.Tensor", "bitwise_or.Scalar"),
+    *("bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_not.default"),
+    *("__and__.Tensor", "__or__.Tensor", "__and__.Scalar", "__or__.Scalar"),
+    *("bitwise_left_shift.Tensor_Scalar", "bitwise_right_shift.Tensor_Scalar"),
+    *("isnan.default", "isinf.default", "isfinite.default"),
+    *("addcmul.default", "addcdiv.default", "logaddexp.default", "xlogy.Tensor"),
+    *("xlogy.Scalar_Other", "hypot.default", "heaviside.default", "where.Scalar"),
+    *("masked_fill.Tensor", "fill.Scalar", "fill.Tensor"),
+)
+"""No sum of inputs maps to the sum of outputs; a P input is made R first."""
+
+IDENTITIES = (
+    *("alias.default", "detach.default", "clone.default", "lift_fresh.default"),
+    *("lift_fresh_copy.default", "contiguous.default", "positive.default"),
+)
+
+LINEAR_IN_FIRST = (
+    *("neg.default", "mul.Scalar", "div.Scalar", "div.Tensor", "real.default"),
+    *("threshold_backward.default", "gelu_backward.default", "silu_backward.default"),
+    *("hardtanh_backward.default", "leaky_relu_backward.default", "elu_backward.default"),
+    *("hardswish_backward.default", "hardsigmoid_backward.default", "mish_backward.default"),
+    *("softplus_backward.default", "sigmoid_backward.default", "tanh_backward.default"),
+    *("log_sigmoid_backward.default", "logit_backward.default", "hardshrink_backward.default"),
+    *("softshrink_backward.default", "native_dropout_backward.default"),
+)
+"""Linear in the first input (the output's gradient), whatever the others are."""
+
+
+@rule(*NONLINEAR)
+def _nonlinear(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    return choose(call, placements, axis_size, broadcast_axes(call))
+
+
+@rule(*IDENTITIES, *LINEAR_IN_FIRST)
+def _linear_in_first(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int
+) -> RuleResult:
+    return choose(call, placements, axis_size, broadcast_axes(call), [(0,)])
+
+
+@rule("_to_copy.default", "_conj.default")
+def _cast(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    # Rounding to an integer does not commute with the sum.
+    source, target = call.inputs[0].dtype, call.outputs[0].dtype
+    linear = [(0,)] if "float" in target or "complex" in target or source == target else []
+    return choose(call, placements, axis_size, broadcast_axes(call), linear)
+
+
+@rule("mul.Tensor")
+def _product(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    each = [(i,) for i in range(len(call.inputs))]
+    return choose(call, placements, axis_size, broadcast_axes(call), each)
+
+
+@rule("add.Tensor", "sub.Tensor", "lerp.Scalar")
+def _sum(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    # A Python number as second argument would be added once per device.
+    linear = [(0, 1)] if len(call.inputs) == 2 else []
+    return choose(call, placements, axis_size, broadcast_axes(call), linear)
+
+
+@rule("where.self", "where.ScalarOther", "where.ScalarSelf")
+def _where(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    branches = positions(call, "self", "other")
+    numbers = [a for a in (call.args["self"], call.args["other"]) if isinstance(a, int | float)]
+    linear = [branches] if all(number == 0 for number in numbers) else []
+    return choose(call, placements, axis_size, broadcast_axes(call), linear)
+
+
+@rule("masked_fill.Scalar")
+def _masked_fill(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    linear = [(0,)] if call.args["value"] == 0 else []
+    return choose(call, placements, axis_size, broadcast_axes(call), linear)
+
+
+@rule("copy.default")
+def _copy(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    # The first argument lends only its shape.
+    return choose(call, placements, axis_size, broadcast_axes(call), [(1,), (0, 1)])
+
+
+@rule("copy_.default")
+def _copy_into(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    # The written tensor keeps its place, except that running statistics become local.
+    target, source = placements
+    if L in placements:
+        return RuleResult((target, L if source == L else R), (L,))
+    return choose(call, (target, R), axis_size, broadcast_axes(call))

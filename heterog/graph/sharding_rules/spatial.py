@@ -1,0 +1,76 @@
+"""Convolutions, pooling and resampling of images: batch and channels may be split."""
+
+from heterog.graph.placement import OpCall, P, Placement, R
+from heterog.graph.sharding_rules.table import (
+    Axis,
+    RuleResult,
+    Special,
+    axis,
+    choose,
+    integer,
+    positions,
+    rule,
+)
+
+
+@rule("convolution.default")
+def _convolution(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    groups = integer(call, "groups", 1)
+    axes = [axis(call, (0,), input=0)]
+    if groups > 1:
+        axes.append(axis(call, (1,), None, groups, input=1, weight=0, bias=0))
+    else:
+        # A transposed convolution's weight is [in, out, ...] instead of [out, in, ...].
+        transposed = int(call.args["transposed"] is True)
+        special = Special.BIAS_ON_ONE_RANK if positions(call, "bias") else None
+        axes.append(axis(call, (1,), weight=transposed, bias=0))
+        axes.append(axis(call, (P,), special, input=1, weight=1 - transposed))
+    bias = positions(call, "bias")
+    linear = [(*positions(call, name), *bias) for name in ("input", "weight")]
+    return choose(call, placements, axis_size, axes, linear)
+
+
+@rule("convolution_backward.default")
+def _convolution_backward(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int
+) -> RuleResult:
+    groups = integer(call, "groups", 1)
+    axes = [axis(call, (0, P, P), grad_output=0, input=0)]
+    if groups > 1:
+        axes.append(axis(call, (1, 0, 0), None, groups, grad_output=1, input=1, weight=0))
+    else:
+        transposed = int(call.args["transposed"] is True)
+        axes.append(axis(call, (P, transposed, 0), grad_output=1, weight=transposed))
+        axes.append(axis(call, (1, 1 - transposed, R), input=1, weight=1 - transposed))
+    return choose(call, placements, axis_size, axes, [positions(call, "grad_output")])
+
+
+_PLANAR = (
+    *("max_pool2d_with_indices.default", "max_pool3d_with_indices.default"),
+    *("adaptive_max_pool2d.default", "adaptive_max_pool3d.default"),
+)
+_PLANAR_LINEAR = (
+    *("avg_pool2d.default", "avg_pool3d.default", "avg_pool1d.default"),
+    *("_adaptive_avg_pool2d.default", "_adaptive_avg_pool3d.default"),
+    *("avg_pool2d_backward.default", "avg_pool3d_backward.default"),
+    *("_adaptive_avg_pool2d_backward.default", "_adaptive_avg_pool3d_backward.default"),
+    *("max_pool2d_with_indices_backward.default", "max_pool3d_with_indices_backward.default"),
+    *("adaptive_max_pool2d_backward.default", "adaptive_max_pool3d_backward.default"),
+    *("upsample_nearest2d.default", "upsample_nearest2d_backward.default"),
+    *("upsample_bilinear2d.default", "upsample_bilinear2d_backward.default"),
+    *("upsample_bicubic2d.default", "upsample_bicubic2d_backward.default"),
+    *("_upsample_nearest_exact2d.default", "_upsample_nearest_exact2d_backward.default"),
+    *("reflection_pad2d.default", "reflection_pad2d_backward.default"),
+    *("replication_pad2d.default", "replication_pad2d_backward.default"),
+    *("reflection_pad1d.default", "reflection_pad1d_backward.default"),
+)
+"""Linear in the first input: the image, or the gradient of the output."""
+
+
+@rule(*_PLANAR, *_PLANAR_LINEAR)
+def _planar(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    """Ops on every image plane by itself: all dimensions before the plane may be split."""
+    plane = next(rank for rank in (1, 2, 3) if f"{rank}d" in call.kind)
+    leading = range(len(call.inputs[0].shape) - plane)
+    axes = [Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in leading]
+    return choose(call, placements, axis_size, axes, [(0,)] if call.kind in _PLANAR_LINEAR else [])

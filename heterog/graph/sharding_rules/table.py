@@ -1,0 +1,294 @@
+"""The table of sharding rules, and the one function that picks a rule for given placements.
+
+A rule names the *axes* of its op: the indices that may be split, and where each lives in every
+input and output. ``mm`` (``[m, k] x [k, n]``) has three: ``m`` is dimension 0 of the first input
+and of the output, ``n`` dimension 1 of the second and of the output, ``k`` is summed away, so
+splitting it leaves a partial sum. Which axis is used follows from the placements at hand:
+`choose` takes the one that needs the fewest elements moved.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf, prod
+
+from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta, TensorRef
+
+
+class Special(StrEnum):
+    """How the op on a device's part must differ from the op itself to stay exact.
+
+    Attributes:
+        MEAN_TO_SUM: the op divides by the number of elements it sees. Multiply every output by
+            ``share / axis_size``; a device with ``share == 0`` uses zeros instead (its own mean
+            would be 0 / 0). Holds for the mean forward (outputs P) and for the backward of mean
+            losses (output S), whose divisor is the local count in the same way.
+        NLL_GLOBAL_WEIGHT: ``nll_loss_forward`` with mean reduction. Run it with
+            ``reduction = 2`` (sum); output 1 is then the local total weight, a P. All-reduce it,
+            and divide output 0 by the result: that is a P whose sum is the mean over all labels
+            that are not ignored. The backward needs no change, only the all-reduced total weight.
+        BIAS_ON_ONE_RANK: the outputs are summed over devices, so the summand must enter once:
+            replace it by zeros on all devices but one. The summand is the argument ``bias``
+            (convolution, linear) or ``self`` (every other op).
+        LOCAL_STATISTICS: BatchNorm over the local part, as data-parallel training does it. Run
+            the op unchanged; the result is that of each part alone, not of the whole batch.
+        AS_RESHAPE: a squeeze that would also drop the split dimension on a device whose part of
+            it has size 1. Reshape to the local shape of the output instead.
+        OWN_RANDOM_STREAM: random numbers of a split tensor. Each device draws from a generator of
+            its own; the distribution is that of the op, the numbers are not.
+        SHARED_RANDOM_STREAM: random numbers every device must hold alike: draw them from
+            generators in the same state, or on one device and broadcast.
+    """
+
+    MEAN_TO_SUM = "mean_to_sum"
+    NLL_GLOBAL_WEIGHT = "nll_global_weight"
+    BIAS_ON_ONE_RANK = "bias_on_one_rank"
+    LOCAL_STATISTICS = "local_statistics"
+    AS_RESHAPE = "as_reshape"
+    OWN_RANDOM_STREAM = "own_random_stream"
+    SHARED_RANDOM_STREAM = "shared_random_stream"
+
+
+@dataclass(frozen=True, slots=True)
+class RuleResult:
+    """One legal way to run an op along one mesh axis.
+
+    Attributes:
+        inputs: what each tensor input must be placed as. Where it differs from the placement at
+            hand the caller converts: R to S slices, S to R gathers, P to R all-reduces; P to S
+            and S to another S go through R. L is never asked of an input that is not L already.
+        outputs: what each output then is placed as.
+        special: how the op on a part differs from the op itself; None if it does not.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    special: Special | None = None
+
+
+Rule = Callable[[OpCall, tuple[Placement, ...], int], RuleResult]
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(*kinds: str) -> Callable[[Rule], Rule]:
+    """Enter the decorated function in `RULES` under every one of ``kinds``."""
+
+    def enter(function: Rule) -> Rule:
+        for kind in kinds:
+            assert kind not in RULES, f"two rules for {kind}"
+            RULES[kind] = function
+        return function
+
+    return enter
+
+
+Entry = int | Placement
+"""A dimension that carries the axis, or the placement of a tensor that does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One index of an op that may be split.
+
+    Attributes:
+        inputs: per tensor input, the dimension that carries the index, or R (or L).
+        outputs: per output likewise; P where the index was summed away.
+        special: see `Special`.
+        units: a count that must be cut evenly as well, such as the groups of a convolution.
+    """
+
+    inputs: tuple[Entry, ...]
+    outputs: tuple[Entry, ...]
+    special: Special | None = None
+    units: int = 0
+
+
+def axis(
+    call: OpCall,
+    outputs: Sequence[Entry],
+    special: Special | None = None,
+    units: int = 0,
+    /,
+    **inputs: Entry,
+) -> Axis:
+    """An `Axis` with inputs by argument name; those not named, or absent from the call, are R.
+
+    ``outputs`` may list one entry for each output the op can have: those masked out by the
+    call's ``output_mask`` are dropped.
+    """
+    entries: list[Entry] = [R] * len(call.inputs)
+    for name, entry in inputs.items():
+        ref = call.args.get(name)
+        if isinstance(ref, TensorRef):
+            entries[ref.index] = entry
+    return Axis(tuple(entries), tuple(_unmasked(call, outputs)), special, units)
+
+
+def _unmasked(call: OpCall, outputs: Sequence[Entry]) -> Iterable[Entry]:
+    mask = call.args.get("output_mask")
+    if not isinstance(mask, tuple) or len(outputs) == len(call.outputs):
+        return outputs
+    return [output for output, wanted in zip(outputs, mask, strict=True) if wanted]
+
+
+def choose(
+    call: OpCall,
+    placements: tuple[Placement, ...],
+    axis_size: int,
+    axes: Iterable[Axis] = (),
+    linear: Iterable[Sequence[int]] = (),
+    *,
+    extra: Iterable[RuleResult] = (),
+    replicated: Special | None = None,
+) -> RuleResult:
+    """The legal rule that moves the fewest elements, given where the inputs are.
+
+    Args:
+        call: the op.
+        placements: where its tensor inputs are.
+        axis_size: number of units the mesh axis shares out.
+        axes: the indices of the op that may be split.
+        linear: sets of inputs (by position) the op is jointly linear in: if just these are P and
+            all others R, the outputs are P.
+        extra: rules that hold for these very placements and are no plain axis.
+        replicated: special of the rule in which everything is R.
+    """
+    candidates = [
+        *extra,
+        *_splits(call, placements, axis_size, axes),
+        *_partials(call, placements, linear),
+        _whole(call, placements, replicated),
+    ]
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda c: _moved_elements(call.inputs, placements, c.inputs))
+
+
+def _splits(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int, axes: Iterable[Axis]
+) -> Iterable[RuleResult]:
+    splits = [(i, p.dim, p.outer) for i, p in enumerate(placements) if p.kind == "S"]
+    if not splits:
+        return
+    for one in axes:
+        for outer in dict.fromkeys(outer for i, dim, outer in splits if one.inputs[i] == dim):
+            inputs = tuple(
+                _placed(entry, outer, given)
+                for entry, given in zip(one.inputs, placements, strict=True)
+            )
+            outputs = tuple(_placed(entry, outer, R) for entry in one.outputs)
+            if (
+                one.units % (outer * axis_size) == 0
+                and _divides(call.inputs, inputs, axis_size)
+                and _divides(call.outputs, outputs, axis_size)
+            ):
+                yield RuleResult(inputs, outputs, one.special)
+
+
+def _placed(entry: Entry, outer: int, given: Placement) -> Placement:
+    if isinstance(entry, int):
+        return S(entry, outer)
+    return L if given == L and entry == R else entry
+
+
+def _divides(
+    metas: tuple[TensorMeta, ...], placements: tuple[Placement, ...], axis_size: int
+) -> bool:
+    return all(
+        meta.shape[p.dim] % (p.outer * axis_size) == 0
+        for meta, p in zip(metas, placements, strict=True)
+        if p.kind == "S"
+    )
+
+
+def _partials(
+    call: OpCall, placements: tuple[Placement, ...], linear: Iterable[Sequence[int]]
+) -> Iterable[RuleResult]:
+    if P not in placements:
+        return
+    for group in linear:
+        if group and all(placements[i] == P for i in group):
+            inputs = tuple(P if i in group else R for i in range(len(placements)))
+            yield RuleResult(inputs, (P,) * len(call.outputs))
+
+
+def _whole(call: OpCall, placements: tuple[Placement, ...], special: Special | None) -> RuleResult:
+    # Nothing can turn local statistics into a replicated tensor, so what is computed from them
+    # is local too.
+    output = L if L in placements else R
+    inputs = tuple(L if given == L else R for given in placements)
+    return RuleResult(inputs, (output,) * len(call.outputs), special)
+
+
+def _moved_elements(
+    metas: tuple[TensorMeta, ...], given: tuple[Placement, ...], wanted: tuple[Placement, ...]
+) -> float:
+    """Elements a conversion moves per device, all-reduce counted twice; inf if there is none."""
+    total = 0.0
+    for meta, have, want in zip(metas, given, wanted, strict=True):
+        if have == want or (have == R and want.kind == "S"):
+            continue
+        if have.kind in "RL" or want.kind in "PL":
+            return inf
+        total += prod(meta.shape) * (2 if have == P else 1)
+    return total
+
+
+def shape_of(call: OpCall, name: str) -> tuple[int, ...]:
+    """Global shape of the tensor argument ``name``."""
+    ref = call.args[name]
+    assert isinstance(ref, TensorRef), f"{call.kind}: {name} is no tensor"
+    return call.inputs[ref.index].shape
+
+
+def positions(call: OpCall, *names: str) -> tuple[int, ...]:
+    """Positions in ``call.inputs`` of the tensor arguments ``names``; absent ones left out."""
+    refs = (call.args.get(name) for name in names)
+    return tuple(ref.index for ref in refs if isinstance(ref, TensorRef))
+
+
+def integer(call: OpCall, name: str, default: int = 0) -> int:
+    """The integer argument ``name``; ``default`` if it is None or missing."""
+    value = call.args.get(name)
+    return value if isinstance(value, int) else default
+
+
+def integers(call: OpCall, name: str) -> tuple[int, ...]:
+    """The argument ``name`` as a tuple of integers; empty if it is None or missing."""
+    value = call.args.get(name)
+    if isinstance(value, int):
+        return (value,)
+    if not isinstance(value, tuple):
+        return ()
+    return tuple(item for item in value if isinstance(item, int))
+
+
+def dimension(call: OpCall, name: str, rank: int, default: int = 0) -> int:
+    """The dimension argument ``name`` of a tensor of ``rank`` dimensions, counted from 0."""
+    return integer(call, name, default) % max(rank, 1)
+
+
+def dimensions(call: OpCall, name: str, rank: int) -> frozenset[int]:
+    """The dimensions argument ``name`` counted from 0; all of them if None, empty or missing."""
+    given = integers(call, name)
+    return frozenset(d % max(rank, 1) for d in given) if given else frozenset(range(rank))
+
+
+def aligned(shape: tuple[int, ...], to: tuple[int, ...], dim: int) -> Entry:
+    """Dimension of ``shape`` that broadcasts as dimension ``dim`` of ``to``; R if it has none."""
+    own = dim - len(to) + len(shape)
+    return own if own >= 0 and shape[own] == to[dim] else R
+
+
+def broadcast_axes(call: OpCall, special: Special | None = None) -> list[Axis]:
+    """The axes of an elementwise op: one per dimension of its first output."""
+    whole = call.outputs[0].shape
+    return [
+        Axis(
+            tuple(aligned(meta.shape, whole, dim) for meta in call.inputs),
+            tuple(aligned(meta.shape, whole, dim) for meta in call.outputs),
+            special,
+        )
+        for dim in range(len(whole))
+    ]

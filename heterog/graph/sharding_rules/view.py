@@ -1,0 +1,237 @@
+"""Ops that rearrange elements: views, permutations, cutting and joining."""
+
+from collections.abc import Iterable
+from math import prod
+
+from heterog.graph.placement import OpCall, Placement, S
+from heterog.graph.sharding_rules.table import (
+    Axis,
+    RuleResult,
+    Special,
+    aligned,
+    choose,
+    dimension,
+    dimensions,
+    integer,
+    integers,
+    rule,
+)
+
+
+def split_after_view(
+    shape: tuple[int, ...], to: tuple[int, ...], split: Placement, axis_size: int
+) -> Placement | None:
+    """Where a split of ``shape`` lands when its elements are read in order as shape ``to``.
+
+    A split is a factorisation of all elements as ``before x axis_size x after``; it survives if
+    some dimension of ``to`` starts within ``before`` and ends beyond ``before x axis_size``.
+
+    Returns:
+        The split of ``to``, or None if the parts are no longer evenly strided there.
+
+    >>> str(split_after_view((8, 6, 4), (48, 4), S(1), 6))  # [B, T, D] -> [B*T, D], T split
+    'S(0,8)'
+    """
+    before = prod(shape[: split.dim]) * split.outer
+    start = 1
+    for dim, size in enumerate(to):
+        if before % start == 0 and size > 0 and start * size % (before * axis_size) == 0:
+            return S(dim, before // start)
+        start *= size
+    return None
+
+
+_SQUEEZES = ("squeeze.default", "squeeze.dim", "squeeze.dims")
+
+
+@rule(
+    *("view.default", "_unsafe_view.default", "reshape.default", "view_copy.default"),
+    *("unsqueeze.default", "flatten.using_ints", *_SQUEEZES),
+)
+def _view(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    extra, given = [], placements[0]
+    shape, to = call.inputs[0].shape, call.outputs[0].shape
+    if given.kind == "S" and (after := split_after_view(shape, to, given, axis_size)):
+        squeezed = dimensions(call, "dim", len(shape)) if call.kind in _SQUEEZES else ()
+        shrinks = given.dim in squeezed and shape[given.dim] == axis_size
+        extra = [RuleResult(placements, (after,), Special.AS_RESHAPE if shrinks else None)]
+    return choose(call, placements, axis_size, linear=[(0,)], extra=extra)
+
+
+@rule("permute.default", "transpose.int", "t.default")
+def _permute(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    rank = len(call.inputs[0].shape)
+    order = list(range(rank))
+    if call.kind == "permute.default":
+        order = [d % rank for d in integers(call, "dims")]
+    elif call.kind == "t.default":
+        order.reverse()
+    elif rank:
+        one, two = dimension(call, "dim0", rank), dimension(call, "dim1", rank)
+        order[one], order[two] = two, one
+    axes = [Axis((source,), (target,)) for target, source in enumerate(order)]
+    return choose(call, placements, axis_size, axes, [(0,)])
+
+
+@rule("expand.default")
+def _expand(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    shape, to = call.inputs[0].shape, call.outputs[0].shape
+    axes = [Axis((aligned(shape, to, dim),), (dim,)) for dim in range(len(to))]
+    return choose(call, placements, axis_size, axes, [(0,)])
+
+
+@rule("repeat.default")
+def _repeat(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    repeats = integers(call, "repeats")
+    new = len(repeats) - len(call.inputs[0].shape)
+    axes = [Axis((d - new,), (d,)) for d in range(new, len(repeats)) if repeats[d] == 1]
+    return choose(call, placements, axis_size, axes, [(0,)])
+
+
+@rule("flip.default", "roll.default", "tril.default", "triu.default")
+def _keep_shape(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    rank = len(call.inputs[0].shape)
+    # Without dims, roll shifts the flattened tensor and flip does not occur.
+    mixed = (
+        frozenset({rank - 1, rank - 2}) if "tri" in call.kind else dimensions(call, "dims", rank)
+    )
+    axes = [Axis((d,), (d,)) for d in range(rank) if d not in mixed]
+    return choose(call, placements, axis_size, axes, [(0,)])
+
+
+@rule("constant_pad_nd.default")
+def _pad(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    rank, pad = len(call.inputs[0].shape), integers(call, "pad")
+    padded = {rank - 1 - i // 2 for i, amount in enumerate(pad) if amount != 0}
+    axes = [Axis((d,), (d,)) for d in range(rank) if d not in padded]
+    linear = [(0,)] if call.args["value"] in (0, None) else []
+    return choose(call, placements, axis_size, axes, linear)
+
+
+@rule("cat.default", "concat.default")
+def _cat(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    count, rank = len(call.inputs), len(call.outputs[0].shape)
+    along = dimension(call, "dim", rank)
+    axes = [Axis((d,) * count, (d,)) for d in range(rank) if d != along]
+    extra = _cat_of_splits(call, placements, axis_size, along)
+    return choose(call, placements, axis_size, axes, [range(count)], extra=extra)
+
+
+def _cat_of_splits(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int, along: int
+) -> Iterable[RuleResult]:
+    """Join tensors that are split in the joined dimension: their outer blocks line up.
+
+    [q; k; v], each S(d, 1) with equal sizes, is S(d, 3): the fused weight split by heads.
+    """
+    sizes = [meta.shape[along] for meta in call.inputs if len(meta.shape) > along]
+    given = [
+        size // p.outer
+        for size, p in zip(sizes, placements, strict=False)
+        if p.kind == "S" and p.dim == along
+    ]
+    for block in dict.fromkeys(given):
+        if len(sizes) == len(call.inputs) and all(size and size % block == 0 for size in sizes):
+            inputs = tuple(S(along, size // block) for size in sizes)
+            yield RuleResult(inputs, (S(along, sum(sizes) // block),))
+
+
+@rule("stack.default")
+def _stack(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    count, rank = len(call.inputs), len(call.outputs[0].shape)
+    along = dimension(call, "dim", rank)
+    axes = [Axis((d,) * count, (d + (d >= along),)) for d in range(rank - 1)]
+    return choose(call, placements, axis_size, axes, [range(count)])
+
+
+@rule(
+    *("split.Tensor", "split_with_sizes.default", "split.sizes", "chunk.default"),
+    *("unsafe_split.Tensor", "unsafe_split_with_sizes.default", "unsafe_chunk.default"),
+)
+def _split(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    shape, count = call.inputs[0].shape, len(call.outputs)
+    along, extra = dimension(call, "dim", len(shape)), []
+    if placements[0].kind == "S" and placements[0].dim == along and "chunk" not in call.kind:
+        block = shape[along] // placements[0].outer
+        pieces = [meta.shape[along] for meta in call.outputs]
+        if all(piece % block == 0 for piece in pieces):
+            extra = [RuleResult(placements, tuple(S(along, p // block) for p in pieces))]
+    axes = [Axis((d,), (d,) * count) for d in range(len(shape)) if d != along]
+    return choose(call, placements, axis_size, axes, [(0,)], extra=extra)
+
+
+@rule("unbind.int", "select.int")
+def _select(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    rank, count = len(call.inputs[0].shape), len(call.outputs)
+    along = dimension(call, "dim", rank)
+    axes = [Axis((d,), (d - (d > along),) * count) for d in range(rank) if d != along]
+    return choose(call, placements, axis_size, axes, [(0,)])
+
+
+@rule("select_backward.default")
+def _select_backward(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int
+) -> RuleResult:
+    rank = len(call.outputs[0].shape)
+    along = dimension(call, "dim", rank)
+    axes = [Axis((d - (d > along),), (d,)) for d in range(rank) if d != along]
+    return choose(call, placements, axis_size, axes, [(0,)])
+
+
+@rule("slice.Tensor", "slice_backward.default")
+def _slice(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    shape, to, given = call.inputs[0].shape, call.outputs[0].shape, placements[0]
+    along, extra = dimension(call, "dim", len(shape)), []
+    if given.kind == "S" and given.dim == along and integer(call, "step", 1) == 1:
+        # Whole blocks of the outer factor, such as q out of a fused qkv, stay evenly split.
+        block = shape[along] // given.outer
+        start = slice_start(call)
+        if start % block == 0 and to[along] % block == 0 and to[along]:
+            extra = [RuleResult(placements, (S(along, to[along] // block),))]
+    axes = [Axis((d,), (d,)) for d in range(len(shape)) if d != along]
+    return choose(call, placements, axis_size, axes, [(0,)], extra=extra)
+
+
+def slice_start(call: OpCall) -> int:
+    """First index a slice (or its backward) takes of the sliced dimension, counted from 0."""
+    whole = (call.outputs if call.kind == "slice_backward.default" else call.inputs)[0].shape
+    size = whole[dimension(call, "dim", len(whole))]
+    start = integer(call, "start")
+    return min(max(start + size if start < 0 else start, 0), size)
+
+
+@rule("slice_scatter.default", "select_scatter.default")
+def _write(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    rank = len(call.inputs[0].shape)
+    along, narrow = dimension(call, "dim", rank), call.kind == "select_scatter.default"
+    axes = [Axis((d, d - (narrow and d > along)), (d,)) for d in range(rank) if d != along]
+    return choose(call, placements, axis_size, axes, [(0, 1)])
+
+
+@rule("diagonal.default")
+def _diagonal(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    rank = len(call.inputs[0].shape)
+    pair = {dimension(call, "dim1", rank), dimension(call, "dim2", rank, 1)}
+    kept = [d for d in range(rank) if d not in pair]
+    axes = [Axis((source,), (target,)) for target, source in enumerate(kept)]
+    return choose(call, placements, axis_size, axes, [(0,)])
+
+
+@rule("unfold.default")
+def _unfold(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    rank = len(call.inputs[0].shape)
+    along = dimension(call, "dimension", rank)
+    axes = [Axis((d,), (d,)) for d in range(rank) if d != along]
+    return choose(call, placements, axis_size, axes, [(0,)])
+
+
+@rule("view_as_real.default", "view_as_complex.default")
+def _complex(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    rank = min(len(call.inputs[0].shape), len(call.outputs[0].shape))
+    return choose(call, placements, axis_size, [Axis((d,), (d,)) for d in range(rank)], [(0,)])
+
+
+@rule("as_strided.default", "_reshape_alias.default", "as_strided_scatter.default")
+def _strided(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    # Strides speak about memory, not dimensions; every such view is taken of the whole tensor.
+    return choose(call, placements, axis_size)

@@ -1,0 +1,123 @@
+"""What a cost model answers, and its answers as arrays for the simulator."""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.cluster.topology import Cluster, DeviceType
+from heterog.graph.op_graph import OpGraph
+from heterog.strategy.channels import Channel, ChannelKind
+from heterog.strategy.program import FloatArray, IntArray
+
+
+class CostModel(Protocol):
+    """Seconds of compute tasks on a device type and of communication over a channel."""
+
+    name: str
+    """Shown with every prediction: ``"roofline"`` or the calibration it comes from."""
+
+    def op_seconds(self, graph: OpGraph, device_type: DeviceType, samples: int) -> FloatArray:
+        """Seconds of every op at a local share.
+
+        Args:
+            graph: the step.
+            device_type: where it runs.
+            samples: local samples of the batch.
+
+        Returns:
+            Seconds of each op, updates included; views are 0.  # [num_ops]
+        """
+
+    def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
+        """(fixed seconds, seconds per byte moved) of copies and sums on a device."""
+
+    def channel_seconds(self, cluster: Cluster, channel: Channel) -> "ChannelSeconds":
+        """What a channel costs per payload byte."""
+
+
+class ChannelSeconds(NamedTuple):
+    """Cost of a channel: ``latency_s + payload x seconds_per_byte`` from start to end.
+
+    Each link resource is held for ``payload x held`` only: a 100 Gbit/s NIC that talks to one of
+    50 Gbit/s is busy half the time.
+    """
+
+    latency_s: float
+    seconds_per_byte: float
+    held: dict[int, float]
+
+
+class Prices(NamedTuple):
+    """A cost model's answers for one graph, cluster and set of channels, for the kernels."""
+
+    type_of_device: IntArray
+    op_seconds: FloatArray  # [num_types, batch_size + 1, num_compute_ops]
+    update_seconds: FloatArray  # [num_types, num_parameters]
+    copy_fixed_s: FloatArray  # [num_types]
+    copy_s_per_byte: FloatArray  # [num_types]
+    channel_latency_s: FloatArray
+    channel_s_per_byte: FloatArray
+    channel_is_collective: npt.NDArray[np.bool_]
+    channel_queue: IntArray  # channels over the same links wait in one queue
+    resource_start: IntArray  # link resources of each channel  # [num_channels + 1]
+    resource: IntArray
+    resource_s_per_byte: FloatArray
+    gate: npt.NDArray[np.uint64]  # bit set of the resources that must be free  # [channels, words]
+    num_queues: int
+    num_resources: int
+
+
+class ChannelPrices(NamedTuple):
+    """The part of ``Prices`` about channels; made again when new channels appear."""
+
+    latency_s: FloatArray
+    s_per_byte: FloatArray
+    is_collective: npt.NDArray[np.bool_]
+    queue: IntArray
+    resource_start: IntArray
+    resource: IntArray
+    resource_s_per_byte: FloatArray
+    gate: npt.NDArray[np.uint64]
+    num_queues: int
+
+
+def price_channels(
+    model: CostModel, cluster: Cluster, channels: list[Channel] | tuple[Channel, ...]
+) -> ChannelPrices:
+    """Ask a cost model about channels.
+
+    A channel may start when its *gate* is free: the resources it holds for more than half as long
+    as the one it holds longest. The others it merely loads: their next user waits longer. So two
+    transfers from a fast NIC to two slow ones run side by side, as they do in reality.
+    """
+    words = (len(cluster.resources) + 63) // 64
+    costs = [model.channel_seconds(cluster, channel) for channel in channels]
+    gate = np.zeros((len(channels), max(words, 1)), np.uint64)
+    queues: dict[tuple[int, ...], int] = {}
+    queue = np.empty(len(channels), np.int32)
+    for number, (channel, cost) in enumerate(zip(channels, costs, strict=True)):
+        longest = max(cost.held.values(), default=0.0)
+        for resource, seconds in cost.held.items():
+            if seconds > 0.5 * longest:
+                gate[number, resource // 64] |= np.uint64(1 << (resource % 64))
+        # A collective waits alone: its communicator runs one operation at a time.
+        alone = channel.kind != ChannelKind.POINT_TO_POINT
+        key = (-1 - number,) if alone else tuple(sorted(cost.held))
+        queue[number] = queues.setdefault(key, len(queues))
+    counts = [len(cost.held) for cost in costs]
+    return ChannelPrices(
+        latency_s=np.array([cost.latency_s for cost in costs]),
+        s_per_byte=np.array([cost.seconds_per_byte for cost in costs]),
+        is_collective=np.array(
+            [channel.kind != ChannelKind.POINT_TO_POINT for channel in channels]
+        ),
+        queue=queue,
+        resource_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        resource=np.array([r for cost in costs for r in cost.held], np.int32),
+        resource_s_per_byte=np.array(
+            [s for cost in costs for s in cost.held.values()], np.float64
+        ),
+        gate=gate,
+        num_queues=len(queues),
+    )

@@ -1,0 +1,237 @@
+"""The evaluator: what every planner asks how good a strategy is."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import FloatArray, OpGraph
+from heterog.simulator.cost_model import ChannelPrices, CostModel, Prices, price_channels
+from heterog.simulator.engine import (
+    Order,
+    evaluate_kernel,
+    make_schedule,
+)
+from heterog.simulator.roofline import Roofline
+from heterog.strategy.channels import ChannelTable
+from heterog.strategy.lowering import (
+    Choice,
+    encode,
+    lower_to_tape,
+    make_scratch,
+    make_tape,
+    program_from_tape,
+    resident_bytes,
+)
+from heterog.strategy.program import Program
+from heterog.strategy.strategy import Strategy
+from heterog.strategy.tables import graph_tables
+from heterog.units import format_bytes
+
+UNROLLED_STEPS = 8
+"""Steps unrolled to measure a step without barrier: T_8 / 8 (a difference of two unrolled times
+can be gamed by a search; the mean cannot)."""
+
+
+class Outcome(StrEnum):
+    """Whether a strategy can run."""
+
+    OK = "ok"
+    OUT_OF_MEMORY = "out_of_memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What a strategy is predicted to do.
+
+    Attributes:
+        outcome: ``ok`` or why it cannot run.
+        step_time_s: seconds per training step, also where memory does not suffice.
+        peak_memory_bytes: of each device.
+        order: the order in which waiting tasks ran.
+        shortage: for ``out_of_memory``, the device and the missing bytes in words.
+        overflow_bytes: bytes missing on the worst device, 0 if none.
+    """
+
+    outcome: Outcome
+    step_time_s: float
+    peak_memory_bytes: tuple[int, ...]
+    order: Order
+    shortage: str = ""
+    overflow_bytes: float = 0.0
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the strategy can run."""
+        return self.outcome == Outcome.OK
+
+
+class Evaluator:
+    """Scores strategies of one graph on one cluster by the fast engine.
+
+    It keeps the arrays between calls, so use one evaluator per thread.
+
+    Args:
+        graph: one training step.
+        cluster: the devices and links.
+        cost_model: seconds of tasks; the roofline prior by default.
+    """
+
+    def __init__(
+        self, graph: OpGraph, cluster: Cluster, cost_model: CostModel | None = None
+    ) -> None:
+        self.graph = graph
+        self.cluster = cluster
+        self.cost_model: CostModel = cost_model or Roofline()
+        self.tables = graph_tables(graph)
+        self.channels = ChannelTable(cluster)
+        self.num_evaluations = 0
+        self._scratch = make_scratch(self.tables, cluster.num_devices)
+        self._tape = make_tape(4096, len(self.tables.parameter_bytes))
+        self._schedule = make_schedule(1, 1, 1, 1)
+        self._usable = np.array([device.usable_memory_bytes for device in cluster.devices])
+        types = cluster.device_types
+        num_ops = len(self.tables.op_id)
+        # Rows are filled when a share is first seen: a row of zeros is never read.
+        self._op_seconds = np.zeros((len(types), graph.batch_size + 1, num_ops))
+        self._is_priced = np.zeros((len(types), graph.batch_size + 1), np.bool_)
+        updates = [op for op, _, _ in graph.updates]
+        full = [self.cost_model.op_seconds(graph, kind, graph.batch_size) for kind in types]
+        self._update_seconds = np.array([row[updates] for row in full])
+        copies = [self.cost_model.copy_seconds(kind) for kind in types]
+        self._copy_fixed_s = np.array([fixed for fixed, _ in copies])
+        self._copy_s_per_byte = np.array([per_byte for _, per_byte in copies])
+        self._type_of_device = np.array(cluster.type_index, np.int32)
+        self._channel_prices: ChannelPrices | None = None
+
+    def evaluate(self, strategy: Strategy, order: Order | None = None) -> Evaluation:
+        """Predict step time and memory of a strategy.
+
+        Args:
+            strategy: made for this graph and cluster.
+            order: how waiting tasks are ordered; the best of all three if ``None``.
+        """
+        choice = self.encode(strategy)
+        if order is not None:
+            return self.evaluate_choice(choice, order)
+        tried = [self.evaluate_choice(choice, each) for each in Order]
+        return min(tried, key=lambda result: (not result.is_ok, result.step_time_s))
+
+    def encode(self, strategy: Strategy) -> Choice:
+        """A strategy as flat arrays, checked."""
+        strategy.check(self.graph, self.cluster)
+        steps = 1 if strategy.step_barrier else UNROLLED_STEPS
+        return encode(strategy, self.tables, self.channels, num_steps=steps)
+
+    def evaluate_choice(self, choice: Choice, order: Order) -> Evaluation:
+        """Predict step time and memory of an encoded strategy."""
+        seconds, peak = self.simulate(choice, order)
+        over = peak - self._usable
+        worst = int(np.argmax(over))
+        missing = float(over[worst])
+        shortage = ""
+        if missing > 0:
+            device = self.cluster.devices[worst]
+            shortage = (
+                f"{device.name} ({device.type.name}) needs {format_bytes(peak[worst])}, "
+                f"{format_bytes(missing)} more than its {format_bytes(self._usable[worst])}"
+            )
+        return Evaluation(
+            outcome=Outcome.OUT_OF_MEMORY if missing > 0 else Outcome.OK,
+            step_time_s=seconds,
+            peak_memory_bytes=tuple(round(value) for value in peak),
+            order=order,
+            shortage=shortage,
+            overflow_bytes=max(missing, 0.0),
+        )
+
+    def simulate(self, choice: Choice, order: Order) -> tuple[float, FloatArray]:
+        """(seconds per step, peak bytes of each device) of an encoded strategy."""
+        prices = self.prices(choice)
+        resident = resident_bytes(self.tables, choice)
+        peak = np.empty(self.cluster.num_devices)
+        while True:
+            seconds, done = evaluate_kernel(
+                self.tables, choice, self._scratch, self._tape, prices, self._schedule,
+                int(order), resident, peak,
+            )  # fmt: skip
+            if seconds >= 0.0:
+                break
+            if seconds == -1.0:
+                self._tape = make_tape(2 * len(self._tape.kind), len(self._tape.bucket))
+            self._grow(prices)
+        self.num_evaluations += 1
+        assert done == self._tape.count[0], f"{done} of {self._tape.count[0]} tasks can run"
+        return seconds / choice.num_steps, peak
+
+    def _grow(self, prices: Prices) -> None:
+        """Make the simulation's arrays large enough for the tape."""
+        self._schedule = make_schedule(
+            len(self._tape.kind),
+            len(self._tape.read_buffer),
+            len(self._tape.buffer_device),
+            prices.num_queues + 2 * self.cluster.num_devices + 64,
+        )
+
+    def prices(self, choice: Choice) -> Prices:
+        """The cost model's answers for everything that a choice can contain."""
+        self._price_rows(choice)
+        if self._channel_prices is None or len(self._channel_prices.latency_s) < len(
+            self.channels.channels
+        ):
+            self._channel_prices = price_channels(
+                self.cost_model, self.cluster, self.channels.channels
+            )
+            if len(self._schedule.queue_size) < (
+                self._channel_prices.num_queues + self.cluster.num_devices
+            ):
+                self._schedule = make_schedule(1, 1, 1, 1)
+        channel = self._channel_prices
+        return Prices(
+            type_of_device=self._type_of_device,
+            op_seconds=self._op_seconds,
+            update_seconds=self._update_seconds,
+            copy_fixed_s=self._copy_fixed_s,
+            copy_s_per_byte=self._copy_s_per_byte,
+            channel_latency_s=channel.latency_s,
+            channel_s_per_byte=channel.s_per_byte,
+            channel_is_collective=channel.is_collective,
+            channel_queue=channel.queue,
+            resource_start=channel.resource_start,
+            resource=channel.resource,
+            resource_s_per_byte=channel.resource_s_per_byte,
+            gate=channel.gate,
+            num_queues=channel.num_queues,
+            num_resources=len(self.cluster.resources),
+        )
+
+    def _price_rows(self, choice: Choice) -> None:
+        """Fill the rows of the op table for the shares in a choice."""
+        for device in range(self.cluster.num_devices):
+            kind = self._type_of_device[device]
+            for samples in np.unique(choice.shares[:, :, device]):
+                if not self._is_priced[kind, samples]:
+                    row = self.cost_model.op_seconds(
+                        self.graph, self.cluster.device_types[kind], int(samples)
+                    )
+                    self._op_seconds[kind, samples] = row[self.tables.op_id]
+                    self._is_priced[kind, samples] = True
+
+    def program(self, choice: Choice) -> Program:
+        """The program of an encoded strategy."""
+        self._tape = lower_to_tape(self.tables, choice, self._scratch, self._tape)
+        return program_from_tape(
+            self._tape,
+            self.tables,
+            choice,
+            tuple(self.channels.channels),
+            self.cluster.num_devices,
+        )
+
+    def schedule(self, choice: Choice, order: Order) -> tuple[Program, FloatArray, FloatArray]:
+        """(program, start, finish) of an encoded strategy, seconds from the step's begin."""
+        self.simulate(choice, order)
+        program = self.program(choice)
+        tasks = program.num_tasks
+        return program, self._schedule.start[:tasks].copy(), self._schedule.finish[:tasks].copy()

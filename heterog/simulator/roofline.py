@@ -1,0 +1,65 @@
+"""The roofline prior: seconds from data sheets, before anything has been measured.
+
+    t = launch + max(FLOPs / (0.6 peak FLOP/s), bytes / (0.75 peak bandwidth))
+
+(Williams, Waterman, Patterson 2009.) The two efficiencies and the launch overhead are fields of
+the device type, so that a cluster file or a calibration can override them.
+"""
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster, DeviceType
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.op_graph import FloatArray, OpGraph
+from heterog.simulator.collectives import alpha_beta
+from heterog.simulator.cost_model import ChannelSeconds
+from heterog.strategy.channels import Channel
+
+
+class Roofline:
+    """Cost model from data-sheet numbers alone."""
+
+    name = "roofline"
+
+    def op_seconds(self, graph: OpGraph, device_type: DeviceType, samples: int) -> FloatArray:
+        """Roofline seconds of every op at a local share; see ``CostModel``."""
+        plan = batch_plan(graph)
+        flops = plan.flops_fixed + samples * plan.flops_per_sample
+        num_bytes = plan.bytes_fixed + samples * plan.bytes_per_sample
+        bandwidth = device_type.memory_bandwidth_bytes_per_s * device_type.memory_efficiency
+        seconds = device_type.launch_overhead_s + np.maximum(
+            flops / _peak(graph, device_type), num_bytes / bandwidth
+        )
+        measured = _measured(graph, device_type.name, samples)
+        return np.where(graph.is_view, 0.0, np.where(np.isnan(measured), seconds, measured))
+
+    def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
+        """Launch overhead, and seconds per byte moved through device memory."""
+        bandwidth = device_type.memory_bandwidth_bytes_per_s * device_type.memory_efficiency
+        return device_type.launch_overhead_s, 1.0 / bandwidth
+
+    def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
+        """Alpha-beta seconds from the cluster's effective rates."""
+        return alpha_beta(cluster, channel)
+
+
+def _peak(graph: OpGraph, device_type: DeviceType) -> FloatArray:
+    """Attainable FLOP/s of each op for its dtype.  # [num_ops]"""
+    peaks = device_type.peak_flops_per_s
+    default = peaks["float32"]
+    rates = [
+        peaks.get(graph.tensors[graph.output_start[index]].dtype, default)
+        if op.num_outputs
+        else default
+        for index, op in enumerate(graph.ops)
+    ]
+    return np.array(rates, np.float64) * device_type.compute_efficiency
+
+
+def _measured(graph: OpGraph, device_type: str, samples: int) -> FloatArray:
+    """Measured seconds of ops of imported graphs, scaled linearly to a share; NaN if none."""
+    share = samples / graph.batch_size
+    plan = batch_plan(graph)
+    batched = (plan.flops_per_sample + plan.bytes_per_sample) > 0
+    columns = [dict(op.measured_s).get(device_type, np.nan) for op in graph.ops]
+    return np.array(columns, np.float64) * np.where(batched, share, 1.0)

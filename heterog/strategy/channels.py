@@ -1,0 +1,244 @@
+"""Channels: which links a transfer or collective loads, and by how many times its payload.
+
+A channel is a pair of devices (point to point) or a collective algorithm over a device set. It
+holds no seconds; the cost model turns traffic into time. One *phase* after another makes a
+collective: inside a phase the links work at the same time.
+
+With n devices and payload S (bytes of the whole tensor), per direction:
+
+- ring all-reduce: every hop of the ring carries 2 (n-1)/n S, in 2 (n-1) steps (Patarasuk & Yuan
+  2009).
+- hierarchical all-reduce over hosts h with n_h devices: ports carry (n_h-1)/n_h S in the
+  reduce-scatter and again in the all-gather; each NIC carries 2 (H-1)/H S in between.
+- reduce-scatter with uneven slices: host h, which owns the part w_h of the tensor, sends
+  (1 - w_h) S and receives (H-1) w_h S, after a reduce-scatter inside the host. The all-gather is
+  its mirror image.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.cluster.topology import Cluster
+from heterog.strategy.strategy import Decision, Sync
+
+
+class ChannelKind(IntEnum):
+    """What a channel carries."""
+
+    POINT_TO_POINT = 0
+    ALL_REDUCE_RING = 1
+    ALL_REDUCE_HIERARCHICAL = 2
+    REDUCE_SCATTER = 3
+    ALL_GATHER = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """One transfer route or collective over a device set.
+
+    Attributes:
+        kind: what it carries.
+        devices: source and destination, or the members of the collective.
+        slices: part of the payload that each device owns (reduce-scatter, all-gather).
+        phases: per phase, (link resource, bytes through it per payload byte).
+        latency_s: latencies of all steps that follow one another.
+    """
+
+    kind: ChannelKind
+    devices: tuple[int, ...]
+    slices: tuple[float, ...] = ()
+    phases: tuple[tuple[tuple[int, float], ...], ...]
+    latency_s: float
+
+    def traffic(self) -> dict[int, float]:
+        """Bytes through each link resource per payload byte, all phases together."""
+        total: dict[int, float] = {}
+        for phase in self.phases:
+            for resource, multiple in phase:
+                total[resource] = total.get(resource, 0.0) + multiple
+        return total
+
+
+class ChannelTable:
+    """All channels that strategies on one cluster have asked for, numbered.
+
+    Channel ``src * num_devices + dst`` is the point-to-point one from ``src`` to ``dst``;
+    collectives get the next free numbers when they are first needed. The number of a collective
+    depends on the history of calls, so programs are compared by ``describe`` and not by number.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.channels: list[Channel] = [
+            self._point_to_point(src, dst)
+            for src in range(cluster.num_devices)
+            for dst in range(cluster.num_devices)
+        ]
+        self._numbers: dict[tuple[ChannelKind, tuple[int, ...], tuple[int, ...]], int] = {}
+
+    def all_reduce(self, devices: tuple[int, ...], *, hierarchical: bool) -> int:
+        """Number of an all-reduce channel over a device set."""
+        kind = ChannelKind.ALL_REDUCE_HIERARCHICAL if hierarchical else ChannelKind.ALL_REDUCE_RING
+        return self._number(kind, devices, ())
+
+    def reduce_scatter(self, devices: tuple[int, ...], slices: tuple[int, ...]) -> int:
+        """Number of a reduce-scatter channel with the given relative slices."""
+        return self._number(ChannelKind.REDUCE_SCATTER, devices, slices)
+
+    def all_gather(self, devices: tuple[int, ...], slices: tuple[int, ...]) -> int:
+        """Number of an all-gather channel with the given relative slices."""
+        return self._number(ChannelKind.ALL_GATHER, devices, slices)
+
+    def for_decision(self, decision: Decision) -> tuple[int, int]:
+        """(first, second) channel of a decision's synchronisation; -1 where there is none."""
+        if len(decision.devices) == 1 or decision.sync == Sync.PARAMETER_SERVER:
+            return -1, -1
+        if decision.sync == Sync.REDUCE_SCATTER_ALL_GATHER:
+            return (
+                self.reduce_scatter(decision.devices, decision.slices),
+                self.all_gather(decision.devices, decision.slices),
+            )
+        hierarchical = decision.sync == Sync.HIERARCHICAL
+        return self.all_reduce(decision.devices, hierarchical=hierarchical), -1
+
+    def _number(self, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[int, ...]) -> int:
+        key = (kind, devices, slices)
+        if key not in self._numbers:
+            self.channels.append(self._collective(kind, devices, slices))
+            self._numbers[key] = len(self.channels) - 1
+        return self._numbers[key]
+
+    def _point_to_point(self, src: int, dst: int) -> Channel:
+        route = self.cluster.route(src, dst) if src != dst else ()
+        return Channel(
+            kind=ChannelKind.POINT_TO_POINT,
+            devices=(src, dst),
+            phases=(tuple((resource, 1.0) for resource in route),),
+            latency_s=self.cluster.latency_s(src, dst) if src != dst else 0.0,
+        )
+
+    def _collective(
+        self, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[int, ...]
+    ) -> Channel:
+        weights = np.array(slices or [1] * len(devices), np.float64)
+        parts = tuple(float(part) for part in weights / weights.sum())
+        if kind == ChannelKind.ALL_REDUCE_RING:
+            phases, latency = self._ring(devices)
+        else:
+            phases, latency = self._by_hosts(kind, devices, parts)
+        has_slices = kind in (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER)
+        return Channel(
+            kind=kind,
+            devices=devices,
+            slices=parts if has_slices else (),
+            phases=tuple(phase for phase in phases if phase),
+            latency_s=latency,
+        )
+
+    def _ring(self, devices: tuple[int, ...]) -> tuple[list[tuple[tuple[int, float], ...]], float]:
+        count = len(devices)
+        if count == 1:
+            return [()], 0.0
+        # Neighbours on the ring share a host where they can: each NIC is crossed once each way.
+        ring = sorted(devices, key=lambda device: (self.cluster.host_of[device], device))
+        load: dict[int, float] = {}
+        latency = 0.0
+        for src, dst in zip(ring, ring[1:] + ring[:1], strict=True):
+            latency = max(latency, self.cluster.latency_s(src, dst))
+            for resource in self.cluster.route(src, dst):
+                load[resource] = load.get(resource, 0.0) + 2.0 * (count - 1) / count
+        return [tuple(sorted(load.items()))], 2.0 * (count - 1) * latency
+
+    def _by_hosts(
+        self, kind: ChannelKind, devices: tuple[int, ...], parts: tuple[float, ...]
+    ) -> tuple[list[tuple[tuple[int, float], ...]], float]:
+        """Phases inside and between hosts; see the module docstring for the amounts."""
+        hosts: dict[int, list[int]] = {}
+        for position, device in enumerate(devices):
+            hosts.setdefault(self.cluster.host_of[device], []).append(position)
+        inside: dict[int, float] = {}
+        inside_latency = 0.0
+        for members in hosts.values():
+            local = [devices[position] for position in members]
+            for src, dst in zip(local, local[1:] + local[:1], strict=True):
+                if src != dst:
+                    hop = self.cluster.latency_s(src, dst) * (len(local) - 1)
+                    inside_latency = max(inside_latency, hop)
+                    for resource in self.cluster.route(src, dst):
+                        multiple = (len(local) - 1) / len(local)
+                        inside[resource] = inside.get(resource, 0.0) + multiple
+        inner = tuple(sorted(inside.items()))
+        leaders = [devices[members[0]] for members in hosts.values()]
+        owned = [sum(parts[position] for position in members) for members in hosts.values()]
+        outer, outer_latency = self._between_hosts(kind, leaders, owned)
+        if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL:
+            return [inner, outer, inner], 2.0 * inside_latency + outer_latency
+        if kind == ChannelKind.REDUCE_SCATTER:
+            return [inner, outer], inside_latency + outer_latency
+        return [outer, inner], inside_latency + outer_latency
+
+    def _between_hosts(
+        self, kind: ChannelKind, leaders: Sequence[int], owned: Sequence[float]
+    ) -> tuple[tuple[tuple[int, float], ...], float]:
+        count = len(leaders)
+        if count == 1:
+            return (), 0.0
+        load: dict[int, float] = {}
+        for index, leader in enumerate(leaders):
+            other = leaders[(index + 1) % count]
+            out_nic = self.cluster.route(leader, other)[0]
+            in_nic = self.cluster.route(other, leader)[-1]
+            if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL:
+                sent = received = 2.0 * (count - 1) / count
+            else:
+                sent, received = 1.0 - owned[index], (count - 1) * owned[index]
+                if kind == ChannelKind.ALL_GATHER:
+                    sent, received = received, sent
+            load[out_nic] = load.get(out_nic, 0.0) + sent
+            load[in_nic] = load.get(in_nic, 0.0) + received
+        latency = max(
+            self.cluster.latency_s(leader, leaders[(index + 1) % count])
+            for index, leader in enumerate(leaders)
+        )
+        steps = 2 * (count - 1) if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL else count - 1
+        return tuple(sorted((r, m) for r, m in load.items() if m > 0.0)), steps * latency
+
+
+def proportional_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, ...]:
+    """Slices for each device in proportion to its host's NIC rate, shared by the host's devices.
+
+    In parts of about a thousand per host of average rate; devices on one host get equal parts.
+    """
+    hosts = [cluster.host_of[device] for device in devices]
+    rates = [cluster.nic_bandwidth_bytes_per_s(host) / hosts.count(host) for host in hosts]
+    scale = 1000.0 / (sum(rates) / len(rates))
+    return tuple(max(round(rate * scale), 1) for rate in rates)
+
+
+def balanced_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, ...]:
+    """Slices that load every NIC for the same time over a reduce-scatter and an all-gather.
+
+    NIC h carries 1 + w_h (H - 2) payloads per direction; equal times T r_h with sum w_h = 1 give
+    T = (2 H - 2) / sum r and w_h = (T r_h - 1) / (H - 2). Hosts too slow for a positive slice get
+    none, and the rest is solved again. With H <= 2 the slices do not matter: even.
+    """
+    hosts = sorted({cluster.host_of[device] for device in devices})
+    rates = np.array([cluster.nic_bandwidth_bytes_per_s(host) for host in hosts])
+    weights: npt.NDArray[np.float64] = np.full(len(hosts), 1.0 / len(hosts))
+    if len(hosts) > 2:
+        active = np.ones(len(hosts), np.bool_)
+        while True:
+            # sum over active of (T r - 1) / (H - 2) = 1
+            time = (len(hosts) - 2 + active.sum()) / rates[active].sum()
+            weights = np.where(active, (time * rates - 1.0) / (len(hosts) - 2), 0.0)
+            if (weights >= -1e-12).all():
+                break
+            active &= weights > 0.0
+    per_host = {host: float(weight) for host, weight in zip(hosts, weights, strict=True)}
+    members = [cluster.host_of[device] for device in devices]
+    parts = [1000.0 * len(hosts) * max(per_host[h], 0.0) / members.count(h) for h in members]
+    return tuple(round(part) for part in parts)

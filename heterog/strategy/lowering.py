@@ -1,0 +1,809 @@
+"""Lowering: the only place that knows what a strategy means.
+
+``lower(graph, cluster, strategy)`` makes every split, copy, gather, reduction, parameter push and
+pull an explicit task. It makes no choice and knows no seconds. A kernel over flat arrays does the
+work; planners call it through the evaluator on buffers that are allocated once.
+
+What the kernel does, in program order, for each micro-batch:
+
+1. For every op of a group with shares, one compute task on each device with samples.
+2. Where an op reads a value that lies elsewhere (another group with other shares) or in parts, the
+   conversion first: S to S moves the overlapping sample ranges, S to R gathers, P to R reduces,
+   R to R copies. Samples are numbered, and a group's devices own consecutive ranges of them in
+   device order, so neighbouring groups with similar shares move little.
+3. After the op that completes a gradient (in the last micro-batch): synchronisation and update,
+   tensor by tensor or when its bucket is full. Every replica holds a full-size gradient, whatever
+   its share.
+"""
+
+from typing import NamedTuple
+
+import numba as nb
+import numpy as np
+import numpy.typing as npt
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.strategy.channels import Channel, ChannelTable
+from heterog.strategy.program import FloatArray, IntArray, Program, TaskKind
+from heterog.strategy.strategy import Strategy, Sync, split_in_proportion
+from heterog.strategy.tables import GraphTables, graph_tables
+
+# Plain integers, because numba freezes enum members into slow objects.
+_COMPUTE = int(TaskKind.COMPUTE)
+_ACCUMULATE = int(TaskKind.ACCUMULATE)
+_FLATTEN = int(TaskKind.FLATTEN)
+_SPLIT = int(TaskKind.SPLIT)
+_CONCAT = int(TaskKind.CONCAT)
+_SUM = int(TaskKind.SUM)
+_UPDATE = int(TaskKind.UPDATE)
+_SEND = int(TaskKind.SEND)
+_PUSH = int(TaskKind.PUSH)
+_PULL = int(TaskKind.PULL)
+_REDUCE_VALUE = int(TaskKind.REDUCE_VALUE)
+_GATHER_VALUE = int(TaskKind.GATHER_VALUE)
+_ALL_REDUCE = int(TaskKind.ALL_REDUCE)
+_REDUCE_SCATTER = int(TaskKind.REDUCE_SCATTER)
+_ALL_GATHER = int(TaskKind.ALL_GATHER)
+_R, _S, _P = 0, 1, 2
+_BY_SERVER = int(Sync.PARAMETER_SERVER)
+
+
+class Choice(NamedTuple):
+    """A strategy in flat arrays. A *layout* is a device set with shares; groups share layouts."""
+
+    num_micro: int
+    num_steps: int
+    bucket_bytes: float
+    layout: IntArray  # of each group, the last entry for constants  # [num_groups + 1]
+    shares: IntArray  # [num_layouts, num_micro, num_devices]
+    member: npt.NDArray[np.bool_]  # devices that hold a layout's parameters
+    sync: IntArray  # of each group
+    first_channel: IntArray  # all-reduce or reduce-scatter of each group, -1 if none
+    second_channel: IntArray  # all-gather of each group, -1 if none
+    reduce_channel: IntArray  # utility all-reduce of each layout
+    gather_channel: IntArray  # utility all-gather of each layout
+    home: IntArray  # of each parameter
+
+
+class Tape(NamedTuple):
+    """The arrays that a program is written to; see ``Program`` for their meaning."""
+
+    kind: npt.NDArray[np.uint8]
+    subject: IntArray
+    device: IntArray
+    micro: IntArray
+    samples: IntArray
+    channel: IntArray
+    num_bytes: FloatArray
+    read_start: IntArray
+    read_buffer: IntArray
+    buffer_start: IntArray
+    buffer_maker: IntArray
+    buffer_device: IntArray
+    buffer_bytes: FloatArray
+    bucket: IntArray
+    count: npt.NDArray[np.int64]  # tasks, buffers, reads, overflow
+
+
+class Scratch(NamedTuple):
+    """Working memory of the kernel."""
+
+    value_buffer: IntArray  # local buffer of each value  # [num_values, num_devices]
+    slot_buffer: IntArray  # converted value of each slot  # [num_slots, num_devices]
+    slot_done: IntArray
+    gradient_buffer: IntArray  # [num_parameters, num_devices]
+    gradient_token: IntArray
+    ready_buffer: IntArray  # token: the parameter of the next step has arrived
+    next_in_bucket: IntArray
+    open_first: IntArray  # first parameter of the open bucket of each group's channel
+    open_last: IntArray
+    open_bytes: FloatArray
+    bucket_key: IntArray  # of each group: groups with the same layout and channel share it
+    flat_buffer: IntArray  # [num_devices]
+
+
+def make_tape(num_tasks: int, num_parameters: int) -> Tape:
+    """Empty arrays with room for a number of tasks and for three times as many edges."""
+    room = max(num_tasks, 64)
+    return Tape(
+        kind=np.empty(room, np.uint8),
+        subject=np.empty(room, np.int32),
+        device=np.empty(room, np.int32),
+        micro=np.empty(room, np.int32),
+        samples=np.empty(room, np.int32),
+        channel=np.empty(room, np.int32),
+        num_bytes=np.empty(room, np.float64),
+        read_start=np.empty(room + 1, np.int32),
+        read_buffer=np.empty(4 * room, np.int32),
+        buffer_start=np.empty(room + 1, np.int32),
+        buffer_maker=np.empty(3 * room, np.int32),
+        buffer_device=np.empty(3 * room, np.int32),
+        buffer_bytes=np.empty(3 * room, np.float64),
+        bucket=np.empty(num_parameters, np.int32),
+        count=np.zeros(4, np.int64),
+    )
+
+
+def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
+    """Working memory for one graph and cluster."""
+    num_parameters = len(tables.parameter_bytes)
+
+    def per_device(rows: int) -> IntArray:
+        return np.empty((rows, num_devices), np.int32)
+
+    return Scratch(
+        value_buffer=per_device(len(tables.value_op)),
+        slot_buffer=per_device(len(tables.slot_value)),
+        slot_done=np.empty(len(tables.slot_value), np.int32),
+        gradient_buffer=per_device(num_parameters),
+        gradient_token=per_device(num_parameters),
+        ready_buffer=per_device(num_parameters),
+        next_in_bucket=np.empty(num_parameters, np.int32),
+        open_first=np.empty(tables.num_groups, np.int32),
+        open_last=np.empty(tables.num_groups, np.int32),
+        open_bytes=np.empty(tables.num_groups, np.float64),
+        bucket_key=np.empty(tables.num_groups, np.int32),
+        flat_buffer=np.empty(num_devices, np.int32),
+    )
+
+
+def lower(
+    graph: OpGraph, cluster: Cluster, strategy: Strategy, *, num_steps: int | None = None
+) -> Program:
+    """The program of a strategy.
+
+    Args:
+        graph: one training step.
+        cluster: the devices and links.
+        strategy: made for this graph and cluster.
+        num_steps: training steps to unroll; by default 1 with a step barrier and 8 without.
+
+    Raises:
+        StrategyError: the strategy is illegal or was made for something else.
+    """
+    strategy.check(graph, cluster)
+    tables = graph_tables(graph)
+    channels = ChannelTable(cluster)
+    steps = num_steps or (1 if strategy.step_barrier else 8)
+    choice = encode(strategy, tables, channels, num_steps=steps)
+    scratch = make_scratch(tables, cluster.num_devices)
+    tape = make_tape(4096, len(tables.parameter_bytes))
+    tape = lower_to_tape(tables, choice, scratch, tape)
+    return program_from_tape(tape, tables, choice, tuple(channels.channels), cluster.num_devices)
+
+
+def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> Tape:
+    """Run the kernel, on a larger tape if the given one is too short; returns the one used."""
+    while not lower_kernel(tables, choice, scratch, tape):
+        tape = make_tape(2 * len(tape.kind), len(tape.bucket))
+    return tape
+
+
+def encode(
+    strategy: Strategy, tables: GraphTables, channels: ChannelTable, *, num_steps: int
+) -> Choice:
+    """A strategy as the kernel's flat arrays."""
+    num_devices = channels.cluster.num_devices
+    layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    layout = np.empty(tables.num_groups + 1, np.int32)
+    for group, decision in enumerate(strategy.decisions):
+        key = (decision.devices, decision.shares)
+        layout[group] = layouts.setdefault(key, len(layouts))
+    num_layouts = len(layouts) + 1
+    layout[-1] = num_layouts - 1
+    num_micro = strategy.num_micro_batches
+    shares = np.zeros((num_layouts, num_micro, num_devices), np.int32)
+    member = np.zeros((num_layouts, num_devices), np.bool_)
+    reduce_channel = np.full(num_layouts, -1, np.int32)
+    gather_channel = np.full(num_layouts, -1, np.int32)
+    for (devices, counts), number in layouts.items():
+        member[number, list(devices)] = True
+        shares[number][:, list(devices)] = micro_shares(
+            counts, devices, strategy.micro_batches, num_micro
+        )
+        if len(devices) > 1:
+            reduce_channel[number] = channels.all_reduce(devices, hierarchical=False)
+            gather_channel[number] = channels.all_gather(devices, ())
+    # Constants are computed on every device that computes anything.
+    active = shares[:-1].sum(axis=0) > 0
+    shares[-1] = active
+    member[-1] = active.any(axis=0)
+    pairs = [channels.for_decision(decision) for decision in strategy.decisions]
+    return Choice(
+        num_micro=num_micro,
+        num_steps=num_steps,
+        bucket_bytes=float(strategy.bucket_bytes),
+        layout=layout,
+        shares=shares,
+        member=member,
+        sync=np.array([int(decision.sync) for decision in strategy.decisions], np.int32),
+        first_channel=np.array([first for first, _ in pairs], np.int32),
+        second_channel=np.array([second for _, second in pairs], np.int32),
+        reduce_channel=reduce_channel,
+        gather_channel=gather_channel,
+        home=np.array(strategy.homes, np.int32),
+    )
+
+
+def micro_shares(
+    shares: tuple[int, ...],
+    devices: tuple[int, ...],
+    micro_batches: tuple[tuple[int, ...], ...],
+    num_micro: int,
+) -> IntArray:
+    """Samples of each micro-batch on each of a group's devices.
+
+    The columns are the strategy's own micro-batches where they add up to the group's shares.
+    Otherwise each micro-batch, whose size is given, is cut in the proportions of what is left of
+    the group's shares, so that every row and column adds up.
+
+    Returns:
+        # [num_micro, num_devices of the group]
+    """
+    if not micro_batches:
+        return np.array([shares], np.int32)
+    own = np.array([micro_batches[device] for device in devices], np.int32).T
+    if tuple(own.sum(axis=0)) == shares:
+        return own
+    sizes = [sum(counts) for counts in zip(*micro_batches, strict=True)]
+    left = list(shares)
+    rows: list[tuple[int, ...]] = []
+    for size in sizes:
+        row = split_in_proportion(size, tuple(float(count) for count in left))
+        row = _within(row, left)
+        left = [count - taken for count, taken in zip(left, row, strict=True)]
+        rows.append(row)
+    return np.array(rows, np.int32)
+
+
+def _within(row: tuple[int, ...], left: list[int]) -> tuple[int, ...]:
+    """Move what exceeds a device's remaining samples to devices that still have some."""
+    counts = [min(count, limit) for count, limit in zip(row, left, strict=True)]
+    missing = sum(row) - sum(counts)
+    for index, limit in enumerate(left):
+        extra = min(missing, limit - counts[index])
+        counts[index] += extra
+        missing -= extra
+    return tuple(counts)
+
+
+def program_from_tape(
+    tape: Tape,
+    tables: GraphTables,
+    choice: Choice,
+    channels: tuple[Channel, ...],
+    num_devices: int,
+) -> Program:
+    """Copy what was written to a tape into a program."""
+    tasks, buffers, reads, _ = (int(count) for count in tape.count)
+    return Program(
+        num_devices=num_devices,
+        num_steps=choice.num_steps,
+        kind=tape.kind[:tasks].copy(),
+        subject=tape.subject[:tasks].copy(),
+        device=tape.device[:tasks].copy(),
+        micro=tape.micro[:tasks].copy(),
+        samples=tape.samples[:tasks].copy(),
+        channel=tape.channel[:tasks].copy(),
+        num_bytes=tape.num_bytes[:tasks].copy(),
+        read_start=tape.read_start[: tasks + 1].copy(),
+        read_buffer=tape.read_buffer[:reads].copy(),
+        buffer_start=tape.buffer_start[: tasks + 1].copy(),
+        buffer_device=tape.buffer_device[:buffers].copy(),
+        buffer_bytes=tape.buffer_bytes[:buffers].copy(),
+        bucket=tape.bucket.copy(),
+        resident_bytes=resident_bytes(tables, choice),
+        channels=channels,
+    )
+
+
+@nb.njit(cache=True, nogil=True)
+def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
+    """Bytes on each device for the whole step: parameters, optimizer state, buffers, batch."""
+    num_devices = choice.member.shape[1]
+    resident = np.zeros(num_devices)
+    for parameter in range(len(tables.parameter_bytes)):
+        group = tables.parameter_group[parameter]
+        layout = choice.layout[group]
+        size = tables.parameter_bytes[parameter]
+        home = choice.home[parameter]
+        served = home >= 0
+        for device in range(num_devices):
+            if choice.member[layout, device]:
+                resident[device] += size * (1.0 if served else 1.0 + tables.state_ratio)
+        if served:
+            # The server keeps the state, and a copy of its own if it holds no replica.
+            resident[home] += size * tables.state_ratio
+            if not choice.member[layout, home]:
+                resident[home] += size
+    active = choice.layout[tables.num_groups]
+    for device in range(num_devices):
+        if choice.member[active, device]:
+            most = 0
+            for layout in range(active):
+                samples = 0
+                for micro in range(choice.num_micro):
+                    samples += choice.shares[layout, micro, device]
+                most = max(most, samples)
+            resident[device] += tables.common_bytes + most * tables.input_bytes_per_sample
+    return resident
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def _task(
+    tape: Tape, kind: int, subject: int, device: int, micro: int, samples: int, channel: int,
+    num_bytes: float,
+) -> int:  # fmt: skip
+    """Begin a task; its reads and buffers are written before the next one begins."""
+    task = tape.count[0]
+    if (
+        task >= len(tape.kind) - 1
+        or tape.count[1] >= len(tape.buffer_device) - 256
+        or tape.count[2] >= len(tape.read_buffer) - 2048 - 4 * len(tape.bucket)
+    ):
+        tape.count[3] = 1
+        task = len(tape.kind) - 2
+        tape.count[1] = 0
+        tape.count[2] = 0
+    tape.kind[task] = kind
+    tape.subject[task] = subject
+    tape.device[task] = device
+    tape.micro[task] = micro
+    tape.samples[task] = samples
+    tape.channel[task] = channel
+    tape.num_bytes[task] = num_bytes
+    tape.read_start[task] = tape.count[2]
+    tape.buffer_start[task] = tape.count[1]
+    tape.count[0] = task + 1
+    return task
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def _read(tape: Tape, buffer: int) -> None:
+    if buffer >= 0:
+        tape.read_buffer[tape.count[2]] = buffer
+        tape.count[2] += 1
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def _make(tape: Tape, device: int, num_bytes: float) -> int:
+    """A buffer made by the task that was begun last."""
+    buffer = tape.count[1]
+    tape.buffer_maker[buffer] = tape.count[0] - 1
+    tape.buffer_device[buffer] = device
+    tape.buffer_bytes[buffer] = num_bytes
+    tape.count[1] = buffer + 1
+    return buffer
+
+
+@nb.njit(cache=True, nogil=True)
+def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> bool:
+    """Write the program of a choice to a tape; ``False`` if the tape is too short."""
+    num_devices = choice.member.shape[1]
+    num_ops = len(tables.op_id)
+    tape.count[:] = 0
+    tape.bucket[:] = -1
+    scratch.ready_buffer[:] = -1
+    _number_buckets(tables, choice, scratch)
+    for _step in range(choice.num_steps):
+        scratch.gradient_buffer[:] = -1
+        scratch.gradient_token[:] = -1
+        scratch.open_first[:] = -1
+        for micro in range(choice.num_micro):
+            scratch.value_buffer[:] = -1
+            scratch.slot_done[:] = 0
+            last = micro == choice.num_micro - 1
+            for op in range(num_ops):
+                group = tables.op_group[op]
+                layout = choice.layout[group]  # the constant group is -1: the last entry
+                reads = range(tables.read_start[op], tables.read_start[op + 1])
+                for read in reads:
+                    slot = tables.read_slot[read]
+                    if slot >= 0 and scratch.slot_done[slot] == 0:
+                        _convert(tables, choice, scratch, tape, slot, micro)
+                for device in range(num_devices):
+                    samples = choice.shares[layout, micro, device]
+                    if samples == 0:
+                        continue
+                    _task(tape, _COMPUTE, op, device, micro, samples, -1, 0.0)
+                    for read in reads:
+                        slot = tables.read_slot[read]
+                        if slot >= 0:
+                            _read(tape, scratch.slot_buffer[slot, device])
+                        else:
+                            _read(tape, scratch.value_buffer[tables.read_value[read], device])
+                    for entry in range(
+                        tables.parameter_read_start[op], tables.parameter_read_start[op + 1]
+                    ):
+                        _read(tape, scratch.ready_buffer[tables.parameter_read[entry], device])
+                    for value in range(tables.value_start[op], tables.value_start[op + 1]):
+                        size = tables.value_bytes[value]
+                        size += tables.value_bytes_per_sample[value] * samples
+                        scratch.value_buffer[value, device] = _make(tape, device, size)
+                for entry in range(tables.gradient_start[op], tables.gradient_start[op + 1]):
+                    parameter = tables.gradient_parameter[entry]
+                    _take_gradient(tables, choice, scratch, tape, parameter, micro)
+                    if last:
+                        _synchronise(tables, choice, scratch, tape, parameter)
+                if tape.count[3] != 0:
+                    return False
+        for key in range(tables.num_groups):
+            if scratch.open_first[key] >= 0:
+                _close_bucket(tables, choice, scratch, tape, key)
+    tape.read_start[tape.count[0]] = tape.count[2]
+    tape.buffer_start[tape.count[0]] = tape.count[1]
+    return tape.count[3] == 0
+
+
+@nb.njit(cache=True, nogil=True)
+def _number_buckets(tables: GraphTables, choice: Choice, scratch: Scratch) -> None:
+    """Groups whose gradients may share a bucket get the same key: the first such group."""
+    for group in range(tables.num_groups):
+        scratch.bucket_key[group] = group
+        for other in range(group):
+            if (
+                choice.layout[group] == choice.layout[other]
+                and choice.first_channel[group] == choice.first_channel[other]
+                and choice.second_channel[group] == choice.second_channel[other]
+                and (choice.sync[group] == _BY_SERVER) == (choice.sync[other] == _BY_SERVER)
+            ):
+                scratch.bucket_key[group] = other
+                break
+
+
+@nb.njit(cache=True, nogil=True)
+def _convert(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, micro: int
+) -> None:
+    """Make a value available the way a slot needs it."""
+    value = tables.slot_value[slot]
+    whole = tables.slot_whole[slot]
+    target = choice.layout[tables.slot_group[slot]]
+    source = choice.layout[tables.op_group[tables.value_op[value]]]
+    scratch.slot_done[slot] = 1
+    num_devices = choice.member.shape[1]
+    # Another slot of the same value may have brought it to the same layout already.
+    for other in range(tables.value_slot_start[value], tables.value_slot_start[value + 1]):
+        if (
+            other != slot
+            and scratch.slot_done[other] == 1
+            and tables.slot_whole[other] == whole
+            and choice.layout[tables.slot_group[other]] == target
+        ):
+            scratch.slot_buffer[slot] = scratch.slot_buffer[other]
+            return
+    for device in range(num_devices):
+        scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
+    kind = tables.value_kind[value]
+    if kind == _S:
+        if source != target:
+            _move_samples(tables, choice, scratch, tape, slot, source, target, micro)
+        if whole == 1:
+            _gather(tables, choice, scratch, tape, slot, target, micro)
+    elif kind == _P:
+        if whole == 1 or source != target:
+            _reduce(tables, choice, scratch, tape, slot, source, micro)
+            if source != target:
+                _copy_whole(tables, choice, scratch, tape, slot, source, target, micro, whole == 0)
+    elif source != target:
+        _copy_whole(tables, choice, scratch, tape, slot, source, target, micro, False)
+
+
+@nb.njit(cache=True, nogil=True)
+def _move_samples(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    target: int, micro: int,
+) -> None:  # fmt: skip
+    """S to S: each device gets its range of samples from the devices whose ranges overlap it."""
+    value = tables.slot_value[slot]
+    num_devices = choice.member.shape[1]
+    per_sample = tables.value_bytes_per_sample[value] * tables.value_moved_fraction[value]
+    contiguous = tables.value_is_outermost[value] == 1
+    begin = 0
+    for device in range(num_devices):
+        count = choice.shares[target, micro, device]
+        if count == 0:
+            continue
+        end = begin + count
+        # First the pieces that must travel, then one task that joins all of them.
+        parts = 0
+        low = 0
+        first_piece = tape.count[1]
+        local = -1
+        for other in range(num_devices):
+            owned = choice.shares[source, micro, other]
+            high = low + owned
+            overlap = min(end, high) - max(begin, low)
+            low = high
+            if overlap <= 0:
+                continue
+            parts += 1
+            mine = scratch.value_buffer[value, other]
+            size = overlap * per_sample
+            if other == device:
+                local = mine
+                if overlap == owned and overlap == count:
+                    break
+                continue
+            if overlap < owned and not contiguous:
+                _task(tape, _SPLIT, value, other, micro, overlap, -1, 2.0 * size)
+                _read(tape, mine)
+                mine = _make(tape, other, size)
+            _task(tape, _SEND, value, device, micro, overlap, other * num_devices + device, size)
+            _read(tape, mine)
+            scratch.slot_buffer[slot, device] = _make(tape, device, size)
+        if parts > 1:
+            pieces = tape.count[1]
+            _task(tape, _CONCAT, value, device, micro, count, -1, 2.0 * count * per_sample)
+            _read(tape, local)
+            for piece in range(first_piece, pieces):
+                if tape.buffer_device[piece] == device:
+                    _read(tape, piece)
+            scratch.slot_buffer[slot, device] = _make(tape, device, count * per_sample)
+        begin = end
+
+
+@nb.njit(cache=True, nogil=True)
+def _gather(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
+    micro: int,
+) -> None:  # fmt: skip
+    """S to R inside a layout: a padded all-gather to every member."""
+    channel = choice.gather_channel[layout]
+    if channel < 0:
+        return
+    value = tables.slot_value[slot]
+    num_devices = choice.member.shape[1]
+    total = 0
+    largest = 0
+    members = 0
+    for device in range(num_devices):
+        count = choice.shares[layout, micro, device]
+        total += count
+        largest = max(largest, count)
+        members += 1 if choice.member[layout, device] else 0
+    per_sample = tables.value_bytes_per_sample[value]
+    _task(tape, _GATHER_VALUE, value, -1, micro, total, channel, members * largest * per_sample)
+    for device in range(num_devices):
+        if choice.shares[layout, micro, device] > 0:
+            _read(tape, scratch.slot_buffer[slot, device])
+    for device in range(num_devices):
+        if choice.member[layout, device]:
+            scratch.slot_buffer[slot, device] = _make(tape, device, total * per_sample)
+
+
+@nb.njit(cache=True, nogil=True)
+def _reduce(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
+    micro: int,
+) -> None:  # fmt: skip
+    """P to R inside a layout: an all-reduce over every member."""
+    channel = choice.reduce_channel[layout]
+    if channel < 0:
+        return
+    value = tables.slot_value[slot]
+    size = tables.value_bytes[value]
+    num_devices = choice.member.shape[1]
+    _task(tape, _REDUCE_VALUE, value, -1, micro, 0, channel, size)
+    for device in range(num_devices):
+        if choice.shares[layout, micro, device] > 0:
+            _read(tape, scratch.value_buffer[value, device])
+    for device in range(num_devices):
+        if choice.member[layout, device]:
+            scratch.slot_buffer[slot, device] = _make(tape, device, size)
+
+
+@nb.njit(cache=True, nogil=True)
+def _copy_whole(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    target: int, micro: int, only_first: bool,
+) -> None:  # fmt: skip
+    """R to R: send a copy to every target device that has none.
+
+    With ``only_first`` the value goes to the target's first device alone and counts as zero on the
+    others: a whole value seen as a partial sum.
+    """
+    value = tables.slot_value[slot]
+    size = (tables.value_bytes[value]) * tables.value_moved_fraction[value]
+    num_devices = choice.member.shape[1]
+    sender = -1
+    for device in range(num_devices):
+        if choice.shares[source, micro, device] > 0:
+            sender = device
+            break
+    seen = False
+    for device in range(num_devices):
+        if choice.shares[target, micro, device] == 0:
+            continue
+        if only_first and seen:
+            scratch.slot_buffer[slot, device] = -1
+            continue
+        seen = True
+        if choice.shares[source, micro, device] == 0:
+            _task(tape, _SEND, value, device, micro, 0, sender * num_devices + device, size)
+            _read(tape, scratch.slot_buffer[slot, sender])
+            scratch.slot_buffer[slot, device] = _make(tape, device, size)
+
+
+@nb.njit(cache=True, nogil=True)
+def _take_gradient(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
+) -> None:
+    """Keep a micro-batch's gradient, or add it to the one that is there."""
+    value = tables.parameter_gradient[parameter]
+    size = tables.parameter_bytes[parameter]
+    for device in range(choice.member.shape[1]):
+        fresh = scratch.value_buffer[value, device]
+        if fresh < 0:
+            continue
+        if scratch.gradient_buffer[parameter, device] < 0:
+            scratch.gradient_buffer[parameter, device] = fresh
+            continue
+        _task(tape, _ACCUMULATE, parameter, device, micro, 0, -1, 3.0 * size)
+        _read(tape, fresh)
+        _read(tape, scratch.gradient_buffer[parameter, device])
+        _read(tape, scratch.gradient_token[parameter, device])
+        scratch.gradient_token[parameter, device] = _make(tape, device, 0.0)
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def _read_gradient(scratch: Scratch, tape: Tape, parameter: int, device: int) -> None:
+    _read(tape, scratch.gradient_buffer[parameter, device])
+    _read(tape, scratch.gradient_token[parameter, device])
+
+
+@nb.njit(cache=True, nogil=True)
+def _synchronise(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
+) -> None:
+    """Aggregate a finished gradient and update, or put it into its bucket."""
+    group = tables.parameter_group[parameter]
+    layout = choice.layout[group]
+    num_devices = choice.member.shape[1]
+    if choice.home[parameter] >= 0:
+        _serve(tables, choice, scratch, tape, parameter)
+        return
+    if choice.first_channel[group] < 0 or tables.gradient_is_partial[parameter] == 0:
+        for device in range(num_devices):
+            if choice.member[layout, device]:
+                _update(tables, scratch, tape, parameter, device, -1, -1)
+        return
+    key = scratch.bucket_key[group]
+    size = tables.parameter_bytes[parameter]
+    if scratch.open_first[key] < 0:
+        scratch.open_first[key] = parameter
+        scratch.open_bytes[key] = 0.0
+    else:
+        scratch.next_in_bucket[scratch.open_last[key]] = parameter
+    scratch.open_last[key] = parameter
+    scratch.next_in_bucket[parameter] = -1
+    scratch.open_bytes[key] += size
+    if scratch.open_bytes[key] >= choice.bucket_bytes:
+        _close_bucket(tables, choice, scratch, tape, key)
+
+
+@nb.njit(cache=True, nogil=True)
+def _update(
+    tables: GraphTables, scratch: Scratch, tape: Tape, parameter: int, device: int, token: int,
+    flat: int,
+) -> None:  # fmt: skip
+    """The optimizer step of one replica; in a bucket the gradient is a view of the flat copy."""
+    _task(tape, _UPDATE, parameter, device, 0, 0, -1, 0.0)
+    _read(tape, token)
+    if flat >= 0:
+        _read(tape, flat)
+    else:
+        _read_gradient(scratch, tape, parameter, device)
+    scratch.ready_buffer[parameter, device] = _make(tape, device, 0.0)
+
+
+@nb.njit(cache=True, nogil=True)
+def _close_bucket(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, key: int
+) -> None:
+    """All-reduce (or reduce-scatter and all-gather) a bucket, then update its parameters.
+
+    The bucket is named by its first parameter. A bucket of one tensor is synchronised in place; a
+    larger one is first copied together on each device.
+    """
+    first = scratch.open_first[key]
+    size = scratch.open_bytes[key]
+    scratch.open_first[key] = -1
+    layout = choice.layout[key]
+    num_devices = choice.member.shape[1]
+    single = scratch.next_in_bucket[first] < 0
+    parameter = first
+    while parameter >= 0:
+        tape.bucket[parameter] = first
+        parameter = scratch.next_in_bucket[parameter]
+    scratch.flat_buffer[:] = -1
+    if not single:
+        for device in range(num_devices):
+            if choice.member[layout, device]:
+                _task(tape, _FLATTEN, first, device, 0, 0, -1, 2.0 * size)
+                parameter = first
+                while parameter >= 0:
+                    _read_gradient(scratch, tape, parameter, device)
+                    parameter = scratch.next_in_bucket[parameter]
+                scratch.flat_buffer[device] = _make(tape, device, size)
+    two_phases = choice.second_channel[key] >= 0
+    kind = _REDUCE_SCATTER if two_phases else _ALL_REDUCE
+    _task(tape, kind, first, -1, 0, 0, choice.first_channel[key], size)
+    for device in range(num_devices):
+        if choice.member[layout, device]:
+            if single:
+                _read_gradient(scratch, tape, first, device)
+            else:
+                _read(tape, scratch.flat_buffer[device])
+    for device in range(num_devices):
+        # A replica without samples has no gradient of its own: it receives one.
+        missing = single and scratch.gradient_buffer[first, device] < 0
+        if choice.member[layout, device] and missing:
+            scratch.gradient_buffer[first, device] = _make(tape, device, size)
+    token = _make(tape, -1, 0.0)
+    if two_phases:
+        _task(tape, _ALL_GATHER, first, -1, 0, 0, choice.second_channel[key], size)
+        _read(tape, token)
+        for device in range(num_devices):
+            if choice.member[layout, device]:
+                if single:
+                    _read_gradient(scratch, tape, first, device)
+                else:
+                    _read(tape, scratch.flat_buffer[device])
+        token = _make(tape, -1, 0.0)
+    parameter = first
+    while parameter >= 0:
+        for device in range(num_devices):
+            if choice.member[layout, device]:
+                flat = scratch.flat_buffer[device]
+                _update(tables, scratch, tape, parameter, device, token, flat)
+        parameter = scratch.next_in_bucket[parameter]
+
+
+@nb.njit(cache=True, nogil=True)
+def _serve(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
+) -> None:
+    """Push every gradient to the parameter's home, add and update there, pull."""
+    home = choice.home[parameter]
+    layout = choice.layout[tables.parameter_group[parameter]]
+    size = tables.parameter_bytes[parameter]
+    num_devices = choice.member.shape[1]
+    partial = tables.gradient_is_partial[parameter] == 1
+    first_received = tape.count[1]
+    received = 0
+    for device in range(num_devices):
+        if device == home or scratch.gradient_buffer[parameter, device] < 0:
+            continue
+        if not partial and (received > 0 or scratch.gradient_buffer[parameter, home] >= 0):
+            break  # every replica has the same gradient: one is enough
+        _task(tape, _PUSH, parameter, home, 0, 0, device * num_devices + home, size)
+        _read_gradient(scratch, tape, parameter, device)
+        _make(tape, home, size)
+        received += 1
+    last_received = tape.count[1]
+    own = scratch.gradient_buffer[parameter, home] >= 0
+    token = -1
+    if received + (1 if own else 0) > 1:
+        terms = received + (1 if own else 0)
+        _task(tape, _SUM, parameter, home, 0, 0, -1, (terms + 1.0) * size)
+        for buffer in range(first_received, last_received):
+            _read(tape, buffer)
+        if own:
+            _read_gradient(scratch, tape, parameter, home)
+        token = _make(tape, home, size)
+    elif received == 1:
+        token = first_received
+    _task(tape, _UPDATE, parameter, home, 0, 0, -1, 0.0)
+    if token >= 0:
+        _read(tape, token)
+    else:
+        _read_gradient(scratch, tape, parameter, home)
+    done = _make(tape, home, 0.0)
+    scratch.ready_buffer[parameter, home] = done
+    for device in range(num_devices):
+        if choice.member[layout, device] and device != home:
+            _task(tape, _PULL, parameter, device, 0, 0, home * num_devices + device, size)
+            _read(tape, done)
+            scratch.ready_buffer[parameter, device] = _make(tape, device, 0.0)

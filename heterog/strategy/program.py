@@ -1,0 +1,130 @@
+"""A program: what a strategy means on a cluster, as arrays of tasks.
+
+Tasks are numbered in program order, which is a topological order: a task reads only buffers that
+earlier tasks make. A *buffer* is a piece of memory on one device (or a token of no bytes that only
+orders tasks); task ``t`` makes the buffers ``buffer_start[t] : buffer_start[t + 1]`` and reads
+``read_buffer[read_start[t] : read_start[t + 1]]``. A task depends on the makers of the buffers it
+reads, and a buffer lives until its last reader is done.
+"""
+
+import hashlib
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.strategy.channels import Channel
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float64]
+
+
+class TaskKind(IntEnum):
+    """What a task does; ``subject`` says to what.
+
+    Up to ``UPDATE`` tasks run on a device's compute stream, the others on links.
+    """
+
+    COMPUTE = 0  # an op; subject: index among the compute ops
+    ACCUMULATE = 1  # adds a micro-batch's gradient; subject: parameter
+    FLATTEN = 2  # copies gradients into a bucket; subject: bucket
+    SPLIT = 3  # cuts out the samples that another device needs; subject: value
+    CONCAT = 4  # joins parts from several devices; subject: value
+    SUM = 5  # adds pushed gradients on a server; subject: parameter
+    UPDATE = 6  # the optimizer step; subject: parameter
+    SEND = 7  # moves (part of) a value; subject: value
+    PUSH = 8  # gradient to its server; subject: parameter
+    PULL = 9  # new parameter from its server; subject: parameter
+    REDUCE_VALUE = 10  # all-reduce of a partial value; subject: value
+    GATHER_VALUE = 11  # all-gather of a split value; subject: value
+    ALL_REDUCE = 12  # of a gradient or bucket; subject: bucket
+    REDUCE_SCATTER = 13  # subject: bucket
+    ALL_GATHER = 14  # subject: bucket
+
+
+FIRST_LINK_KIND = int(TaskKind.SEND)
+FIRST_FREE_KIND = int(TaskKind.SUM)
+"""Compute-stream tasks from here on run whenever the stream would otherwise wait; the ones before
+keep program order on their device, as kernels on one CUDA stream do."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """Tasks of one or more training steps on a cluster, in arrays.
+
+    Attributes:
+        num_devices: devices of the cluster.
+        num_steps: unrolled training steps (1 with a step barrier).
+        kind: ``TaskKind``.  # [num_tasks] uint8
+        subject: what the task is about; see ``TaskKind``.  # [num_tasks]
+        device: device whose stream runs a compute task; destination of a transfer; -1 for
+            collectives.  # [num_tasks]
+        micro: micro-batch.  # [num_tasks]
+        samples: local samples that an op computes on.  # [num_tasks]
+        channel: index into ``channels``; -1 for compute tasks.  # [num_tasks]
+        num_bytes: payload of communication; bytes moved by copies and sums.  # [num_tasks]
+        read_start: # [num_tasks + 1]
+        read_buffer: # [num_reads]
+        buffer_start: # [num_tasks + 1]
+        buffer_device: device that holds the buffer, -1 for tokens.  # [num_buffers]
+        buffer_bytes: # [num_buffers]
+        bucket: bucket in which each parameter is synchronised, -1 if none.  # [num_parameters]
+        resident_bytes: parameters, optimizer state, buffers and the batch.  # [num_devices]
+        channels: the channels that tasks refer to.
+    """
+
+    num_devices: int
+    num_steps: int
+    kind: npt.NDArray[np.uint8]
+    subject: IntArray
+    device: IntArray
+    micro: IntArray
+    samples: IntArray
+    channel: IntArray
+    num_bytes: FloatArray
+    read_start: IntArray
+    read_buffer: IntArray
+    buffer_start: IntArray
+    buffer_device: IntArray
+    buffer_bytes: FloatArray
+    bucket: IntArray
+    resident_bytes: FloatArray
+    channels: tuple[Channel, ...]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks."""
+        return len(self.kind)
+
+    @cached_property
+    def buffer_maker(self) -> IntArray:
+        """Task that makes each buffer.  # [num_buffers]"""
+        counts = np.diff(self.buffer_start)
+        return np.repeat(np.arange(self.num_tasks, dtype=np.int32), counts)
+
+    def dependencies(self, task: int) -> list[int]:
+        """Tasks that must be done before ``task`` may start."""
+        reads = self.read_buffer[self.read_start[task] : self.read_start[task + 1]]
+        return sorted({int(maker) for maker in self.buffer_maker[reads]})
+
+    @cached_property
+    def hash(self) -> str:
+        """Equal on every rank that lowered the same strategy of the same graph and cluster."""
+        digest = hashlib.sha256()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray) and field.name != "channel":
+                digest.update(np.ascontiguousarray(value).tobytes())
+        for number in self.channel:
+            if number >= 0:
+                channel = self.channels[number]
+                digest.update(f"{channel.kind}{channel.devices}{channel.slices}".encode())
+        return digest.hexdigest()[:16]

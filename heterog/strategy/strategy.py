@@ -1,0 +1,210 @@
+"""A strategy: every decision about how one step runs on one cluster, as a value.
+
+It is fully resolved: integer samples per device, named algorithms, named servers. It says nothing
+about what the decisions *mean*; that is ``lowering`` alone.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from heterog.cluster.topology import Cluster
+from heterog.errors import StrategyError
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+
+REPLICATED = -1
+"""Home of a parameter that every replica keeps and updates."""
+DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
+"""Bucket size of PyTorch's DistributedDataParallel."""
+
+
+class Sync(IntEnum):
+    """How the gradients of a group become the same everywhere."""
+
+    RING = 0
+    """All-reduce on one ring over all devices."""
+    HIERARCHICAL = 1
+    """Reduce-scatter inside hosts, all-reduce between hosts, all-gather inside hosts."""
+    REDUCE_SCATTER_ALL_GATHER = 2
+    """Reduce-scatter, then all-gather, with slices of stated, uneven sizes."""
+    PARAMETER_SERVER = 3
+    """Push to the parameter's home, update there, pull."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What one group of ops does.
+
+    Attributes:
+        devices: device indices that hold the group's parameters, ascending.
+        shares: samples of the global batch for each of ``devices``; 0 is allowed. One device with
+            the whole batch is model parallelism.
+        sync: how gradients are aggregated (no meaning on a single device).
+        slices: for ``REDUCE_SCATTER_ALL_GATHER``, relative slice of each of ``devices``; empty
+            means equal slices.
+    """
+
+    devices: tuple[int, ...]
+    shares: tuple[int, ...]
+    sync: Sync = Sync.RING
+    slices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.devices or list(self.devices) != sorted(set(self.devices)):
+            raise StrategyError(
+                f"a decision's devices must be ascending and distinct, got {self.devices}."
+            )
+        if len(self.shares) != len(self.devices) or min(self.shares) < 0:
+            raise StrategyError(
+                f"a decision needs one share of at least 0 per device, got {self.shares} for "
+                f"devices {self.devices}."
+            )
+        if self.slices and (
+            len(self.slices) != len(self.devices)
+            or min(self.slices) < 0
+            or sum(self.slices) == 0
+            or self.sync != Sync.REDUCE_SCATTER_ALL_GATHER
+        ):
+            raise StrategyError(
+                f"slices {self.slices} need one weight of at least 0 per device, not all 0, and "
+                "the synchronisation reduce_scatter_all_gather."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """Decisions for every group, homes for every parameter, and what holds for the whole step.
+
+    Attributes:
+        graph: fingerprint of the graph it was made for.
+        cluster: fingerprint of the cluster it was made for.
+        decisions: one per group of the graph.
+        homes: device that updates each parameter (in the order of ``OpGraph.updates``), or
+            ``REPLICATED``. A group that synchronises by parameter server needs homes; on a single
+            device a home elsewhere means push and pull.
+        micro_batches: samples per micro-batch for each device of the cluster, all tuples of one
+            length; empty means the step runs in one go. A group whose shares are not these sums
+            splits its own shares in the same proportions.
+        bucket_bytes: gradients are synchronised in buckets of up to this size; 0 means tensor by
+            tensor.
+        step_barrier: a step is done when every update is done; otherwise the next step's forward
+            ops start as soon as their own parameters have arrived.
+    """
+
+    graph: str
+    cluster: str
+    decisions: tuple[Decision, ...]
+    homes: tuple[int, ...]
+    micro_batches: tuple[tuple[int, ...], ...] = ()
+    bucket_bytes: int = 0
+    step_barrier: bool = True
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches of the step."""
+        return len(self.micro_batches[0]) if self.micro_batches else 1
+
+    def check(self, graph: OpGraph, cluster: Cluster) -> None:
+        """Refuse a graph or cluster that the strategy was not made for, or an illegal strategy.
+
+        Raises:
+            StrategyError: says what does not fit.
+        """
+        if self.graph != graph.fingerprint:
+            raise StrategyError(
+                f"the strategy was made for graph {self.graph}, not for '{graph.name}' "
+                f"({graph.fingerprint}); capture the same model, batch size and optimizer."
+            )
+        if self.cluster != cluster.fingerprint():
+            raise StrategyError(
+                f"the strategy was made for cluster {self.cluster}, not for '{cluster.name}' "
+                f"({cluster.fingerprint()})."
+            )
+        grouping = group_ops(graph)
+        if len(self.decisions) != grouping.num_groups or len(self.homes) != len(graph.updates):
+            raise StrategyError(
+                f"the strategy has {len(self.decisions)} decisions and {len(self.homes)} homes; "
+                f"the graph has {grouping.num_groups} groups and {len(graph.updates)} parameters."
+            )
+        for name, decision in zip(grouping.names, self.decisions, strict=True):
+            _check_decision(name, decision, graph.batch_size, cluster.num_devices)
+        self._check_homes(graph, cluster)
+        self._check_micro_batches(graph, cluster)
+        if self.bucket_bytes < 0:
+            raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
+
+    def _check_homes(self, graph: OpGraph, cluster: Cluster) -> None:
+        group = group_ops(graph).group
+        for (op, parameter, _), home in zip(graph.updates, self.homes, strict=True):
+            name = graph.tensors[parameter].name
+            if home != REPLICATED and not 0 <= home < cluster.num_devices:
+                raise StrategyError(
+                    f"parameter '{name}' has home {home}, but the cluster has devices 0 to "
+                    f"{cluster.num_devices - 1}."
+                )
+            decision = self.decisions[int(group[op])]
+            by_server = decision.sync == Sync.PARAMETER_SERVER
+            if by_server and home == REPLICATED:
+                raise StrategyError(f"parameter '{name}' is served, but has no home device.")
+            if not by_server and home != REPLICATED and len(decision.devices) > 1:
+                raise StrategyError(
+                    f"parameter '{name}' has home {home}, but its group is synchronised by "
+                    f"{decision.sync.name.lower()}; only a parameter server has a home."
+                )
+
+    def _check_micro_batches(self, graph: OpGraph, cluster: Cluster) -> None:
+        if not self.micro_batches:
+            return
+        lengths = {len(counts) for counts in self.micro_batches}
+        total = sum(map(sum, self.micro_batches))
+        if (
+            len(self.micro_batches) != cluster.num_devices
+            or len(lengths) != 1
+            or 0 in lengths
+            or total != graph.batch_size
+            or min(map(min, self.micro_batches)) < 0
+            or min(map(sum, zip(*self.micro_batches, strict=True))) < 1
+        ):
+            raise StrategyError(
+                f"micro-batches {self.micro_batches} must be {cluster.num_devices} tuples of one "
+                f"length, without negative counts, that sum to the batch of {graph.batch_size} "
+                "with at least one sample in each micro-batch."
+            )
+
+
+def _check_decision(name: str, decision: Decision, batch_size: int, num_devices: int) -> None:
+    if decision.devices[-1] >= num_devices or decision.devices[0] < 0:
+        raise StrategyError(
+            f"group '{name}' names device {decision.devices[-1]}, but the cluster has devices 0 "
+            f"to {num_devices - 1}."
+        )
+    if sum(decision.shares) != batch_size:
+        raise StrategyError(
+            f"group '{name}' has shares {decision.shares}, {sum(decision.shares)} samples in all; "
+            f"the batch has {batch_size}."
+        )
+
+
+def split_evenly(total: int, parts: int) -> tuple[int, ...]:
+    """Whole numbers as equal as possible, the larger ones first.
+
+    >>> split_evenly(10, 4)
+    (3, 3, 2, 2)
+    """
+    small, extra = divmod(total, parts)
+    return tuple(small + (index < extra) for index in range(parts))
+
+
+def split_in_proportion(total: int, weights: tuple[float, ...]) -> tuple[int, ...]:
+    """Whole numbers in proportion to weights, by largest remainder; ties go to the first.
+
+    >>> split_in_proportion(10, (2.0, 1.0, 1.0))
+    (5, 3, 2)
+    """
+    scale = total / sum(weights)
+    exact = [weight * scale for weight in weights]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
+    return tuple(counts)

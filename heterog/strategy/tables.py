@@ -1,0 +1,239 @@
+"""What the lowering kernel knows about a graph, in flat integer arrays, computed once.
+
+Views are gone here: a tensor is named by the *value* that owns its memory, an output of a compute
+op. A *slot* is one way in which a value is needed somewhere else than where it was made: by
+another group, or whole although it was made in parts.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.errors import StrategyError
+from heterog.graph.batch_plan import BatchPlan, batch_plan
+from heterog.graph.grouping import CONSTANT_GROUP, Grouping, group_ops
+from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.placement import Placement
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float64]
+
+KIND_NUMBER = {"R": 0, "S": 1, "P": 2, "L": 3}
+
+
+class GraphTables(NamedTuple):
+    """Flat view of a graph for the kernels; one row per compute op, value, slot, parameter."""
+
+    batch_size: int
+    num_groups: int
+    # Compute ops: neither views nor updates, in program order.
+    op_id: IntArray  # graph op of each compute op
+    op_group: IntArray  # CONSTANT_GROUP for constants
+    op_is_batched: IntArray  # 1: work follows the local samples
+    value_start: IntArray  # values made by each compute op  # [num_compute_ops + 1]
+    read_start: IntArray  # value reads of each compute op  # [num_compute_ops + 1]
+    read_value: IntArray
+    read_slot: IntArray  # -1: the value as it lies in the reader's own group
+    parameter_read_start: IntArray  # parameters read by each compute op  # [num_compute_ops + 1]
+    parameter_read: IntArray
+    gradient_start: IntArray  # parameters whose gradient each op makes  # [num_compute_ops + 1]
+    gradient_parameter: IntArray
+    # Values.
+    value_op: IntArray
+    value_kind: IntArray  # KIND_NUMBER of the placement
+    value_bytes: FloatArray  # size where it does not depend on the share
+    value_bytes_per_sample: FloatArray
+    value_moved_fraction: FloatArray  # part of the value that other groups read
+    value_is_outermost: IntArray  # 1 if samples are contiguous in memory
+    value_slot_start: IntArray  # slots of each value  # [num_values + 1]
+    # Slots, sorted by value.
+    slot_value: IntArray
+    slot_group: IntArray
+    slot_whole: IntArray  # 1: the whole value is needed on every device
+    # Parameters, in the order of OpGraph.updates.
+    parameter_group: IntArray
+    parameter_bytes: FloatArray
+    parameter_gradient: IntArray  # value that holds the gradient
+    gradient_is_partial: IntArray  # 0: every replica already has the whole gradient
+    parameter_tensor: IntArray
+    # Bytes that stay on a device: what every device holds, what comes with the batch.
+    common_bytes: float
+    input_bytes_per_sample: float
+    state_ratio: float
+
+
+@lru_cache(maxsize=8)
+def graph_tables(graph: OpGraph) -> GraphTables:
+    """Build the tables of a graph."""
+    return _Builder(graph, batch_plan(graph), group_ops(graph)).build()
+
+
+class _Builder:
+    def __init__(self, graph: OpGraph, plan: BatchPlan, grouping: Grouping) -> None:
+        self.graph = graph
+        self.plan = plan
+        self.grouping = grouping
+        self.ops = [
+            index
+            for index, op in enumerate(graph.ops)
+            if not graph.is_view[index] and op.phase != Phase.UPDATE
+        ]
+        # An op without outputs or effects was removed by capture; imported graphs may have some.
+        self.value_of: dict[int, int] = {}
+        self.values: list[int] = []
+        for index in self.ops:
+            for tensor in graph.outputs(index):
+                self.value_of[tensor] = len(self.values)
+                self.values.append(tensor)
+        self.gathered = self._gathered_views()
+
+    def _gathered_views(self) -> list[bool]:
+        """Tensors seen through a view that needs the whole of a split or partial value."""
+        graph, plan = self.graph, self.plan
+        gathered = [False] * len(graph.tensors)
+        for index, op in enumerate(graph.ops):
+            if graph.is_view[index]:
+                source = op.inputs[0]
+                whole = gathered[source] or self._needs_whole(source, plan.needed[index][0])
+                for tensor in graph.outputs(index):
+                    gathered[tensor] = whole
+        return gathered
+
+    def _needs_whole(self, tensor: int, needed: Placement) -> bool:
+        given = self.plan.placements[tensor]
+        return given.kind in "SP" and given != needed
+
+    def build(self) -> GraphTables:
+        graph, plan = self.graph, self.plan
+        row_of = {op: row for row, op in enumerate(self.ops)}
+        parameter_row = {parameter: row for row, (_, parameter, _) in enumerate(graph.updates)}
+        slots: dict[tuple[int, int, int], None] = {}
+        reads: list[list[tuple[int, tuple[int, int, int] | None]]] = []
+        parameter_reads: list[list[int]] = []
+        outside: dict[int, set[int]] = {}
+        for index in self.ops:
+            entries, parameters = self._reads_of(index, parameter_row, outside)
+            for _, slot in entries:
+                if slot is not None:
+                    slots.setdefault(slot)
+            reads.append(entries)
+            parameter_reads.append(parameters)
+        ordered = sorted(slots)
+        slot_number = {slot: number for number, slot in enumerate(ordered)}
+        gradients: list[list[int]] = [[] for _ in self.ops]
+        gradient_values: list[int] = []
+        for row, (_, parameter, gradient) in enumerate(graph.updates):
+            storage = int(graph.storage[gradient])
+            if storage not in self.value_of:
+                raise StrategyError(
+                    f"the gradient of '{graph.tensors[parameter].name}' is not made by any op."
+                )
+            gradient_values.append(self.value_of[storage])
+            gradients[row_of[int(graph.producer[storage])]].append(row)
+        kinds = [KIND_NUMBER[plan.placements[tensor].kind] for tensor in self.values]
+        sizes = graph.tensor_bytes[self.values].astype(np.float64)
+        split = np.array(kinds) == KIND_NUMBER["S"]
+        per_sample = plan.flops_per_sample + plan.bytes_per_sample
+        return GraphTables(
+            batch_size=graph.batch_size,
+            num_groups=self.grouping.num_groups,
+            op_id=_ints(self.ops),
+            op_group=_ints([int(self.grouping.group[index]) for index in self.ops]),
+            op_is_batched=(per_sample[self.ops] > 0).astype(np.int32),
+            value_start=_starts([graph.ops[index].num_outputs for index in self.ops]),
+            read_start=_starts([len(entries) for entries in reads]),
+            read_value=_ints([value for entries in reads for value, _ in entries]),
+            read_slot=_ints(
+                [-1 if s is None else slot_number[s] for entries in reads for _, s in entries]
+            ),
+            parameter_read_start=_starts([len(rows) for rows in parameter_reads]),
+            parameter_read=_ints([row for rows in parameter_reads for row in rows]),
+            gradient_start=_starts([len(rows) for rows in gradients]),
+            gradient_parameter=_ints([row for rows in gradients for row in rows]),
+            value_op=_ints([row_of[int(graph.producer[tensor])] for tensor in self.values]),
+            value_kind=_ints(kinds),
+            value_bytes=np.where(split, 0.0, sizes),
+            value_bytes_per_sample=np.where(split, sizes / graph.batch_size, 0.0),
+            value_moved_fraction=np.array(
+                [self._moved_fraction(tensor, outside) for tensor in self.values]
+            ),
+            value_is_outermost=_ints(
+                [
+                    int(plan.placements[t].dim == 0 and plan.placements[t].outer == 1)
+                    for t in self.values
+                ]
+            ),  # fmt: skip
+            value_slot_start=np.searchsorted(
+                [slot[0] for slot in ordered], np.arange(len(self.values) + 1)
+            ).astype(np.int32),
+            slot_value=_ints([slot[0] for slot in ordered]),
+            slot_group=_ints([slot[1] for slot in ordered]),
+            slot_whole=_ints([slot[2] for slot in ordered]),
+            parameter_group=_ints([int(self.grouping.group[op]) for op, _, _ in graph.updates]),
+            parameter_bytes=np.array(
+                [float(graph.tensor_bytes[parameter]) for _, parameter, _ in graph.updates]
+            ),
+            parameter_gradient=_ints(gradient_values),
+            gradient_is_partial=_ints(
+                [int(kinds[value] == KIND_NUMBER["P"]) for value in gradient_values]
+            ),
+            parameter_tensor=_ints([parameter for _, parameter, _ in graph.updates]),
+            common_bytes=float(
+                sum(
+                    graph.tensor_bytes[tensor]
+                    for tensor in (
+                        *graph.inputs_of_kind(TensorKind.BUFFER),
+                        *graph.inputs_of_kind(TensorKind.CONSTANT),
+                        *(p for p in graph.parameters if p not in parameter_row),
+                    )
+                )
+            ),
+            input_bytes_per_sample=float(
+                sum(
+                    graph.tensor_bytes[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH)
+                )
+                / graph.batch_size
+            ),
+            state_ratio=graph.optimizer_state_ratio,
+        )
+
+    def _reads_of(
+        self, index: int, parameter_row: dict[int, int], outside: dict[int, set[int]]
+    ) -> tuple[list[tuple[int, tuple[int, int, int] | None]], list[int]]:
+        """Values and parameters that a compute op reads, each once per way of reading it."""
+        graph = self.graph
+        group = int(self.grouping.group[index])
+        entries: dict[tuple[int, tuple[int, int, int] | None], None] = {}
+        parameters: dict[int, None] = {}
+        for tensor, needed in zip(graph.ops[index].inputs, self.plan.needed[index], strict=True):
+            storage = int(graph.storage[tensor])
+            if storage in parameter_row:
+                parameters.setdefault(parameter_row[storage])
+            if storage not in self.value_of:
+                continue
+            value = self.value_of[storage]
+            maker = int(self.grouping.group[graph.producer[storage]])
+            whole = self.gathered[tensor] or self._needs_whole(tensor, needed)
+            if maker not in (group, CONSTANT_GROUP):
+                outside.setdefault(storage, set()).add(tensor)
+            if maker == CONSTANT_GROUP or (maker == group and not whole):
+                entries.setdefault((value, None))
+            else:
+                entries.setdefault((value, (value, group, int(whole))))
+        return list(entries), list(parameters)
+
+    def _moved_fraction(self, storage: int, outside: dict[int, set[int]]) -> float:
+        """Part of a value that readers outside its group look at (a slice of it, say)."""
+        seen = sum(int(self.graph.tensor_bytes[tensor]) for tensor in outside.get(storage, ()))
+        size = int(self.graph.tensor_bytes[storage])
+        return min(seen / size, 1.0) if size and seen else 1.0
+
+
+def _ints(values: list[int]) -> IntArray:
+    return np.array(values, np.int32)
+
+
+def _starts(counts: list[int]) -> IntArray:
+    return np.concatenate([[0], np.cumsum(np.array(counts, np.int64))]).astype(np.int32)

@@ -1,0 +1,293 @@
+"""The table of built-in workloads, and workloads from a user's own file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import itertools
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from heterog.errors import HeterogError, InputFileError, UnknownNameError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from heterog.graph.workload import Workload
+
+_module_numbers = itertools.count()
+
+
+class BatchSizeError(HeterogError):
+    """A batch size below one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZooEntry:
+    """One built-in workload: what ``heterog models`` shows, and how to make it.
+
+    Attributes:
+        name: what users type.
+        family: ``"vision"``, ``"language"`` or ``"moe"``.
+        default_batch_size: global batch size, in samples, used when the user gives none.
+        num_parameters: number of trainable scalars, a tied tensor counted once.
+        description: one line for tables.
+        build: makes the workload for a batch size; imports torch only when it is called.
+    """
+
+    name: str
+    family: str
+    default_batch_size: int
+    num_parameters: int
+    description: str
+    build: Callable[[int], Workload]
+
+
+_entries: dict[str, ZooEntry] = {}
+
+
+def register(entry: ZooEntry) -> ZooEntry:
+    """Adds an entry to the zoo and returns it.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if entry.name in _entries:
+        raise ValueError(f"the zoo already has a model '{entry.name}'; choose another name.")
+    _entries[entry.name] = entry
+    return entry
+
+
+def names() -> tuple[str, ...]:
+    """The names of all zoo workloads, in the order of the table."""
+    return tuple(_entries)
+
+
+def entry(name: str) -> ZooEntry:
+    """The zoo entry of that name.
+
+    >>> entry("vgg19").default_batch_size
+    192
+
+    Raises:
+        UnknownNameError: no such entry; the text names the closest one.
+    """
+    if name not in _entries:
+        raise UnknownNameError("model", name, _entries)
+    return _entries[name]
+
+
+def build(name: str, batch_size: int | None = None) -> Workload:
+    """The zoo workload of that name, at its default batch size unless one is given.
+
+    No weight is allocated: the workload holds functions that make the model and the batch.
+
+    Raises:
+        UnknownNameError: no such entry.
+        BatchSizeError: the batch size is below one.
+    """
+    found = entry(name)
+    if batch_size is None:
+        batch_size = found.default_batch_size
+    _check_batch_size(batch_size)
+    return replace(found.build(batch_size), name=name, source=name)
+
+
+def load_workload(source: str, batch_size: int | None = None) -> Workload:
+    """The workload that ``source`` names: a zoo name or ``path/to/file.py:function``.
+
+    The function of a file takes ``batch_size`` or nothing and returns a ``Workload``. While the
+    file is imported and the function runs, the file's folder is on ``sys.path``, as when Python
+    runs it as a script. The workload's ``source`` becomes the absolute path, and its ``name`` the
+    function's unless the workload has one.
+
+    Raises:
+        UnknownNameError: ``source`` is not a path and the zoo has no such entry.
+        BatchSizeError: the batch size is below one.
+        InputFileError: the file or the function is missing, fails, or returns something else.
+    """
+    path_text, colon, function_name = source.rpartition(":")
+    if not colon and not source.endswith(".py"):
+        return build(source, batch_size)
+    if not path_text or not function_name:
+        given = source.rstrip(":")
+        raise InputFileError(
+            f"'{source}' names no function; write {given}:function, where the function returns a "
+            "Workload."
+        )
+    if batch_size is not None:
+        _check_batch_size(batch_size)
+    path = Path(path_text).expanduser().resolve()
+    if not path.is_file():
+        raise InputFileError(f"there is no file '{path_text}' (looked for {path}).")
+    with _folder_on_path(path.parent):
+        workload = _call(path, _function(path, function_name), function_name, batch_size)
+    name = function_name if workload.name == "workload" else workload.name
+    return replace(workload, name=name, source=f"{path}:{function_name}")
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise BatchSizeError(f"the batch size must be at least 1 sample, got {batch_size}.")
+
+
+@contextmanager
+def _folder_on_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))
+
+
+def _function(path: Path, name: str) -> Callable[..., object]:
+    """The function of that name in the file, which is imported now."""
+    module = _import(path)
+    function: object = getattr(module, name, None)
+    if not callable(function):
+        own = sorted(
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        )
+        has = f"it has {', '.join(own)}" if own else "it has no function"
+        raise InputFileError(f"{path}: there is no function '{name}'; {has}.")
+    return function
+
+
+def _import(path: Path) -> ModuleType:
+    # A fresh name each time: two files of the same name, or an edited one, never meet in
+    # sys.modules, where the module must stand for dataclasses and pickling to find it.
+    module_name = f"heterog_workload_{next(_module_numbers)}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise InputFileError(f"{path}: this is not a Python file; its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise InputFileError(_where_it_failed(path, error)) from error
+    return module
+
+
+def _call(
+    path: Path, function: Callable[..., object], name: str, batch_size: int | None
+) -> Workload:
+    """What the user's function returns, checked to be a workload."""
+    from heterog.graph.workload import Workload
+
+    options = _call_options(path, function, name, batch_size)
+    try:
+        workload = function(**options)
+    except Exception as error:
+        raise InputFileError(_where_it_failed(path, error)) from error
+    if not isinstance(workload, Workload):
+        raise InputFileError(
+            f"{path}: '{name}' returned {type(workload).__name__}, not a heterog Workload."
+        )
+    return workload
+
+
+def _call_options(
+    path: Path, function: Callable[..., object], name: str, batch_size: int | None
+) -> dict[str, Any]:
+    """The keyword arguments for the user's function: ``batch_size`` or nothing."""
+    parameters = inspect.signature(function).parameters
+    needed = {
+        key
+        for key, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    if other := sorted(needed - {"batch_size"}):
+        raise InputFileError(
+            f"{path}: '{name}' needs the argument {', '.join(other)}; a workload function takes "
+            "batch_size or nothing."
+        )
+    if batch_size is not None:
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if "batch_size" not in parameters and not takes_any:
+            raise InputFileError(
+                f"{path}: a batch size of {batch_size} was asked for, but '{name}' does not take "
+                f"one; write 'def {name}(batch_size)' or leave the batch size out."
+            )
+        return {"batch_size": batch_size}
+    if needed:
+        raise InputFileError(
+            f"{path}: '{name}' needs a batch size; give one, or give batch_size a default there."
+        )
+    return {}
+
+
+def _where_it_failed(path: Path, error: Exception) -> str:
+    """One line: the file's own line nearest to the error, and the error."""
+    reason = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename) == path
+    ]
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        lines.append(error.lineno)
+        text = f"{type(error).__name__}: {error.msg}"
+    line = f":{lines[-1]}" if lines else ""
+    return f"{path}{line}: {text}"
+
+
+def _from(module: str, function: str) -> Callable[[int], Workload]:
+    """A builder that imports its module, and so torch, only when it is called."""
+
+    def build_now(batch_size: int) -> Workload:
+        builder = getattr(importlib.import_module(f"heterog.zoo.{module}"), function)
+        workload: Workload = builder(batch_size)
+        return workload
+
+    return build_now
+
+
+for _name, _family, _module, _batch_size, _num_parameters, _description in (
+    ("vgg19", "vision", "vision", 192, 143_667_240, "VGG-19, 224 x 224"),
+    ("resnet50", "vision", "vision", 192, 25_557_032, "ResNet-50, 224 x 224"),
+    ("resnet200", "vision", "vision", 192, 64_673_832, "ResNet-200, 224 x 224"),
+    ("inception_v3", "vision", "vision", 192, 23_834_568, "Inception-v3, 299 x 299"),
+    ("mobilenet_v2", "vision", "vision", 192, 3_504_872, "MobileNetV2, 224 x 224"),
+    ("nasnet_large", "vision", "vision", 192, 88_753_150, "NASNet-A (6 @ 4032), 331 x 331"),
+    ("vit_base", "vision", "vision", 64, 86_567_656, "ViT-Base/16, 224 x 224"),
+    ("transformer_6l", "language", "translation", 720, 69_740_544, "Transformer, 6 + 6 layers"),
+    (
+        "transformer_24l",
+        "language",
+        "translation",
+        120,
+        202_156_032,
+        "Transformer, 24 + 24 layers",
+    ),
+    ("bert_base", "language", "language", 64, 109_514_298, "BERT-base, 128 tokens"),
+    ("bert_large_24l", "language", "language", 48, 335_174_458, "BERT-large, 128 tokens"),
+    ("bert_large_48l", "language", "language", 24, 637_483_834, "BERT-large, 48 layers"),
+    ("xlnet_large_24l", "language", "language", 48, 360_300_800, "XLNet-large, 128 tokens"),
+    ("xlnet_large_48l", "language", "language", 24, 687_800_576, "XLNet-large, 48 layers"),
+    ("gpt2", "language", "language", 32, 124_439_808, "GPT-2, 512 tokens"),
+    ("llama_1b", "language", "language", 16, 1_235_814_400, "Llama 3.2 1B, 512 tokens"),
+    ("bert_moe", "moe", "moe", 64, 534_605_370, "BERT-base, 16 experts in every second layer"),
+):
+    register(
+        ZooEntry(
+            name=_name,
+            family=_family,
+            default_batch_size=_batch_size,
+            num_parameters=_num_parameters,
+            description=_description,
+            build=_from(_module, _name),
+        )
+    )

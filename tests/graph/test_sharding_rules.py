@@ -1,0 +1,884 @@
+"""Every rule, run in parts on uneven shares and put together again, must give the op's result."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heterog.graph.placement import (
+    Arg,
+    L,
+    OpCall,
+    Placement,
+    R,
+    TensorMeta,
+    TensorRef,
+)
+from heterog.graph.sharding_rules import (
+    RULES,
+    RuleResult,
+    Special,
+    legal_rules,
+    local_args,
+    local_shape,
+)
+from heterog.graph.sharding_rules.pointwise import IDENTITIES, LINEAR_IN_FIRST, NONLINEAR
+
+aten = torch.ops.aten
+Op = Callable[..., Any]
+
+
+# --- from a torch call to an OpCall -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One call of an op: as the rules see it, and what it takes to run it."""
+
+    call: OpCall
+    op: Op
+    tensors: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+    def run(self, args: dict[str, Arg], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        keywords = {name: _with_tensors(value, tensors) for name, value in args.items()}
+        return _tensors(self.op(**keywords))
+
+
+def _with_tensors(value: Arg, tensors: list[Tensor]) -> Any:
+    if isinstance(value, TensorRef):
+        return tensors[value.index].clone()
+    if isinstance(value, tuple):
+        return [_with_tensors(item, tensors) for item in value]
+    return value
+
+
+def _tensors(result: Any) -> tuple[Tensor, ...]:
+    items = result if isinstance(result, tuple | list) else (result,)
+    return tuple(item for item in items if isinstance(item, Tensor))
+
+
+def meta(tensor: Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def sample_of(op: Any, *args: Any, **kwargs: Any) -> Sample:
+    """Record a call with schema-normalised arguments and run it."""
+    named: dict[str, Any] = {}
+    for position, parameter in enumerate(op._schema.arguments):
+        if position < len(args):
+            named[parameter.name] = args[position]
+        else:
+            named[parameter.name] = kwargs.get(parameter.name, parameter.default_value)
+    return _sample(op.__name__, lambda **keywords: _keyword_call(op, keywords), named)
+
+
+def _keyword_call(op: Any, keywords: dict[str, Any]) -> Any:
+    count = sum(not parameter.kwarg_only for parameter in op._schema.arguments)
+    values = list(keywords.values())
+    return op(*values[:count], **dict(list(keywords.items())[count:]))
+
+
+def _sample(kind: str, op: Op, named: dict[str, Any]) -> Sample:
+    tensors: list[Tensor] = []
+
+    def argument(value: Any) -> Arg:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return TensorRef(len(tensors) - 1)
+        if isinstance(value, list | tuple):
+            return tuple(argument(item) for item in value)
+        return value  # type: ignore[no-any-return]
+
+    args = {name: argument(value) for name, value in named.items()}
+    with torch.random.fork_rng(devices=[]):
+        keywords = {name: _with_tensors(value, tensors) for name, value in args.items()}
+        outputs = _tensors(op(**keywords))
+    call = OpCall(
+        kind=kind,
+        args=args,
+        inputs=tuple(meta(tensor) for tensor in tensors),
+        outputs=tuple(meta(tensor) for tensor in outputs),
+    )
+    return Sample(call, op, tuple(tensors), outputs)
+
+
+# --- cutting and joining ------------------------------------------------------------------------
+
+
+def cut(
+    tensor: Tensor, placement: Placement, shares: tuple[int, ...], generator: torch.Generator
+) -> list[Tensor]:
+    if placement.kind == "R":
+        return [tensor] * len(shares)
+    if placement.kind == "P":
+        return _summands(tensor, len(shares), generator)
+    d, outer = placement.dim, placement.outer
+    before, after = tensor.shape[:d], tensor.shape[d + 1 :]
+    blocks = tensor.reshape(*before, outer, sum(shares), -1, *after)
+    return [
+        part.reshape(*before, tensor.shape[d] // sum(shares) * share, *after)
+        for part, share in zip(blocks.split(list(shares), dim=d + 1), shares, strict=True)
+    ]
+
+
+def _summands(tensor: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:
+    if tensor.is_floating_point():
+        noise = [torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)]
+        noise += [torch.randn_like(tensor) for _ in range(count - 2)]
+    else:
+        noise = [torch.ones_like(tensor)] * (count - 1)
+    return [*noise, tensor - torch.stack(noise).sum(0).to(tensor.dtype)]
+
+
+def joined(
+    parts: list[Tensor], placement: Placement, shares: tuple[int, ...], shape: tuple[int, ...]
+) -> Tensor:
+    if placement.kind == "P":
+        return torch.stack(parts).sum(0)
+    d, outer, units = placement.dim, placement.outer, sum(shares)
+    inner = shape[d] // (outer * units)
+    blocks = [
+        part.reshape(*shape[:d], outer, share * inner, *shape[d + 1 :])
+        for part, share in zip(parts, shares, strict=True)
+    ]
+    return torch.cat(blocks, dim=d + 1).reshape(shape)
+
+
+# --- one rule on every rank ---------------------------------------------------------------------
+
+_REFUSES_EMPTY = (
+    *("split.Tensor", "unsafe_split.Tensor", "convolution", "native_group_norm", "attention"),
+    *("native_batch_norm", "_native_batch_norm", "max_pool", "avg_pool", "adaptive_max_pool"),
+    *("_adaptive_avg_pool", "upsample", "_upsample", "reflection_pad", "replication_pad"),
+)
+"""Kinds that accept parts of size 0 in the batch dimension only."""
+
+
+def skips(sample: Sample, result: RuleResult, share: int) -> bool:
+    """Whether a device without a share has to leave the op out."""
+    split = [p for p in result.inputs if p.kind == "S"]
+    rank = len(sample.call.inputs[0].shape)
+    batch = bool(split) and split[0].dim == 0 and result.inputs[0].kind == "S" and rank > 3
+    batch = batch and sample.call.kind != "native_batch_norm_backward.default"
+    refuses = sample.call.kind.startswith(_REFUSES_EMPTY)
+    return share == 0 and refuses and bool(split) and not batch
+
+
+def run_in_parts(
+    sample: Sample, result: RuleResult, shares: tuple[int, ...], generator: torch.Generator
+) -> list[tuple[Tensor, ...]]:
+    """What each rank computes under ``result``, by the documented meaning of its special."""
+    units = sum(shares)
+    pieces = [
+        cut(tensor, placement, shares, generator)
+        for tensor, placement in zip(sample.tensors, result.inputs, strict=True)
+    ]
+    ranks: list[tuple[Tensor, ...]] = []
+    for rank, share in enumerate(shares):
+        args = local_args(sample.call, result, share, units)
+        tensors = [piece[rank] for piece in pieces]
+        if result.special == Special.BIAS_ON_ONE_RANK and rank != 0:
+            ref = args["bias"] if "bias" in args else args["self"]
+            assert isinstance(ref, TensorRef)
+            tensors[ref.index] = torch.zeros_like(tensors[ref.index])
+        if result.special == Special.NLL_GLOBAL_WEIGHT:
+            args["reduction"] = 2
+        if skips(sample, result, share):
+            outputs = _nothing(sample, result, units)
+        elif result.special == Special.AS_RESHAPE:
+            shape = tuple(sample.outputs[0].shape)
+            outputs = (tensors[0].reshape(local_shape(shape, result.outputs[0], share, units)),)
+        else:
+            outputs = sample.run(args, tensors)
+        if result.special == Special.MEAN_TO_SUM:
+            outputs = tuple(
+                output * (share / units) if share else torch.zeros_like(output)
+                for output in outputs
+            )
+        ranks.append(outputs)
+    if result.special == Special.NLL_GLOBAL_WEIGHT:
+        weight = sum(outputs[1] for outputs in ranks)
+        ranks = [(outputs[0] / weight, outputs[1]) for outputs in ranks]
+    return ranks
+
+
+def _nothing(sample: Sample, result: RuleResult, units: int) -> tuple[Tensor, ...]:
+    return tuple(
+        output
+        if placement == R
+        else torch.zeros(local_shape(tuple(output.shape), placement, 0, units), dtype=output.dtype)
+        for output, placement in zip(sample.outputs, result.outputs, strict=True)
+    )
+
+
+_UNINITIALISED = ("empty", "new_empty")
+_RANDOM = (Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM)
+
+
+def check(
+    sample: Sample, result: RuleResult, shares: tuple[int, ...], generator: torch.Generator
+) -> None:
+    """Assert that the ranks' outputs are parts of the op's outputs, as ``result`` says."""
+    ranks = run_in_parts(sample, result, shares, generator)
+    units = sum(shares)
+    for i, (whole, placement) in enumerate(zip(sample.outputs, result.outputs, strict=True)):
+        parts = [outputs[i] for outputs in ranks]
+        for part, share in zip(parts, shares, strict=True):
+            wanted = local_shape(tuple(whole.shape), placement, share, units)
+            assert tuple(part.shape) == wanted, f"output {i}: {tuple(part.shape)} for {wanted}"
+        if result.special in _RANDOM or sample.call.kind.startswith(_UNINITIALISED):
+            continue
+        if placement == R:
+            for part in parts:
+                torch.testing.assert_close(part, whole, equal_nan=True)
+        elif placement != L:
+            got = joined(parts, placement, shares, tuple(whole.shape))
+            torch.testing.assert_close(got, whole, equal_nan=True)
+
+
+def axis_sizes(call: OpCall) -> list[int]:
+    sizes = {size for tensor in call.inputs for size in tensor.shape}
+    return [n for n in range(2, 7) if any(size % n == 0 for size in sizes if size)]
+
+
+def uneven_shares(units: int, generator: torch.Generator) -> list[tuple[int, ...]]:
+    """Two ways to give ``units`` to three ranks, the second with an empty one."""
+    one = int(torch.randint(1, units, (), generator=generator))
+    two = int(torch.randint(0, units - one + 1, (), generator=generator))
+    return [(one, two, units - one - two), (units - one, 0, one)]
+
+
+# --- samples ------------------------------------------------------------------------------------
+
+
+def _generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Make:
+    """Random tensors for samples, reproducible."""
+
+    def __init__(self) -> None:
+        self.generator = _generator(7)
+
+    def real(self, *shape: int) -> Tensor:
+        """Values in (0.1, 0.9), where every elementwise function is defined."""
+        uniform = torch.rand(shape, dtype=torch.float64, generator=self.generator)
+        return 0.1 + 0.8 * uniform
+
+    def below(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=self.generator)
+
+    def mask(self, *shape: int) -> Tensor:
+        return self.below(2, *shape).bool()
+
+
+def overload(kind: str) -> Any:
+    name, _, version = kind.partition(".")
+    return getattr(getattr(aten, name), version)
+
+
+def elementwise_samples(kind: str, make: Make) -> Iterator[Sample]:
+    """Calls built from the schema alone: all of one shape, then with broadcast operands."""
+    op = overload(kind)
+    logical = kind.startswith(("bitwise", "logical", "__"))
+    for shapes in ([(5, 3, 6)] * 4, [(5, 3, 6), (3, 1), (6,), (5, 3, 6)]):
+        args: list[Any] = []
+        tensors = iter(shapes)
+        for parameter in op._schema.arguments:
+            if parameter.kwarg_only:
+                break
+            if str(parameter.type) == "Tensor":
+                shape = next(tensors)
+                if parameter.name in ("mask", "condition"):
+                    args.append(make.mask(*shape))
+                elif kind == "fill.Tensor" and args:
+                    args.append(make.real())
+                elif kind == "masked_fill.Tensor" and parameter.name == "value":
+                    args.append(make.real())
+                elif logical:
+                    args.append(make.below(4, *shape))
+                else:
+                    args.append(make.real(*shape))
+            elif parameter.default_value is None and "?" not in str(parameter.type):
+                args.append(3 if logical else _number(str(parameter.type)))
+            else:
+                args.append(parameter.default_value)
+        if sum(isinstance(arg, Tensor) for arg in args) > 1 or shapes[1] == (5, 3, 6):
+            yield sample_of(op, *args)
+
+
+def _number(kind: str) -> int | float | bool:
+    if kind == "bool":
+        return True
+    return 2 if kind == "int" else 0.5
+
+
+_SPECIAL_ELEMENTWISE = {
+    "round.decimals",
+    "where.Scalar",
+    "clamp.Tensor",
+    "clamp.default",
+    "div.Tensor_mode",
+    "div.Scalar_mode",
+    "log_sigmoid_backward.default",
+    "native_dropout_backward.default",
+    "bitwise_left_shift.Tensor_Scalar",
+    "bitwise_right_shift.Tensor_Scalar",
+    "_prelu_kernel_backward.default",
+    "gelu.default",
+    "gelu_backward.default",
+}
+
+
+def all_samples() -> dict[str, list[Sample]]:
+    make = Make()
+    found: dict[str, list[Sample]] = {}
+    for kind in (*NONLINEAR, *LINEAR_IN_FIRST, *IDENTITIES):
+        if kind not in _SPECIAL_ELEMENTWISE:
+            found[kind] = list(elementwise_samples(kind, make))
+    for source in (
+        more_elementwise,
+        view_calls,
+        matmul_calls,
+        spatial_calls,
+        norm_calls,
+        reduction_calls,
+        loss_calls,
+        indexing_calls,
+        creation_calls,
+    ):
+        for kind, *args in source(make):
+            keywords = args.pop() if args and isinstance(args[-1], dict) else {}
+            found.setdefault(kind, []).append(sample_of(overload(kind), *args, **keywords))
+    for sample in fused_samples(make):
+        found.setdefault(sample.call.kind, []).append(sample)
+    return found
+
+
+Call = tuple[Any, ...]
+"""Kind, positional arguments, and a dict of keyword-only ones at the end if there are any."""
+
+
+def more_elementwise(make: Make) -> Iterator[Call]:
+    x, y, mask = make.real(5, 3, 6), make.real(5, 3, 6), make.mask(5, 3, 6)
+    whole = make.below(9, 5, 3, 6)
+    yield "where.Scalar", mask, 1.0, 2.0
+    yield "where.self", mask, x, y
+    yield "where.self", make.mask(3, 6), x, make.real()
+    yield "where.ScalarOther", mask, x, 0.0
+    yield "where.ScalarOther", mask, x, 1.0
+    yield "where.ScalarSelf", mask, 0.0, x
+    yield "clamp.Tensor", x, y, None
+    yield "clamp.Tensor", x, None, make.real(3, 1)
+    yield "clamp.default", x, 0.3, 0.7
+    yield "round.decimals", x, {"decimals": 1}
+    yield "div.Tensor_mode", x, y, {"rounding_mode": "floor"}
+    yield "div.Scalar_mode", x, 0.3, {"rounding_mode": "trunc"}
+    yield "gelu.default", x
+    yield "gelu.default", x, {"approximate": "tanh"}
+    yield "gelu_backward.default", x, y, {"approximate": "tanh"}
+    yield "log_sigmoid_backward.default", x, y, torch.exp(-y.abs())
+    yield "native_dropout_backward.default", x, mask, 2.0
+    yield "_prelu_kernel_backward.default", x, y, make.real(1, 3, 1)
+    for kind in ("left", "right"):
+        yield f"bitwise_{kind}_shift.Tensor_Scalar", whole, 1
+    yield "_to_copy.default", x, {"dtype": torch.float32}
+    yield "_to_copy.default", 10 * x, {"dtype": torch.int64}
+    yield "_to_copy.default", whole, {"dtype": torch.float64}
+    yield "_conj.default", torch.complex(x, y)
+    for kind in ("add.Tensor", "sub.Tensor"):
+        yield kind, x, y
+        yield kind, x, make.real(6), {"alpha": 3}
+        yield kind, x, 2.0
+        yield kind, make.real(5, 1, 6), make.real(3, 1)
+    yield "mul.Tensor", x, y
+    yield "mul.Tensor", x, make.real()
+    yield "mul.Tensor", x, 2.0
+    yield "lerp.Scalar", x, y, 0.3
+    yield "masked_fill.Scalar", x, mask, 0
+    yield "masked_fill.Scalar", x, make.mask(5, 1, 1), float("-inf")
+    yield "copy.default", x, y
+    yield "copy.default", x, make.real(6)
+    yield "copy_.default", x, y
+    yield "copy_.default", x, make.real(6)
+
+
+def view_calls(make: Make) -> Iterator[Call]:
+    x, flat, square = make.real(5, 6, 4), make.real(30, 4), make.real(5, 6, 6)
+    for kind in ("view.default", "_unsafe_view.default", "reshape.default", "view_copy.default"):
+        yield kind, x, (30, 4)
+        yield kind, x, (5, -1)
+        yield kind, flat, (5, 6, 2, 2)
+        yield kind, x, (6, 5, 4)
+    yield "flatten.using_ints", x, 1
+    yield "squeeze.default", make.real(5, 1, 6, 1)
+    yield "squeeze.dim", make.real(5, 1, 6, 1), 1
+    yield "squeeze.dim", x, 1
+    yield "squeeze.dims", make.real(5, 1, 6, 1), (1, 3)
+    yield "unsqueeze.default", x, 1
+    yield "unsqueeze.default", x, -1
+    yield "permute.default", x, (2, 0, -2)
+    yield "transpose.int", x, 0, -1
+    yield "t.default", flat
+    yield "t.default", make.real(5)
+    yield "expand.default", make.real(5, 1, 4), (3, -1, 6, 4)
+    yield "expand.default", make.real(), (5, 4)
+    yield "repeat.default", x, (2, 1, 3, 1)
+    yield "flip.default", x, (0, -1)
+    yield "roll.default", x, (1, 2), (1, 2)
+    yield "roll.default", x, (7,)
+    yield "tril.default", square
+    yield "triu.default", square, 1
+    yield "constant_pad_nd.default", x, (1, 2, 0, 0), 0
+    yield "constant_pad_nd.default", x, (0, 0, 1, 1), 0.5
+    yield "constant_pad_nd.default", x, (0, 0, 0, -1)
+    for kind in ("cat.default", "concat.default"):
+        yield kind, (x, make.real(5, 6, 4), make.real(5, 6, 4)), -1
+        yield kind, (x, make.real(5, 12, 4)), 1
+        yield kind, (x, make.real(5, 7, 4)), 1
+    yield "stack.default", (x, make.real(5, 6, 4)), 1
+    yield "stack.default", (x, make.real(5, 6, 4)), -1
+    for kind in ("split.Tensor", "unsafe_split.Tensor"):
+        yield kind, x, 2, 1
+        yield kind, x, 4, 1
+    for kind in ("split_with_sizes.default", "unsafe_split_with_sizes.default", "split.sizes"):
+        yield kind, x, (2, 4), 1
+        yield kind, x, (1, 5), -2
+    for kind in ("chunk.default", "unsafe_chunk.default"):
+        yield kind, x, 3, 1
+    yield "unbind.int", x, 1
+    yield "select.int", x, 1, 2
+    yield "select.int", x, -1, -1
+    yield "select_backward.default", x, (5, 3, 6, 4), 1, 2
+    yield "slice.Tensor", x
+    yield "slice.Tensor", x, 1, 2, 4
+    yield "slice.Tensor", x, 1, -3, 2**63 - 1
+    yield "slice.Tensor", x, 1, 1, 6, 2
+    yield "slice.Tensor", x, 1, 0, 2**63 - 1
+    yield "slice_backward.default", x, (5, 12, 4), 1, 6, 12, 1
+    yield "slice_backward.default", x, (5, 8, 4), -2, 1, 7, 1
+    yield "slice_backward.default", x, (5, 6, 4), 1, 0, 2**63 - 1, 1
+    yield "slice_scatter.default", x, make.real(5, 2, 4), 1, 2, 4
+    yield "select_scatter.default", x, make.real(5, 4), 1, 3
+    yield "diagonal.default", square, 1, 1, 2
+    yield "diagonal.default", square, 0, 2, 0
+    yield "unfold.default", x, 1, 3, 2
+    yield "view_as_real.default", torch.complex(x, x)
+    yield "view_as_complex.default", make.real(5, 6, 2)
+    yield "as_strided.default", x, (5, 4), (24, 1)
+    yield "_reshape_alias.default", x, (30, 4), (4, 1)
+    yield "as_strided_scatter.default", x, make.real(5, 4), (5, 4), (24, 1)
+
+
+def matmul_calls(make: Make) -> Iterator[Call]:
+    a, b = make.real(6, 10), make.real(10, 4)
+    yield "mm.default", a, b
+    yield "addmm.default", make.real(4), a, b
+    yield "addmm.default", make.real(6, 4), a, b, {"alpha": 2, "beta": 3}
+    yield "addmm.default", make.real(6, 1), a, b
+    yield "mv.default", a, make.real(10)
+    yield "dot.default", make.real(6), make.real(6)
+    yield "vdot.default", make.real(6), make.real(6)
+    c, d = make.real(5, 6, 4), make.real(5, 4, 3)
+    yield "bmm.default", c, d
+    yield "baddbmm.default", make.real(6, 3), c, d
+    yield "baddbmm.default", make.real(5, 1, 3), c, d
+    yield "linear.default", make.real(5, 6, 4), make.real(3, 4), make.real(3)
+    yield "linear.default", make.real(5, 6, 4), make.real(3, 4)
+
+
+def spatial_calls(make: Make) -> Iterator[Call]:
+    image, same = make.real(5, 4, 7, 7), [1, 1]
+    plain = (same, same, same, False, [0, 0])
+    turned = (same, same, same, True, [0, 0])
+    for groups, transposed in ((1, False), (1, True), (4, False), (2, False), (4, True)):
+        channels = (4, 6) if transposed and groups == 1 else (8, 4 // groups)
+        if transposed and groups > 1:
+            channels = (4, 2)
+        weight = make.real(*channels, 3, 3)
+        bias = make.real(channels[1] * groups if transposed else channels[0])
+        settings = turned if transposed else plain
+        yield "convolution.default", image, weight, bias, *settings, groups
+        yield "convolution.default", image, weight, None, *settings, groups
+        out = aten.convolution.default(image, weight, None, *settings, groups)
+        for mask in ([True, True, True], [False, True, False]):
+            gradient = make.real(*out.shape)
+            sizes = [out.shape[1]]
+            yield (
+                "convolution_backward.default",
+                *(gradient, image, weight, sizes, *settings, groups, mask),
+            )
+    window = ([3, 3], [2, 2], [1, 1])
+    out, indices = aten.max_pool2d_with_indices(image, *window)
+    yield "max_pool2d_with_indices.default", image, *window
+    yield "max_pool2d_with_indices.default", image[0], *window
+    yield (
+        "max_pool2d_with_indices_backward.default",
+        *(out, image, *window, [1, 1], False, indices),
+    )
+    yield "avg_pool2d.default", image, *window
+    yield "avg_pool2d_backward.default", out, image, *window, False, True, None
+    yield "_adaptive_avg_pool2d.default", image, [3, 2]
+    yield "_adaptive_avg_pool2d_backward.default", make.real(5, 4, 3, 2), image
+    adaptive, chosen = aten.adaptive_max_pool2d(image, [3, 2])
+    yield "adaptive_max_pool2d.default", image, [3, 2]
+    yield "adaptive_max_pool2d_backward.default", adaptive, image, chosen
+    yield "avg_pool1d.default", make.real(5, 4, 7), [3]
+    video = make.real(5, 4, 4, 4, 4)
+    small, where = aten.max_pool3d_with_indices(video, [2, 2, 2], [2, 2, 2])
+    cube = ([2, 2, 2], [2, 2, 2], [0, 0, 0])
+    yield "max_pool3d_with_indices.default", video, *cube
+    yield (
+        "max_pool3d_with_indices_backward.default",
+        *(small, video, *cube, [1, 1, 1], False, where),
+    )
+    yield "avg_pool3d.default", video, *cube
+    yield "avg_pool3d_backward.default", small, video, *cube, False, True, None
+    yield "_adaptive_avg_pool3d.default", video, [2, 2, 2]
+    yield "_adaptive_avg_pool3d_backward.default", small, video
+    chosen = aten.adaptive_max_pool3d(video, [2, 2, 2])[1]
+    yield "adaptive_max_pool3d.default", video, [2, 2, 2]
+    yield "adaptive_max_pool3d_backward.default", small, video, chosen
+    big = make.real(5, 4, 9, 9)
+    for name in ("upsample_nearest2d", "_upsample_nearest_exact2d"):
+        yield f"{name}.default", image, [9, 9]
+        yield f"{name}_backward.default", big, [9, 9], [5, 4, 7, 7]
+    for name in ("upsample_bilinear2d", "upsample_bicubic2d"):
+        yield f"{name}.default", image, [9, 9], False
+        yield f"{name}_backward.default", big, [9, 9], [5, 4, 7, 7], False
+    for name in ("reflection_pad2d", "replication_pad2d"):
+        yield f"{name}.default", image, [1, 1, 1, 1]
+        yield f"{name}_backward.default", big, image, [1, 1, 1, 1]
+    yield "reflection_pad1d.default", make.real(5, 4, 7), [1, 1]
+    yield "reflection_pad1d_backward.default", make.real(5, 4, 9), make.real(5, 4, 7), [1, 1]
+
+
+def norm_calls(make: Make) -> Iterator[Call]:
+    x, w, b = make.real(5, 3, 6), make.real(6), make.real(6)
+    yield "native_layer_norm.default", x, [6], w, b, 1e-5
+    yield "native_layer_norm.default", x, [3, 6], None, None, 1e-5
+    _, mean, rstd = aten.native_layer_norm(x, [6], w, b, 1e-5)
+    for mask in ([True, True, True], [True, False, False]):
+        yield "native_layer_norm_backward.default", x.flip(0), x, [6], mean, rstd, w, b, mask
+    yield "_fused_rms_norm.default", x, [6], w, 1e-5
+    y, w, b = make.real(5, 12, 7), make.real(12), make.real(12)
+    yield "native_group_norm.default", y, w, b, 5, 12, 7, 6, 1e-5
+    yield "native_group_norm.default", y, None, None, 5, 12, 7, 4, 1e-5
+    _, mean, rstd = aten.native_group_norm(y, w, b, 5, 12, 7, 6, 1e-5)
+    yield (
+        "native_group_norm_backward.default",
+        *(y.flip(0), y, mean, rstd, w, 5, 12, 7, 6, [True, True, True]),
+    )
+    z = make.real(5, 6, 7, 7)
+    w, b, average, variance = make.real(6), make.real(6), make.real(6), make.real(6)
+    for training in (True, False):
+        settings = (training, 0.1, 1e-5)
+        yield "native_batch_norm.default", z, w, b, average, variance, *settings
+        yield "_native_batch_norm_legit.default", z, w, b, average, variance, *settings
+        yield "_native_batch_norm_legit_functional.default", z, w, b, average, variance, *settings
+        _, mean, rstd = aten.native_batch_norm(
+            z, w, b, average.clone(), variance.clone(), *settings
+        )
+        yield (
+            "native_batch_norm_backward.default",
+            *(z.flip(0), z, w, average, variance, mean, rstd, training, 1e-5, [True] * 3),
+        )
+    yield "_native_batch_norm_legit.no_stats", z, w, b, True, 0.1, 1e-5
+    yield "_native_batch_norm_legit_no_training.default", z, w, b, average, variance, 0.1, 1e-5
+
+
+def reduction_calls(make: Make) -> Iterator[Call]:
+    x, whole = make.real(5, 6, 4), make.below(5, 5, 6, 4)
+    for kind in ("sum.default", "mean.default", "nansum.default", "count_nonzero.default"):
+        yield kind, x
+    yield "sum.default", whole
+    yield "sum.dim_IntList", x, (0, -1)
+    yield "sum.dim_IntList", x, (1,), True
+    yield "sum.dim_IntList", x, None
+    yield "mean.dim", x, (-2, -1), True
+    yield "mean.dim", x, (0,)
+    yield "count_nonzero.dim_IntList", whole, (1,)
+    for kind in ("amax.default", "amin.default"):
+        yield kind, x, (0, 2)
+    for kind in ("max", "min", "any", "all", "prod"):
+        yield f"{kind}.default", x
+    for kind in ("max.dim", "min.dim", "any.dim", "all.dim", "median.dim", "prod.dim_int"):
+        yield kind, x, 1, True
+    for kind in ("any.dims", "all.dims"):
+        yield kind, x, (0, 1)
+    for kind in ("argmax.default", "argmin.default"):
+        yield kind, x, 1
+        yield kind, x
+    yield "kthvalue.default", x, 2, 1
+    yield "mode.default", whole, 1
+    yield "logsumexp.default", x, (1,)
+    yield "linalg_vector_norm.default", x, 2, (1,)
+    yield "linalg_vector_norm.default", x
+    for kind in ("var", "std", "var_mean", "std_mean"):
+        yield f"{kind}.correction", x, (1,), {"correction": 1, "keepdim": True}
+        yield f"{kind}.correction", x
+    for kind in ("_softmax", "_log_softmax"):
+        yield f"{kind}.default", x, -1, False
+        yield f"{kind}_backward_data.default", x.flip(0), x, 1, torch.float64
+    yield "_safe_softmax.default", x, -1
+    yield "glu.default", x, 1
+    yield "glu_backward.default", make.real(5, 3, 4), x, 1
+    yield "glu.default", x
+    for kind in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"):
+        yield f"{kind}.default", x, 1
+    for kind in ("sort", "argsort"):
+        yield f"{kind}.default", x
+        yield f"{kind}.stable", x, {"stable": True, "dim": 1}
+    yield "topk.default", x, 2
+    yield "topk.default", x, 2, 1
+
+
+def loss_calls(make: Make) -> Iterator[Call]:
+    x, y = make.real(5, 6), make.real(5, 6)
+    elementwise: dict[str, tuple[Any, ...]] = {
+        "mse_loss": (),
+        "soft_margin_loss": (),
+        "smooth_l1_loss": (0.5,),
+        "huber_loss": (0.5,),
+    }
+    for reduction in (0, 1, 2):
+        gradient = make.real(5, 6) if reduction == 0 else make.real()
+        for kind, settings in elementwise.items():
+            yield f"{kind}.default", x, y, reduction, *settings
+            yield f"{kind}_backward.default", gradient, x, y, reduction, *settings
+        yield "binary_cross_entropy.default", x, y, make.real(5, 6), reduction
+        yield "binary_cross_entropy.default", x, y, None, reduction
+        yield "binary_cross_entropy_backward.default", gradient, x, y, None, reduction
+        yield "binary_cross_entropy_with_logits.default", x, y, None, make.real(6), reduction
+        log, weight = make.real(10, 6).log(), make.real(6)
+        labels = make.below(6, 10)
+        labels[::3] = -100
+        for w in (weight, None):
+            total = aten.nll_loss_forward(log, labels, w, reduction, -100)[1]
+            yield "nll_loss_forward.default", log, labels, w, reduction, -100
+            gradient = make.real(10) if reduction == 0 else make.real()
+            yield (
+                "nll_loss_backward.default",
+                *(gradient, log, labels, w, reduction, -100, total),
+            )
+        log, labels = make.real(5, 6, 4, 3).log(), make.below(6, 5, 4, 3)
+        total = aten.nll_loss2d_forward(log, labels, weight, reduction, 2)[1]
+        yield "nll_loss2d_forward.default", log, labels, weight, reduction, 2
+        gradient = make.real(5, 4, 3) if reduction == 0 else make.real()
+        yield (
+            "nll_loss2d_backward.default",
+            *(gradient, log, labels, weight, reduction, 2, total),
+        )
+    yield "nll_loss_forward.default", make.real(6), torch.tensor(2), None, 1, -100
+
+
+def indexing_calls(make: Make) -> Iterator[Call]:
+    table, tokens = make.real(9, 6), make.below(9, 5, 3)
+    yield "embedding.default", table, tokens
+    yield "embedding.default", table, tokens, 2
+    for by_frequency in (False, True):
+        yield (
+            "embedding_dense_backward.default",
+            *(make.real(5, 3, 6), tokens, 9, 2, by_frequency),
+        )
+    x, narrow = make.real(5, 6, 4), make.below(6, 5, 3, 4)
+    yield "gather.default", x, 1, narrow
+    yield "gather.default", x, 1, make.below(6, 4, 3, 4)
+    source = make.real(5, 3, 4)
+    # Every index names a place of its own, so that the order of writing does not matter.
+    once = make.real(5, 6, 4).argsort(1)[:, :3]
+    yield "scatter.src", x, 1, once, source
+    yield "scatter.src", x, 1, once[:4], source
+    yield "scatter.value", x, 1, once, 0
+    yield "scatter.value", x, 1, once, 3.0
+    yield "scatter_add.default", x, 1, narrow, source
+    yield "scatter_add.default", x, 1, narrow[:, :2], source
+    yield "scatter_reduce.two", x, 1, narrow, source, "amax"
+    yield "scatter.reduce", x, 1, narrow, source, {"reduce": "multiply"}
+    yield "scatter.value_reduce", x, 1, narrow, 2.0, {"reduce": "multiply"}
+    few = make.below(6, 3)
+    yield "index_select.default", x, 1, few
+    yield "index_add.default", x, 1, few, source, {"alpha": 2}
+    for kind in ("index.Tensor", "_unsafe_index.Tensor"):
+        yield kind, x, (None, few)
+        yield kind, x, (make.below(5, 2, 3), make.below(6, 3))
+        yield kind, x, (make.below(5, 3), None, make.below(4, 2, 1))
+        yield kind, x, (None, make.below(6, 2, 3), make.below(4, 1, 3))
+    yield "index.Tensor", x, (make.mask(5),)
+    apart = (torch.tensor([0, 3, 1]), None, torch.tensor([[1], [3]]))
+    for kind in ("index_put.default", "_unsafe_index_put.default", "_index_put_impl_.default"):
+        for adds in (True, False):
+            yield kind, x, (None, torch.tensor([4, 0, 2])), make.real(5, 3, 4), adds
+            yield kind, x, (torch.tensor([0, 3, 1]), torch.tensor([4, 0, 2])), make.real(4), adds
+            yield kind, x, apart, make.real(2, 1, 6), adds
+    yield "index_put.default", x, (make.mask(5),), make.real(), False
+    yield "nonzero.default", tokens
+    yield "masked_select.default", x, make.mask(5, 6, 4)
+    yield "masked_scatter.default", x, make.mask(5, 6, 4), make.real(120)
+    yield "bincount.default", make.below(6, 10)
+    yield "_unique2.default", tokens
+    yield "unique_dim.default", tokens, 0
+    yield "searchsorted.Tensor", make.real(6).sort().values, x
+    yield "repeat_interleave.Tensor", make.below(3, 5)
+
+
+def creation_calls(make: Make) -> Iterator[Call]:
+    x = make.real(5, 6)
+    for name in ("zeros", "ones"):
+        yield f"{name}.default", (5, 6)
+        yield f"new_{name}.default", x, (5, 3)
+        yield f"{name}_like.default", x
+    yield "full.default", (5, 6), 2.0
+    yield "new_full.default", x, (5, 3), 2.0
+    yield "full_like.default", x, 2.0
+    yield "empty.memory_format", (5, 6)
+    yield "new_empty.default", x, (5, 3)
+    yield "empty_like.default", x
+    yield "empty_strided.default", (5, 6), (6, 1)
+    yield "new_empty_strided.default", x, (5, 6), (6, 1)
+    yield "scalar_tensor.default", 2.0
+    yield "arange.default", 5
+    yield "arange.start", 1, 5
+    yield "arange.start_step", 1, 5, 2
+    yield "linspace.default", 0, 1, 5
+    yield "eye.default", 5
+    yield "eye.m", 5, 3
+    yield "tril_indices.default", 5, 3
+    yield "triu_indices.default", 5, 3
+    yield "bernoulli.default", x
+    yield "bernoulli.p", x, 0.5
+    yield "bernoulli.Tensor", x, make.real(6)
+    for name in ("rand_like", "randn_like", "uniform", "normal_functional", "exponential"):
+        yield f"{name}.default", x
+    yield "randint_like.default", x, 5
+    yield "randint_like.low_dtype", x, 2, 5
+    yield "native_dropout.default", x, 0.5, True
+    yield "rand.default", (5, 6)
+    yield "randn.default", (5, 6)
+    yield "randint.default", 5, (5, 6)
+    yield "randint.low", 2, 5, (5, 6)
+    yield "randperm.default", 5
+    yield "multinomial.default", x, 2
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Any:
+    groups = query.shape[1] // max(key.shape[1], 1) or 1
+    keys, values = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, keys, values, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+
+
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Any:
+    groups = query.shape[1] // max(key.shape[1], 1) or 1
+    keys, values = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads = kernel(
+        *(grad_out, query, keys, values, out, logsumexp, dropout_p, is_causal),
+        attn_mask=attn_mask,
+        scale=scale,
+    )
+    one, *rest = grads
+    return one, *(g.unflatten(1, (-1, groups)).sum(2) if groups > 1 else g for g in rest)
+
+
+def attention_samples(make: Make) -> Iterator[Sample]:
+    mask = make.real(3, 1, 6, 5)
+    for heads, masked, causal in (
+        (4, None, False),
+        (4, None, True),
+        (4, mask, False),
+        (4, mask[:1], False),
+        (4, mask[0, 0], False),
+        (2, None, False),
+    ):
+        query, keys = make.real(3, 4, 6, 8), make.real(3, heads, 6 if causal else 5, 8)
+        tensors = {"query": query, "key": keys, "value": make.real(*keys.shape)}
+        settings = {"dropout_p": 0.0, "is_causal": causal, "scale": None}
+        forward = _sample("attention", attention, {**tensors, "attn_mask": masked, **settings})
+        yield forward
+        out, logsumexp = forward.outputs
+        saved = {"out": out, "logsumexp": logsumexp, "attn_mask": masked}
+        gradient = {"grad_out": make.real(*out.shape)}
+        yield _sample(
+            "attention_backward", attention_backward, {**gradient, **tensors, **saved, **settings}
+        )
+
+
+def rms_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: list[int],
+    rstd: Tensor,
+    weight: Tensor,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """The fused backward exists on GPUs only; this is its formula for one normalised dim."""
+    scaled, normal = grad_out * weight, input * rstd
+    grad_input = rstd * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
+    grad_weight = (grad_out * normal).flatten(0, -2).sum(0)
+    pairs = zip((grad_input, grad_weight), output_mask, strict=True)
+    return tuple(gradient if wanted else None for gradient, wanted in pairs)
+
+
+def fused_samples(make: Make) -> Iterator[Sample]:
+    yield from attention_samples(make)
+    x, weight = make.real(5, 3, 6), make.real(6)
+    rstd = aten._fused_rms_norm(x, [6], weight, 1e-5)[1]
+    tensors = {"grad_out": make.real(5, 3, 6), "input": x, "normalized_shape": [6]}
+    for mask in ([True, True], [False, True]):
+        named = {**tensors, "rstd": rstd, "weight": weight, "output_mask": mask}
+        yield _sample("_fused_rms_norm_backward.default", rms_norm_backward, named)
+
+
+SAMPLES = all_samples()
+# --- tests --------------------------------------------------------------------------------------
+
+
+def test_every_rule_has_a_sample() -> None:
+    assert sorted(RULES) == sorted(SAMPLES)
+
+
+@pytest.mark.parametrize("kind", sorted(SAMPLES))
+def test_parts_make_the_whole(kind: str) -> None:
+    generator = _generator(sum(map(ord, kind)))
+    for sample in SAMPLES[kind]:
+        for units in axis_sizes(sample.call):
+            for result in legal_rules(sample.call, units, outers=(1, 2)):
+                if result.special == Special.LOCAL_STATISTICS:
+                    continue
+                for shares in uneven_shares(units, generator):
+                    try:
+                        check(sample, result, shares, generator)
+                    except Exception as error:
+                        inputs = [tensor.shape for tensor in sample.call.inputs]
+                        rule = f"{_text(result.inputs)} -> {_text(result.outputs)}"
+                        error.add_note(f"{kind} {inputs}, {rule}, shares {shares}")
+                        raise
+
+
+def _text(placements: tuple[Placement, ...]) -> str:
+    return ", ".join(map(str, placements))

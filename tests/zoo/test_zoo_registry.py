@@ -1,0 +1,220 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from heterog.errors import HeterogError, InputFileError, UnknownNameError
+from heterog.zoo import registry
+
+DEFAULT_BATCH_SIZES = {
+    "vgg19": 192,
+    "resnet50": 192,
+    "resnet200": 192,
+    "inception_v3": 192,
+    "mobilenet_v2": 192,
+    "nasnet_large": 192,
+    "vit_base": 64,
+    "transformer_6l": 720,
+    "transformer_24l": 120,
+    "bert_base": 64,
+    "bert_large_24l": 48,
+    "bert_large_48l": 24,
+    "xlnet_large_24l": 48,
+    "xlnet_large_48l": 24,
+    "gpt2": 32,
+    "llama_1b": 16,
+    "bert_moe": 64,
+}
+
+GOOD_FILE = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from heterog.graph.workload import Workload
+{extra}
+
+def workload(batch_size=8):
+    return Workload(
+        model=lambda: nn.Linear(3, 2),
+        example_batch=lambda: (torch.zeros(batch_size, 3), torch.zeros(batch_size, 2)),
+        loss=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD,
+        optimizer_options=dict(lr=0.1),
+    )
+
+
+def fixed():
+    return workload(4)
+
+
+def needs_batch_size(batch_size):
+    return workload(batch_size)
+
+
+def needs_more(width, batch_size=8):
+    return workload(batch_size)
+
+
+def takes_any(**options):
+    return workload(**options)
+
+
+def fails():
+    raise ValueError("three\\nis a crowd")
+
+
+def wrong():
+    return 3
+"""
+
+
+def write(tmp_path: Path, text: str, name: str = "mine.py") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def batch_size_of(source: str, batch_size: int | None = None) -> int:
+    batch = registry.load_workload(source, batch_size).make_batch()
+    assert isinstance(batch, tuple)
+    return batch[0].shape[0]
+
+
+def test_names_and_default_batch_sizes() -> None:
+    batch_sizes = {name: registry.entry(name).default_batch_size for name in registry.names()}
+    assert batch_sizes == DEFAULT_BATCH_SIZES
+
+
+def test_listing_the_zoo_does_not_import_torch() -> None:
+    code = (
+        "import sys; from heterog.zoo import entry, names; [entry(n) for n in names()]; "
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_build_names_the_workload() -> None:
+    workload = registry.build("mobilenet_v2", 3)
+    assert (workload.name, workload.source) == ("mobilenet_v2", "mobilenet_v2")
+    assert workload.optimizer is torch.optim.Adam
+    batch = workload.make_batch()
+    assert isinstance(batch, tuple)
+    assert [tuple(tensor.shape) for tensor in batch] == [(3, 3, 224, 224), (3,)]
+
+
+def test_build_uses_the_default_batch_size() -> None:
+    batch = registry.build("transformer_24l").make_batch()
+    assert isinstance(batch, dict)
+    assert {key: tuple(tensor.shape) for key, tensor in batch.items()} == {
+        "input_ids": (120, 32),
+        "decoder_input_ids": (120, 32),
+        "labels": (120, 32),
+    }
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown model 'vgg'; did you mean 'vgg19'\?"):
+        registry.build("vgg")
+    with pytest.raises(UnknownNameError, match="did you mean 'resnet50'"):
+        registry.load_workload("resnet5", None)
+
+
+@pytest.mark.parametrize("source", ["vgg19", "mine.py:workload"])
+def test_batch_size_below_one(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, GOOD_FILE.format(extra=""))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HeterogError, match="batch size must be at least 1 sample, got 0"):
+        registry.load_workload(source, 0)
+
+
+def test_register_refuses_a_taken_name() -> None:
+    with pytest.raises(ValueError, match="already has a model 'vgg19'"):
+        registry.register(registry.entry("vgg19"))
+
+
+def test_load_workload_accepts_a_zoo_name() -> None:
+    assert registry.load_workload("vgg19", 2).source == "vgg19"
+
+
+def test_user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, GOOD_FILE.format(extra=""))
+    monkeypatch.chdir(tmp_path)
+    workload = registry.load_workload("mine.py:workload", None)
+    assert workload.name == "workload"
+    assert workload.source == f"{path.resolve()}:workload"
+    assert registry.load_workload("mine.py:fixed", None).name == "fixed"
+    assert registry.load_workload(workload.source, None).source == workload.source
+    assert batch_size_of("mine.py:workload") == 8
+    assert batch_size_of("mine.py:workload", 2) == 2
+    assert batch_size_of("mine.py:needs_batch_size", 2) == 2
+    assert batch_size_of("mine.py:takes_any", 2) == 2
+    assert batch_size_of("mine.py:fixed") == 4
+
+
+def test_user_file_may_import_its_neighbour_and_define_dataclasses(tmp_path: Path) -> None:
+    write(tmp_path, "SIZE = 5\n", "neighbour_of_mine.py")
+    extra = "from neighbour_of_mine import SIZE\n@dataclass\nclass C:\n    x: 'int' = SIZE\n"
+    path = write(tmp_path, GOOD_FILE.format(extra=extra))
+    before = list(sys.path)
+    assert batch_size_of(f"{path}:workload") == 8
+    assert sys.path == before
+
+
+def test_an_edited_user_file_is_read_again(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD_FILE.format(extra=""))
+    assert batch_size_of(f"{path}:workload") == 8
+    path.write_text(GOOD_FILE.format(extra="").replace("batch_size=8", "batch_size=16"))
+    assert batch_size_of(f"{path}:workload") == 16
+
+
+@pytest.mark.parametrize(
+    ("function", "batch_size", "text"),
+    [
+        ("absent", None, r"mine\.py: there is no function 'absent'; it has fails, fixed, needs"),
+        ("fails", None, r"mine\.py:\d+: ValueError: three is a crowd$"),
+        ("wrong", None, r"mine\.py: 'wrong' returned int, not a heterog Workload\."),
+        ("fixed", 2, r"a batch size of 2 was asked for, but 'fixed' does not take one"),
+        ("needs_batch_size", None, r"'needs_batch_size' needs a batch size; give one"),
+        ("needs_more", 2, r"'needs_more' needs the argument width; a workload function takes"),
+    ],
+)
+def test_user_function_errors(
+    function: str, batch_size: int | None, text: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, GOOD_FILE.format(extra=""))
+    with pytest.raises(InputFileError, match=text) as caught:
+        registry.load_workload(f"{path}:{function}", batch_size)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("x = 1\n\n1 / 0\n", r"mine\.py:3: ZeroDivisionError: division by zero$"),
+        ("x = 1\ndef f(:\n", r"mine\.py:2: SyntaxError: "),
+        ("import no_such_package\n", r"mine\.py:1: ModuleNotFoundError: No module named"),
+        ("raise KeyError\n", r"mine\.py:1: KeyError$"),
+        ("x = 1\n", r"mine\.py: there is no function 'f'; it has no function\."),
+    ],
+)
+def test_user_file_errors(content: str, text: str, tmp_path: Path) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(InputFileError, match=text):
+        registry.load_workload(f"{path}:f", None)
+
+
+def test_user_file_that_is_missing_or_names_no_function(tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match=r"there is no file 'absent\.py' \(looked for /"):
+        registry.load_workload("absent.py:f", None)
+    for source in ("mine.py", "mine.py:"):
+        with pytest.raises(InputFileError, match=r"names no function; write mine\.py:function"):
+            registry.load_workload(source, None)
+    text = write(tmp_path, "", "mine.txt")
+    with pytest.raises(InputFileError, match=r"mine\.txt: this is not a Python file"):
+        registry.load_workload(f"{text}:f", None)
