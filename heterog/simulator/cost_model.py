@@ -64,6 +64,8 @@ class Prices(NamedTuple):
     resource: IntArray
     resource_s_per_byte: FloatArray
     gate: npt.NDArray[np.uint64]  # bit set of the resources that must be free  # [channels, words]
+    gated_start: IntArray  # queues whose gate holds each resource  # [num_resources + 1]
+    gated_queue: IntArray
     num_queues: int
     num_resources: int
 
@@ -79,6 +81,8 @@ class ChannelPrices(NamedTuple):
     resource: IntArray
     resource_s_per_byte: FloatArray
     gate: npt.NDArray[np.uint64]
+    gated_start: IntArray
+    gated_queue: IntArray
     num_queues: int
 
 
@@ -96,15 +100,17 @@ def price_channels(
     gate = np.zeros((len(channels), max(words, 1)), np.uint64)
     queues: dict[tuple[int, ...], int] = {}
     queue = np.empty(len(channels), np.int32)
+    gated: list[dict[int, None]] = [{} for _ in cluster.resources]
     for number, (channel, cost) in enumerate(zip(channels, costs, strict=True)):
-        longest = max(cost.held.values(), default=0.0)
-        for resource, seconds in cost.held.items():
-            if seconds > 0.5 * longest:
-                gate[number, resource // 64] |= np.uint64(1 << (resource % 64))
         # A collective waits alone: its communicator runs one operation at a time.
         alone = channel.kind != ChannelKind.POINT_TO_POINT
         key = (-1 - number,) if alone else tuple(sorted(cost.held))
         queue[number] = queues.setdefault(key, len(queues))
+        longest = max(cost.held.values(), default=0.0)
+        for resource, seconds in cost.held.items():
+            if seconds > 0.5 * longest:
+                gate[number, resource // 64] |= np.uint64(1 << (resource % 64))
+                gated[resource].setdefault(int(queue[number]))
     counts = [len(cost.held) for cost in costs]
     return ChannelPrices(
         latency_s=np.array([cost.latency_s for cost in costs]),
@@ -119,5 +125,7 @@ def price_channels(
             [s for cost in costs for s in cost.held.values()], np.float64
         ),
         gate=gate,
+        gated_start=np.concatenate([[0], np.cumsum([len(q) for q in gated])]).astype(np.int32),
+        gated_queue=np.array([number for queues_ in gated for number in queues_], np.int32),
         num_queues=len(queues),
     )

@@ -24,7 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.simulator.cost_model import Prices
-from heterog.strategy.lowering import Choice, Scratch, Tape, lower_kernel
+from heterog.strategy.lowering import (
+    NUM_BUFFERS,
+    NUM_READS,
+    NUM_TASKS,
+    Tape,
+)
 from heterog.strategy.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
@@ -32,7 +37,6 @@ from heterog.strategy.program import (
     IntArray,
     TaskKind,
 )
-from heterog.strategy.tables import GraphTables
 
 _COMPUTE = int(TaskKind.COMPUTE)
 _UPDATE = int(TaskKind.UPDATE)
@@ -56,7 +60,8 @@ class Schedule(NamedTuple):
     waiting_for: IntArray  # unfinished reads of each task
     successor_start: IntArray
     successor: IntArray
-    events: IntArray  # 2 task at its start, 2 task + 1 at its end, in time order
+    is_local: npt.NDArray[np.bool_]  # only later ops of the same device read what it makes
+    events: IntArray  # 2 task at its start, 2 task + 1 at its end: link and free tasks, in order
     queue_start: IntArray  # segments of ``queue_item``, one heap per queue
     queue_size: IntArray
     queue_item: IntArray
@@ -77,7 +82,8 @@ def make_schedule(num_tasks: int, num_reads: int, num_buffers: int, num_queues: 
         waiting_for=np.empty(num_tasks, np.int32),
         successor_start=np.empty(num_tasks + 2, np.int32),
         successor=np.empty(max(num_reads, 1), np.int32),
-        events=np.empty(2 * num_tasks, np.int32),
+        is_local=np.empty(num_tasks, np.bool_),
+        events=np.empty(2 * num_tasks + 1, np.int32),
         queue_start=np.empty(num_queues + 1, np.int32),
         queue_size=np.empty(num_queues, np.int32),
         queue_item=np.empty(num_tasks, np.int32),
@@ -92,57 +98,57 @@ def make_schedule(num_tasks: int, num_reads: int, num_buffers: int, num_queues: 
 @nb.njit(cache=True, nogil=True)
 def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
     """Seconds of every task on a tape."""
-    for task in range(tape.count[0]):
-        kind = tape.kind[task]
-        if kind >= FIRST_LINK_KIND:
-            channel = tape.channel[task]
-            seconds[task] = (
+    for number in range(tape.count[NUM_TASKS]):
+        task = tape.tasks[number]
+        if task.kind >= FIRST_LINK_KIND:
+            channel = task.channel
+            seconds[number] = (
                 prices.channel_latency_s[channel]
-                + tape.num_bytes[task] * prices.channel_s_per_byte[channel]
+                + task.num_bytes * prices.channel_s_per_byte[channel]
             )
             continue
-        device_type = prices.type_of_device[tape.device[task]]
-        if kind == _COMPUTE:
-            seconds[task] = prices.op_seconds[device_type, tape.samples[task], tape.subject[task]]
-        elif kind == _UPDATE:
-            seconds[task] = prices.update_seconds[device_type, tape.subject[task]]
+        device_type = prices.type_of_device[task.device]
+        if task.kind == _COMPUTE:
+            seconds[number] = prices.op_seconds[device_type, task.samples, task.subject]
+        elif task.kind == _UPDATE:
+            seconds[number] = prices.update_seconds[device_type, task.subject]
         else:
-            seconds[task] = (
+            seconds[number] = (
                 prices.copy_fixed_s[device_type]
-                + tape.num_bytes[task] * prices.copy_s_per_byte[device_type]
+                + task.num_bytes * prices.copy_s_per_byte[device_type]
             )
 
 
 @nb.njit(cache=True, nogil=True)
 def rank_kernel(tape: Tape, seconds: FloatArray, rank: FloatArray) -> None:
     """Upward rank: rank(o) = seconds(o) + max over successors of rank (HeteroG section 4.2)."""
-    num_tasks = tape.count[0]
+    num_tasks = tape.count[NUM_TASKS]
     rank[:num_tasks] = 0.0
     for task in range(num_tasks - 1, -1, -1):
         rank[task] += seconds[task]
-        for read in range(tape.read_start[task], tape.read_start[task + 1]):
-            maker = tape.buffer_maker[tape.read_buffer[read]]
+        for read in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
+            maker = tape.buffers[tape.reads[read]].maker
             rank[maker] = max(rank[maker], rank[task])
 
 
+# Helpers take single arrays and are inlined: passing the tuples would count references to every
+# array in them, atomically, on each call.
+
+
 @nb.njit(cache=True, nogil=True, inline="always")
-def _before(schedule: Schedule, first: int, second: int) -> bool:
+def _before(priority: FloatArray, first: int, second: int) -> bool:
     """Whether task ``first`` goes before ``second``: by priority, then by number."""
-    a = schedule.priority[first]
-    b = schedule.priority[second]
+    a = priority[first]
+    b = priority[second]
     return a < b or (a == b and first < second)
 
 
 @nb.njit(cache=True, nogil=True)
-def _push(schedule: Schedule, queue: int, task: int) -> None:
-    """Put a ready task into its queue (a binary heap by priority)."""
-    base = schedule.queue_start[queue]
-    position = schedule.queue_size[queue]
-    schedule.queue_size[queue] = position + 1
-    items = schedule.queue_item
+def _sift_up(priority: FloatArray, items: IntArray, base: int, position: int, task: int) -> None:
+    """Put a task at the end of a heap in ``items[base:]`` and let it rise."""
     while position > 0:
         above = (position - 1) >> 1
-        if not _before(schedule, task, items[base + above]):
+        if not _before(priority, task, items[base + above]):
             break
         items[base + position] = items[base + above]
         position = above
@@ -150,34 +156,27 @@ def _push(schedule: Schedule, queue: int, task: int) -> None:
 
 
 @nb.njit(cache=True, nogil=True)
-def _pop(schedule: Schedule, queue: int) -> int:
-    """Take the first task of a queue."""
-    base = schedule.queue_start[queue]
-    items = schedule.queue_item
-    first = items[base]
-    size = schedule.queue_size[queue] - 1
-    schedule.queue_size[queue] = size
+def _remove_first(priority: FloatArray, items: IntArray, base: int, size: int) -> None:
+    """Remove the first of a heap that has ``size`` items left afterwards."""
     task = items[base + size]
     position = 0
     while True:
         below = 2 * position + 1
         if below >= size:
             break
-        if below + 1 < size and _before(schedule, items[base + below + 1], items[base + below]):
+        if below + 1 < size and _before(priority, items[base + below + 1], items[base + below]):
             below += 1
-        if not _before(schedule, items[base + below], task):
+        if not _before(priority, items[base + below], task):
             break
         items[base + position] = items[base + below]
         position = below
     if size > 0:
         items[base + position] = task
-    return int(first)
 
 
 @nb.njit(cache=True, nogil=True)
-def _push_event(schedule: Schedule, size: int, time: float, item: int) -> int:
+def _push_event(times: FloatArray, items: IntArray, size: int, time: float, item: int) -> int:
     """Add an event; returns the new number of events."""
-    times, items = schedule.heap_time, schedule.heap_item
     position = size
     while position > 0:
         above = (position - 1) >> 1
@@ -192,9 +191,8 @@ def _push_event(schedule: Schedule, size: int, time: float, item: int) -> int:
 
 
 @nb.njit(cache=True, nogil=True)
-def _pop_event(schedule: Schedule, size: int) -> int:
+def _pop_event(times: FloatArray, items: IntArray, size: int) -> int:
     """Remove the first event; returns the new number of events."""
-    times, items = schedule.heap_time, schedule.heap_item
     size -= 1
     time, item = times[size], items[size]
     position = 0
@@ -221,19 +219,24 @@ def _pop_event(schedule: Schedule, size: int) -> int:
 @nb.njit(cache=True, nogil=True)
 def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -> None:
     """Successor lists, room for the queues, and the chain of each device."""
-    num_tasks = tape.count[0]
+    num_tasks = tape.count[NUM_TASKS]
     starts = schedule.successor_start
     starts[: num_tasks + 2] = 0
     for task in range(num_tasks):
-        begin, end = tape.read_start[task], tape.read_start[task + 1]
+        begin, end = tape.tasks[task].read_start, tape.tasks[task + 1].read_start
         schedule.waiting_for[task] = end - begin
+        is_chain = tape.tasks[task].kind < FIRST_FREE_KIND
+        schedule.is_local[task] = is_chain
         for read in range(begin, end):
-            starts[tape.buffer_maker[tape.read_buffer[read]] + 2] += 1
+            maker = tape.buffers[tape.reads[read]].maker
+            starts[maker + 2] += 1
+            if not is_chain or tape.tasks[maker].device != tape.tasks[task].device:
+                schedule.is_local[maker] = False
     for task in range(num_tasks):
         starts[task + 2] += starts[task + 1]
     for task in range(num_tasks):
-        for read in range(tape.read_start[task], tape.read_start[task + 1]):
-            maker = tape.buffer_maker[tape.read_buffer[read]]
+        for read in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
+            maker = tape.buffers[tape.reads[read]].maker
             schedule.successor[starts[maker + 1]] = task
             starts[maker + 1] += 1
     # Queue numbers: links first, then one per device for its free tasks.
@@ -241,13 +244,13 @@ def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -
     schedule.queue_size[:num_queues] = 0
     schedule.chain_start[: num_devices + 1] = 0
     for task in range(num_tasks):
-        kind = tape.kind[task]
+        kind = tape.tasks[task].kind
         if kind >= FIRST_LINK_KIND:
-            schedule.queue_size[prices.channel_queue[tape.channel[task]]] += 1
+            schedule.queue_size[prices.channel_queue[tape.tasks[task].channel]] += 1
         elif kind >= FIRST_FREE_KIND:
-            schedule.queue_size[prices.num_queues + tape.device[task]] += 1
+            schedule.queue_size[prices.num_queues + tape.tasks[task].device] += 1
         else:
-            schedule.chain_start[tape.device[task] + 1] += 1
+            schedule.chain_start[tape.tasks[task].device + 1] += 1
     total = 0
     for queue in range(num_queues):
         schedule.queue_start[queue] = total
@@ -257,8 +260,8 @@ def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -
         schedule.chain_start[device + 1] += schedule.chain_start[device]
     filled = np.zeros(num_devices, np.int32)
     for task in range(num_tasks):
-        if tape.kind[task] < FIRST_FREE_KIND:
-            device = tape.device[task]
+        if tape.tasks[task].kind < FIRST_FREE_KIND:
+            device = tape.tasks[task].device
             schedule.chain[schedule.chain_start[device] + filled[device]] = task
             filled[device] += 1
 
@@ -273,7 +276,7 @@ def simulate_kernel(
     than there are means that the program cannot run: a bug in whoever made it.
     """
     _prepare(tape, prices, schedule, num_devices)
-    num_tasks = tape.count[0]
+    num_tasks = tape.count[NUM_TASKS]
     words = prices.gate.shape[1]
     if order == 1:
         rank_kernel(tape, schedule.seconds, schedule.priority)
@@ -281,11 +284,15 @@ def simulate_kernel(
     elif order == 2:
         for task in range(num_tasks):
             schedule.priority[task] = task
+    heap_time, heap_item = schedule.heap_time, schedule.heap_item
+    priority, items = schedule.priority, schedule.queue_item
     num_link_queues = prices.num_queues
     busy = np.zeros(words, np.uint64)
     free_at = np.zeros(prices.num_resources)
-    active = np.empty(num_link_queues, np.int32)  # link queues with waiting tasks
-    num_active = 0
+    # Link queues whose head might start now: something arrived, or a link of their gate came free.
+    candidate = np.empty(num_link_queues, np.int32)
+    is_candidate = np.zeros(num_link_queues, np.bool_)
+    num_candidates = 0
     idle = np.ones(num_devices, np.bool_)
     position = schedule.chain_start[:num_devices].copy()
     touched = np.empty(num_devices, np.int32)  # devices to look at
@@ -295,8 +302,7 @@ def simulate_kernel(
     num_events = 0
     done = 0
     now = 0.0
-    links_changed = False
-    # Tasks that just got ready, handled like successors of a task that has just finished.
+    # Tasks that just got ready.
     fresh = np.empty(num_tasks, np.int32)
     num_fresh = 0
     for task in range(num_tasks):
@@ -306,196 +312,283 @@ def simulate_kernel(
     while True:
         for index in range(num_fresh):
             task = fresh[index]
-            kind = tape.kind[task]
+            kind = tape.tasks[task].kind
             if order == 0:
                 schedule.priority[task] = now
             if kind >= FIRST_LINK_KIND:
-                queue = prices.channel_queue[tape.channel[task]]
-                if schedule.queue_size[queue] == 0:
-                    active[num_active] = queue
-                    num_active += 1
-                _push(schedule, queue, task)
-                links_changed = True
+                queue = prices.channel_queue[tape.tasks[task].channel]
+                base, size = schedule.queue_start[queue], schedule.queue_size[queue]
+                _sift_up(priority, items, base, size, task)
+                schedule.queue_size[queue] = size + 1
+                if not is_candidate[queue]:
+                    is_candidate[queue] = True
+                    candidate[num_candidates] = queue
+                    num_candidates += 1
             else:
-                device = tape.device[task]
+                device = tape.tasks[task].device
                 if kind >= FIRST_FREE_KIND:
-                    _push(schedule, num_link_queues + device, task)
+                    queue = num_link_queues + device
+                    base, size = schedule.queue_start[queue], schedule.queue_size[queue]
+                    _sift_up(priority, items, base, size, task)
+                    schedule.queue_size[queue] = size + 1
                 if not is_touched[device]:
                     is_touched[device] = True
                     touched[num_touched] = device
                     num_touched += 1
         num_fresh = 0
-        # Compute streams.
+        # Compute streams. Ops that only later ops of the same device wait for run in one go:
+        # nothing else can see when exactly they end.
         for index in range(num_touched):
             device = touched[index]
             is_touched[device] = False
             if not idle[device]:
                 continue
-            task = -1
-            if position[device] < schedule.chain_start[device + 1]:
-                head = schedule.chain[position[device]]
-                if schedule.waiting_for[head] == 0:
-                    task = head
-                    position[device] += 1
-            if task < 0 and schedule.queue_size[num_link_queues + device] > 0:
-                task = _pop(schedule, num_link_queues + device)
-            if task >= 0:
-                idle[device] = False
+            time = now
+            last = schedule.chain_start[device + 1]
+            event = -1 - device
+            while position[device] < last:
+                task = schedule.chain[position[device]]
+                if schedule.waiting_for[task] != 0:
+                    break
+                position[device] += 1
+                schedule.start[task] = time
+                time += schedule.seconds[task]
+                schedule.finish[task] = time
+                if not schedule.is_local[task]:
+                    event = 2 * task
+                    break
+                done += 1
+                for edge in range(
+                    schedule.successor_start[task], schedule.successor_start[task + 1]
+                ):
+                    schedule.waiting_for[schedule.successor[edge]] -= 1
+            queue = num_link_queues + device
+            if time == now and event < 0 and schedule.queue_size[queue] > 0:
+                task = items[schedule.queue_start[queue]]
+                schedule.queue_size[queue] -= 1
+                _remove_first(
+                    priority, items, schedule.queue_start[queue], schedule.queue_size[queue]
+                )
                 schedule.start[task] = now
+                time = now + schedule.seconds[task]
+                schedule.finish[task] = time
                 schedule.events[num_events] = 2 * task
                 num_events += 1
-                num_heap = _push_event(schedule, num_heap, now + schedule.seconds[task], 2 * task)
+                event = 2 * task
+            if event >= 0 or time > now:
+                idle[device] = False
+                num_heap = _push_event(heap_time, heap_item, num_heap, time, event)
         num_touched = 0
         # Links: start the best head that may start, until none may.
-        while links_changed and num_active > 0:
+        while num_candidates > 0:
             best = -1
-            best_slot = -1
-            for slot in range(num_active):
-                queue = active[slot]
-                task = schedule.queue_item[schedule.queue_start[queue]]
-                if best >= 0 and not _before(schedule, task, best):
-                    continue
-                channel = tape.channel[task]
-                blocked = False
-                for word in range(words):
-                    if prices.gate[channel, word] & busy[word]:
-                        blocked = True
-                        break
+            slot = 0
+            while slot < num_candidates:
+                queue = candidate[slot]
+                blocked = schedule.queue_size[queue] == 0
+                task = -1
                 if not blocked:
+                    task = schedule.queue_item[schedule.queue_start[queue]]
+                    channel = tape.tasks[task].channel
+                    for word in range(words):
+                        if prices.gate[channel, word] & busy[word]:
+                            blocked = True
+                if blocked:
+                    is_candidate[queue] = False
+                    num_candidates -= 1
+                    candidate[slot] = candidate[num_candidates]
+                    continue
+                if best < 0 or _before(priority, task, best):
                     best = task
-                    best_slot = slot
+                slot += 1
             if best < 0:
                 break
-            queue = active[best_slot]
-            _pop(schedule, queue)
-            if schedule.queue_size[queue] == 0:
-                num_active -= 1
-                active[best_slot] = active[num_active]
-            channel = tape.channel[best]
-            end = now + schedule.seconds[best]
-            payload = tape.num_bytes[best]
+            channel = tape.tasks[best].channel
+            queue = prices.channel_queue[channel]
+            schedule.queue_size[queue] -= 1
+            _remove_first(priority, items, schedule.queue_start[queue], schedule.queue_size[queue])
+            payload = tape.tasks[best].num_bytes
             latency = prices.channel_latency_s[channel]
+            end = now + schedule.seconds[best]
             for entry in range(prices.resource_start[channel], prices.resource_start[channel + 1]):
                 resource = prices.resource[entry]
                 held = payload * prices.resource_s_per_byte[entry]
                 if held > 0.0:
                     until = max(free_at[resource], now) + held
                     end = max(end, until + latency)
-                    if prices.channel_is_collective[channel] and (
-                        prices.gate[channel, resource // 64] >> np.uint64(resource % 64)
-                    ) & np.uint64(1):
+                    bit = np.uint64(1) << np.uint64(resource % 64)
+                    if (
+                        prices.channel_is_collective[channel]
+                        and prices.gate[channel, resource // 64] & bit
+                    ):
                         until += latency
                     free_at[resource] = until
-                    busy[resource // 64] |= np.uint64(1) << np.uint64(resource % 64)
-            # Links that come free before the end wake the queues once each.
+                    busy[resource // 64] |= bit
+            # Links that come free before the end wake the queues, links that end together once.
             last_wake = end
             for entry in range(prices.resource_start[channel], prices.resource_start[channel + 1]):
                 until = free_at[prices.resource[entry]]
                 if until < end and until > now and until != last_wake:
-                    num_heap = _push_event(schedule, num_heap, until, -1 - channel)
+                    num_heap = _push_event(
+                        heap_time, heap_item, num_heap, until, -1 - num_devices - channel
+                    )
                     last_wake = until
             schedule.start[best] = now
+            schedule.finish[best] = end
             schedule.events[num_events] = 2 * best
             num_events += 1
-            num_heap = _push_event(schedule, num_heap, end, 2 * best)
-        links_changed = False
+            num_heap = _push_event(heap_time, heap_item, num_heap, end, 2 * best)
         if num_heap == 0:
             break
-        now = schedule.heap_time[0]
-        while num_heap > 0 and schedule.heap_time[0] == now:
-            item = schedule.heap_item[0]
-            num_heap = _pop_event(schedule, num_heap)
-            if item < 0:
-                links_changed = True
-                _release(prices, -1 - item, now, free_at, busy)
-                continue
+        now = heap_time[0]
+        while num_heap > 0 and heap_time[0] == now:
+            item = heap_item[0]
+            num_heap = _pop_event(heap_time, heap_item, num_heap)
             task = item >> 1
-            schedule.finish[task] = now
-            schedule.events[num_events] = item + 1
-            num_events += 1
-            done += 1
-            if tape.kind[task] >= FIRST_LINK_KIND:
-                channel = tape.channel[task]
-                links_changed = True
-                _release(prices, channel, now, free_at, busy)
-            else:
-                device = tape.device[task]
+            device = -1 - item
+            released = -1
+            if item >= 0:
+                kind = tape.tasks[task].kind
+                done += 1
+                if kind >= FIRST_FREE_KIND:
+                    schedule.events[num_events] = item + 1
+                    num_events += 1
+                if kind >= FIRST_LINK_KIND:
+                    released = tape.tasks[task].channel
+                device = tape.tasks[task].device
+                for edge in range(
+                    schedule.successor_start[task], schedule.successor_start[task + 1]
+                ):
+                    reader = schedule.successor[edge]
+                    schedule.waiting_for[reader] -= 1
+                    if schedule.waiting_for[reader] == 0:
+                        fresh[num_fresh] = reader
+                        num_fresh += 1
+            elif device >= num_devices:
+                released = device - num_devices
+            if released < 0:
                 idle[device] = True
                 if not is_touched[device]:
                     is_touched[device] = True
                     touched[num_touched] = device
                     num_touched += 1
-            for edge in range(schedule.successor_start[task], schedule.successor_start[task + 1]):
-                reader = schedule.successor[edge]
-                schedule.waiting_for[reader] -= 1
-                if schedule.waiting_for[reader] == 0:
-                    fresh[num_fresh] = reader
-                    num_fresh += 1
+                continue
+            for entry in range(
+                prices.resource_start[released], prices.resource_start[released + 1]
+            ):
+                resource = prices.resource[entry]
+                bit = np.uint64(1) << np.uint64(resource % 64)
+                if free_at[resource] <= now and busy[resource // 64] & bit:
+                    busy[resource // 64] &= ~bit
+                    for user in range(
+                        prices.gated_start[resource], prices.gated_start[resource + 1]
+                    ):
+                        queue = prices.gated_queue[user]
+                        if schedule.queue_size[queue] > 0 and not is_candidate[queue]:
+                            is_candidate[queue] = True
+                            candidate[num_candidates] = queue
+                            num_candidates += 1
+    schedule.events[num_events] = -1
     return now, done
 
 
 @nb.njit(cache=True, nogil=True)
-def _release(
-    prices: Prices, channel: int, now: float, free_at: FloatArray, busy: npt.NDArray[np.uint64]
-) -> None:
-    """Mark the links of a channel that have nothing left to do as free."""
-    for entry in range(prices.resource_start[channel], prices.resource_start[channel + 1]):
-        resource = prices.resource[entry]
-        if free_at[resource] <= now:
-            busy[resource // 64] &= ~(np.uint64(1) << np.uint64(resource % 64))
-
-
-@nb.njit(cache=True, nogil=True)
 def memory_kernel(tape: Tape, schedule: Schedule, resident: FloatArray, peak: FloatArray) -> None:
-    """Peak bytes of each device: a buffer lives from its maker's start to its last reader's end."""
-    num_tasks = tape.count[0]
-    num_buffers = tape.count[1]
+    """Peak bytes of each device: a buffer lives from its maker's start to its last reader's end.
+
+    Each device is followed on its own: its ops, whose order is fixed, are merged in time with the
+    link and free tasks that touch its memory. At one instant, ends come before starts.
+    """
     alive = schedule.alive
-    alive[:num_buffers] = 0
-    for read in range(tape.count[2]):
-        alive[tape.read_buffer[read]] += 1
-    live = resident.copy()
-    peak[:] = live
-    for index in range(2 * num_tasks):
-        event = schedule.events[index]
-        task = event >> 1
-        if event & 1 == 0:
-            for buffer in range(tape.buffer_start[task], tape.buffer_start[task + 1]):
-                device = tape.buffer_device[buffer]
-                if device >= 0:
-                    live[device] += tape.buffer_bytes[buffer]
-                    peak[device] = max(peak[device], live[device])
-            continue
-        for buffer in range(tape.buffer_start[task], tape.buffer_start[task + 1]):
-            if alive[buffer] == 0 and tape.buffer_device[buffer] >= 0:
-                live[tape.buffer_device[buffer]] -= tape.buffer_bytes[buffer]
-        for read in range(tape.read_start[task], tape.read_start[task + 1]):
-            buffer = tape.read_buffer[read]
-            alive[buffer] -= 1
-            if alive[buffer] == 0 and tape.buffer_device[buffer] >= 0:
-                live[tape.buffer_device[buffer]] -= tape.buffer_bytes[buffer]
+    alive[: tape.count[NUM_BUFFERS]] = 0
+    for read in range(tape.count[NUM_READS]):
+        alive[tape.reads[read]] += 1
+    num_devices = len(resident)
+    touching, touching_start = _events_by_device(tape, schedule, num_devices)
+    for device in range(num_devices):
+        live = resident[device]
+        most = live
+        op = schedule.chain_start[device]
+        last_op = schedule.chain_start[device + 1]
+        is_running = False
+        other = touching_start[device]
+        last_other = touching_start[device + 1]
+        while op < last_op or other < last_other:
+            take_op = op < last_op
+            if take_op and other < last_other:
+                event = touching[other]
+                task = schedule.chain[op]
+                time = schedule.finish[event >> 1] if event & 1 else schedule.start[event >> 1]
+                if is_running:
+                    take_op = schedule.finish[task] <= time
+                else:
+                    take_op = schedule.start[task] < time
+            if take_op:
+                task = schedule.chain[op]
+                is_end = is_running
+                is_running = not is_running
+                op += 1 if is_end else 0
+            else:
+                task = touching[other] >> 1
+                is_end = touching[other] & 1 == 1
+                other += 1
+            for made in range(tape.tasks[task].buffer_start, tape.tasks[task + 1].buffer_start):
+                buffer = tape.buffers[made]
+                if buffer.device != device:
+                    continue
+                if not is_end:
+                    live += buffer.num_bytes
+                elif alive[made] == 0:
+                    live -= buffer.num_bytes
+            most = max(most, live)
+            if is_end:
+                for read in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
+                    needed = tape.reads[read]
+                    buffer = tape.buffers[needed]
+                    if buffer.device == device:
+                        alive[needed] -= 1
+                        if alive[needed] == 0:
+                            live -= buffer.num_bytes
+        peak[device] = most
 
 
 @nb.njit(cache=True, nogil=True)
-def evaluate_kernel(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, prices: Prices,
-    schedule: Schedule, order: int, resident: FloatArray, peak: FloatArray,
-) -> tuple[float, int]:  # fmt: skip
-    """Lower, price, simulate and account memory in one call.
-
-    Returns:
-        (seconds, finished tasks); (-1, 0) if the tape and (-2, 0) if the schedule is too short.
-    """
-    if not lower_kernel(tables, choice, scratch, tape):
-        return -1.0, 0
-    if (
-        tape.count[0] > len(schedule.seconds)
-        or tape.count[2] > len(schedule.successor)
-        or tape.count[1] > len(schedule.alive)
-    ):
-        return -2.0, 0
-    price_kernel(tape, prices, schedule.seconds)
-    num_devices = choice.member.shape[1]
-    seconds, done = simulate_kernel(tape, prices, schedule, num_devices, order)
-    memory_kernel(tape, schedule, resident, peak)
-    return seconds, done
+def _events_by_device(
+    tape: Tape, schedule: Schedule, num_devices: int
+) -> tuple[IntArray, IntArray]:
+    """Starts and ends of link and free tasks that touch each device's memory, in time order."""
+    start = np.zeros(num_devices + 1, np.int32)
+    seen = np.full(num_devices, -1, np.int64)
+    touching = np.empty(0, np.int32)
+    filled = np.zeros(num_devices, np.int32)
+    for writing in range(2):
+        seen[:] = -1
+        index = 0
+        while schedule.events[index] >= 0:
+            event = schedule.events[index]
+            task = event >> 1
+            for edge in range(tape.tasks[task].buffer_start, tape.tasks[task + 1].buffer_start):
+                device = tape.buffers[edge].device
+                if device >= 0 and seen[device] != index:
+                    seen[device] = index
+                    if writing == 1:
+                        touching[start[device] + filled[device]] = event
+                        filled[device] += 1
+                    else:
+                        start[device + 1] += 1
+            if event & 1 == 1:
+                for edge in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
+                    device = tape.buffers[tape.reads[edge]].device
+                    if device >= 0 and seen[device] != index:
+                        seen[device] = index
+                        if writing == 1:
+                            touching[start[device] + filled[device]] = event
+                            filled[device] += 1
+                        else:
+                            start[device + 1] += 1
+            index += 1
+        if writing == 0:
+            for device in range(num_devices):
+                start[device + 1] += start[device]
+            touching = np.empty(start[num_devices], np.int32)
+    return touching, start

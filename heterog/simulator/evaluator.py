@@ -10,12 +10,17 @@ from heterog.graph.op_graph import FloatArray, OpGraph
 from heterog.simulator.cost_model import ChannelPrices, CostModel, Prices, price_channels
 from heterog.simulator.engine import (
     Order,
-    evaluate_kernel,
     make_schedule,
+    memory_kernel,
+    price_kernel,
+    simulate_kernel,
 )
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.lowering import (
+    NUM_BUFFERS,
+    NUM_READS,
+    NUM_TASKS,
     Choice,
     encode,
     lower_to_tape,
@@ -149,30 +154,33 @@ class Evaluator:
     def simulate(self, choice: Choice, order: Order) -> tuple[float, FloatArray]:
         """(seconds per step, peak bytes of each device) of an encoded strategy."""
         prices = self.prices(choice)
-        resident = resident_bytes(self.tables, choice)
-        peak = np.empty(self.cluster.num_devices)
-        while True:
-            seconds, done = evaluate_kernel(
-                self.tables, choice, self._scratch, self._tape, prices, self._schedule,
-                int(order), resident, peak,
-            )  # fmt: skip
-            if seconds >= 0.0:
-                break
-            if seconds == -1.0:
-                self._tape = make_tape(2 * len(self._tape.kind), len(self._tape.bucket))
-            self._grow(prices)
+        num_devices = self.cluster.num_devices
+        # Four kernels, not one: compiled together they ran a third slower.
+        self._tape = lower_to_tape(self.tables, choice, self._scratch, self._tape)
+        self._make_room(prices)
+        schedule, tape = self._schedule, self._tape
+        price_kernel(tape, prices, schedule.seconds)
+        seconds, done = simulate_kernel(tape, prices, schedule, num_devices, int(order))
+        num_tasks = int(tape.count[NUM_TASKS])
+        assert done == num_tasks, f"only {done} of {num_tasks} tasks can run"
+        peak = np.empty(num_devices)
+        memory_kernel(tape, schedule, resident_bytes(self.tables, choice), peak)
         self.num_evaluations += 1
-        assert done == self._tape.count[0], f"{done} of {self._tape.count[0]} tasks can run"
         return seconds / choice.num_steps, peak
 
-    def _grow(self, prices: Prices) -> None:
-        """Make the simulation's arrays large enough for the tape."""
-        self._schedule = make_schedule(
-            len(self._tape.kind),
-            len(self._tape.read_buffer),
-            len(self._tape.buffer_device),
-            prices.num_queues + 2 * self.cluster.num_devices + 64,
-        )
+    def _make_room(self, prices: Prices) -> None:
+        """Make the simulation's arrays large enough for the tape and the queues."""
+        tape, schedule = self._tape, self._schedule
+        num_queues = prices.num_queues + self.cluster.num_devices
+        if (
+            tape.count[NUM_TASKS] > len(schedule.seconds)
+            or tape.count[NUM_READS] > len(schedule.successor)
+            or tape.count[NUM_BUFFERS] > len(schedule.alive)
+            or num_queues > len(schedule.queue_size)
+        ):
+            self._schedule = make_schedule(
+                len(tape.tasks), len(tape.reads), len(tape.buffers), 2 * num_queues
+            )
 
     def prices(self, choice: Choice) -> Prices:
         """The cost model's answers for everything that a choice can contain."""
@@ -183,10 +191,6 @@ class Evaluator:
             self._channel_prices = price_channels(
                 self.cost_model, self.cluster, self.channels.channels
             )
-            if len(self._schedule.queue_size) < (
-                self._channel_prices.num_queues + self.cluster.num_devices
-            ):
-                self._schedule = make_schedule(1, 1, 1, 1)
         channel = self._channel_prices
         return Prices(
             type_of_device=self._type_of_device,
@@ -202,6 +206,8 @@ class Evaluator:
             resource=channel.resource,
             resource_s_per_byte=channel.resource_s_per_byte,
             gate=channel.gate,
+            gated_start=channel.gated_start,
+            gated_queue=channel.gated_queue,
             num_queues=channel.num_queues,
             num_resources=len(self.cluster.resources),
         )

@@ -66,24 +66,39 @@ class Choice(NamedTuple):
     home: IntArray  # of each parameter
 
 
-class Tape(NamedTuple):
-    """The arrays that a program is written to; see ``Program`` for their meaning."""
+TASK = np.dtype(
+    [
+        ("num_bytes", np.float64),
+        ("subject", np.int32),
+        ("device", np.int32),
+        ("micro", np.int32),
+        ("samples", np.int32),
+        ("channel", np.int32),
+        ("read_start", np.int32),
+        ("buffer_start", np.int32),
+        ("kind", np.int32),
+    ],
+    align=True,
+)
+BUFFER = np.dtype(
+    [("num_bytes", np.float64), ("maker", np.int32), ("device", np.int32)], align=True
+)
+NUM_TASKS, NUM_BUFFERS, NUM_READS, OVERFLOW = 0, 1, 2, 3
+"""Positions in ``Tape.count``."""
 
-    kind: npt.NDArray[np.uint8]
-    subject: IntArray
-    device: IntArray
-    micro: IntArray
-    samples: IntArray
-    channel: IntArray
-    num_bytes: FloatArray
-    read_start: IntArray
-    read_buffer: IntArray
-    buffer_start: IntArray
-    buffer_maker: IntArray
-    buffer_device: IntArray
-    buffer_bytes: FloatArray
+
+class Tape(NamedTuple):
+    """The records that a program is written to; see ``Program`` for the fields' meaning.
+
+    Records instead of columns: the kernels hand few arrays around, and a task is written in one
+    place in memory. The task after the last one holds the ends of its lists.
+    """
+
+    tasks: npt.NDArray[np.void]  # TASK
+    buffers: npt.NDArray[np.void]  # BUFFER
+    reads: IntArray
     bucket: IntArray
-    count: npt.NDArray[np.int64]  # tasks, buffers, reads, overflow
+    count: npt.NDArray[np.int64]
 
 
 class Scratch(NamedTuple):
@@ -104,22 +119,12 @@ class Scratch(NamedTuple):
 
 
 def make_tape(num_tasks: int, num_parameters: int) -> Tape:
-    """Empty arrays with room for a number of tasks and for three times as many edges."""
+    """Empty records with room for a number of tasks and for a few times as many edges."""
     room = max(num_tasks, 64)
     return Tape(
-        kind=np.empty(room, np.uint8),
-        subject=np.empty(room, np.int32),
-        device=np.empty(room, np.int32),
-        micro=np.empty(room, np.int32),
-        samples=np.empty(room, np.int32),
-        channel=np.empty(room, np.int32),
-        num_bytes=np.empty(room, np.float64),
-        read_start=np.empty(room + 1, np.int32),
-        read_buffer=np.empty(4 * room, np.int32),
-        buffer_start=np.empty(room + 1, np.int32),
-        buffer_maker=np.empty(3 * room, np.int32),
-        buffer_device=np.empty(3 * room, np.int32),
-        buffer_bytes=np.empty(3 * room, np.float64),
+        tasks=np.empty(room, TASK),
+        buffers=np.empty(3 * room, BUFFER),
+        reads=np.empty(4 * room, np.int32),
         bucket=np.empty(num_parameters, np.int32),
         count=np.zeros(4, np.int64),
     )
@@ -176,7 +181,7 @@ def lower(
 def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> Tape:
     """Run the kernel, on a larger tape if the given one is too short; returns the one used."""
     while not lower_kernel(tables, choice, scratch, tape):
-        tape = make_tape(2 * len(tape.kind), len(tape.bucket))
+        tape = make_tape(2 * len(tape.tasks), len(tape.bucket))
     return tape
 
 
@@ -276,22 +281,24 @@ def program_from_tape(
     num_devices: int,
 ) -> Program:
     """Copy what was written to a tape into a program."""
-    tasks, buffers, reads, _ = (int(count) for count in tape.count)
+    num_tasks, num_buffers, num_reads, _ = (int(count) for count in tape.count)
+    tasks = tape.tasks[:num_tasks]
+    buffers = tape.buffers[:num_buffers]
     return Program(
         num_devices=num_devices,
         num_steps=choice.num_steps,
-        kind=tape.kind[:tasks].copy(),
-        subject=tape.subject[:tasks].copy(),
-        device=tape.device[:tasks].copy(),
-        micro=tape.micro[:tasks].copy(),
-        samples=tape.samples[:tasks].copy(),
-        channel=tape.channel[:tasks].copy(),
-        num_bytes=tape.num_bytes[:tasks].copy(),
-        read_start=tape.read_start[: tasks + 1].copy(),
-        read_buffer=tape.read_buffer[:reads].copy(),
-        buffer_start=tape.buffer_start[: tasks + 1].copy(),
-        buffer_device=tape.buffer_device[:buffers].copy(),
-        buffer_bytes=tape.buffer_bytes[:buffers].copy(),
+        kind=tasks["kind"].astype(np.uint8),
+        subject=tasks["subject"].copy(),
+        device=tasks["device"].copy(),
+        micro=tasks["micro"].copy(),
+        samples=tasks["samples"].copy(),
+        channel=tasks["channel"].copy(),
+        num_bytes=tasks["num_bytes"].copy(),
+        read_start=tape.tasks["read_start"][: num_tasks + 1].copy(),
+        read_buffer=tape.reads[:num_reads].copy(),
+        buffer_start=tape.tasks["buffer_start"][: num_tasks + 1].copy(),
+        buffer_device=buffers["device"].copy(),
+        buffer_bytes=buffers["num_bytes"].copy(),
         bucket=tape.bucket.copy(),
         resident_bytes=resident_bytes(tables, choice),
         channels=channels,
@@ -330,51 +337,55 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     return resident
 
 
+# Helpers are inlined: a call would count references to every array of every tuple, atomically.
+
+
 @nb.njit(cache=True, nogil=True, inline="always")
 def _task(
     tape: Tape, kind: int, subject: int, device: int, micro: int, samples: int, channel: int,
     num_bytes: float,
-) -> int:  # fmt: skip
+) -> None:  # fmt: skip
     """Begin a task; its reads and buffers are written before the next one begins."""
-    task = tape.count[0]
+    number = tape.count[NUM_TASKS]
     if (
-        task >= len(tape.kind) - 1
-        or tape.count[1] >= len(tape.buffer_device) - 256
-        or tape.count[2] >= len(tape.read_buffer) - 2048 - 4 * len(tape.bucket)
+        number >= len(tape.tasks) - 2
+        or tape.count[NUM_BUFFERS] >= len(tape.buffers) - 256
+        or tape.count[NUM_READS] >= len(tape.reads) - 2048 - 4 * len(tape.bucket)
     ):
-        tape.count[3] = 1
-        task = len(tape.kind) - 2
-        tape.count[1] = 0
-        tape.count[2] = 0
-    tape.kind[task] = kind
-    tape.subject[task] = subject
-    tape.device[task] = device
-    tape.micro[task] = micro
-    tape.samples[task] = samples
-    tape.channel[task] = channel
-    tape.num_bytes[task] = num_bytes
-    tape.read_start[task] = tape.count[2]
-    tape.buffer_start[task] = tape.count[1]
-    tape.count[0] = task + 1
-    return task
+        tape.count[OVERFLOW] = 1
+        number = 0
+        tape.count[NUM_BUFFERS] = 0
+        tape.count[NUM_READS] = 0
+    task = tape.tasks[number]
+    task.kind = kind
+    task.subject = subject
+    task.device = device
+    task.micro = micro
+    task.samples = samples
+    task.channel = channel
+    task.num_bytes = num_bytes
+    task.read_start = tape.count[NUM_READS]
+    task.buffer_start = tape.count[NUM_BUFFERS]
+    tape.count[NUM_TASKS] = number + 1
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
 def _read(tape: Tape, buffer: int) -> None:
     if buffer >= 0:
-        tape.read_buffer[tape.count[2]] = buffer
-        tape.count[2] += 1
+        tape.reads[tape.count[NUM_READS]] = buffer
+        tape.count[NUM_READS] += 1
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
 def _make(tape: Tape, device: int, num_bytes: float) -> int:
     """A buffer made by the task that was begun last."""
-    buffer = tape.count[1]
-    tape.buffer_maker[buffer] = tape.count[0] - 1
-    tape.buffer_device[buffer] = device
-    tape.buffer_bytes[buffer] = num_bytes
-    tape.count[1] = buffer + 1
-    return buffer
+    number = tape.count[NUM_BUFFERS]
+    buffer = tape.buffers[number]
+    buffer.maker = tape.count[NUM_TASKS] - 1
+    buffer.device = device
+    buffer.num_bytes = num_bytes
+    tape.count[NUM_BUFFERS] = number + 1
+    return number
 
 
 @nb.njit(cache=True, nogil=True)
@@ -397,46 +408,91 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
             for op in range(num_ops):
                 group = tables.op_group[op]
                 layout = choice.layout[group]  # the constant group is -1: the last entry
-                reads = range(tables.read_start[op], tables.read_start[op + 1])
-                for read in reads:
+                for read in range(tables.read_start[op], tables.read_start[op + 1]):
                     slot = tables.read_slot[read]
                     if slot >= 0 and scratch.slot_done[slot] == 0:
                         _convert(tables, choice, scratch, tape, slot, micro)
+                # One compute task on each device that has samples. Nearly all tasks are made here,
+                # so this is written out, with the counts in registers.
+                first_read, last_read = tables.read_start[op], tables.read_start[op + 1]
+                first_ready = tables.parameter_read_start[op]
+                last_ready = tables.parameter_read_start[op + 1]
+                first_value, last_value = tables.value_start[op], tables.value_start[op + 1]
+                number = tape.count[NUM_TASKS]
+                made = tape.count[NUM_BUFFERS]
+                read = tape.count[NUM_READS]
+                if (
+                    number + num_devices >= len(tape.tasks) - 2
+                    or made + num_devices * (last_value - first_value) >= len(tape.buffers) - 256
+                    or read + num_devices * (last_read - first_read + last_ready - first_ready)
+                    >= len(tape.reads)
+                ):
+                    return False
                 for device in range(num_devices):
                     samples = choice.shares[layout, micro, device]
                     if samples == 0:
                         continue
-                    _task(tape, _COMPUTE, op, device, micro, samples, -1, 0.0)
-                    for read in reads:
-                        slot = tables.read_slot[read]
+                    task = tape.tasks[number]
+                    task.kind = _COMPUTE
+                    task.subject = op
+                    task.device = device
+                    task.micro = micro
+                    task.samples = samples
+                    task.channel = -1
+                    task.num_bytes = 0.0
+                    task.read_start = read
+                    task.buffer_start = made
+                    for entry in range(first_read, last_read):
+                        slot = tables.read_slot[entry]
                         if slot >= 0:
-                            _read(tape, scratch.slot_buffer[slot, device])
+                            needed = scratch.slot_buffer[slot, device]
                         else:
-                            _read(tape, scratch.value_buffer[tables.read_value[read], device])
-                    for entry in range(
-                        tables.parameter_read_start[op], tables.parameter_read_start[op + 1]
-                    ):
-                        _read(tape, scratch.ready_buffer[tables.parameter_read[entry], device])
-                    for value in range(tables.value_start[op], tables.value_start[op + 1]):
-                        size = tables.value_bytes[value]
-                        size += tables.value_bytes_per_sample[value] * samples
-                        scratch.value_buffer[value, device] = _make(tape, device, size)
+                            needed = scratch.value_buffer[tables.read_value[entry], device]
+                        if needed >= 0:
+                            tape.reads[read] = needed
+                            read += 1
+                    for entry in range(first_ready, last_ready):
+                        needed = scratch.ready_buffer[tables.parameter_read[entry], device]
+                        if needed >= 0:
+                            tape.reads[read] = needed
+                            read += 1
+                    for value in range(first_value, last_value):
+                        buffer = tape.buffers[made]
+                        buffer.maker = number
+                        buffer.device = device
+                        buffer.num_bytes = (
+                            tables.value_bytes[value]
+                            + tables.value_bytes_per_sample[value] * samples
+                        )
+                        scratch.value_buffer[value, device] = made
+                        made += 1
+                    number += 1
+                tape.count[NUM_TASKS] = number
+                tape.count[NUM_BUFFERS] = made
+                tape.count[NUM_READS] = read
                 for entry in range(tables.gradient_start[op], tables.gradient_start[op + 1]):
                     parameter = tables.gradient_parameter[entry]
-                    _take_gradient(tables, choice, scratch, tape, parameter, micro)
+                    if micro == 0:
+                        value = tables.parameter_gradient[parameter]
+                        for device in range(num_devices):
+                            fresh = scratch.value_buffer[value, device]
+                            scratch.gradient_buffer[parameter, device] = fresh
+                    else:
+                        _accumulate(tables, choice, scratch, tape, parameter, micro)
                     if last:
                         _synchronise(tables, choice, scratch, tape, parameter)
-                if tape.count[3] != 0:
+                if tape.count[OVERFLOW] != 0:
                     return False
         for key in range(tables.num_groups):
             if scratch.open_first[key] >= 0:
                 _close_bucket(tables, choice, scratch, tape, key)
-    tape.read_start[tape.count[0]] = tape.count[2]
-    tape.buffer_start[tape.count[0]] = tape.count[1]
-    return tape.count[3] == 0
+    end = tape.tasks[tape.count[NUM_TASKS]]
+    end.read_start = tape.count[NUM_READS]
+    end.buffer_start = tape.count[NUM_BUFFERS]
+    return tape.count[OVERFLOW] == 0
 
 
-@nb.njit(cache=True, nogil=True)
+@nb.njit(cache=True, nogil=True, inline="always")
 def _number_buckets(tables: GraphTables, choice: Choice, scratch: Scratch) -> None:
     """Groups whose gradients may share a bucket get the same key: the first such group."""
     for group in range(tables.num_groups):
@@ -452,7 +508,7 @@ def _number_buckets(tables: GraphTables, choice: Choice, scratch: Scratch) -> No
                 break
 
 
-@nb.njit(cache=True, nogil=True)
+@nb.njit(cache=True, nogil=True, inline="always")
 def _convert(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, micro: int
 ) -> None:
@@ -490,7 +546,7 @@ def _convert(
         _copy_whole(tables, choice, scratch, tape, slot, source, target, micro, False)
 
 
-@nb.njit(cache=True, nogil=True)
+@nb.njit(cache=True, nogil=True, inline="always")
 def _move_samples(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
@@ -509,7 +565,7 @@ def _move_samples(
         # First the pieces that must travel, then one task that joins all of them.
         parts = 0
         low = 0
-        first_piece = tape.count[1]
+        first_piece = tape.count[NUM_BUFFERS]
         local = -1
         for other in range(num_devices):
             owned = choice.shares[source, micro, other]
@@ -534,17 +590,17 @@ def _move_samples(
             _read(tape, mine)
             scratch.slot_buffer[slot, device] = _make(tape, device, size)
         if parts > 1:
-            pieces = tape.count[1]
+            pieces = tape.count[NUM_BUFFERS]
             _task(tape, _CONCAT, value, device, micro, count, -1, 2.0 * count * per_sample)
             _read(tape, local)
             for piece in range(first_piece, pieces):
-                if tape.buffer_device[piece] == device:
+                if tape.buffers[piece].device == device:
                     _read(tape, piece)
             scratch.slot_buffer[slot, device] = _make(tape, device, count * per_sample)
         begin = end
 
 
-@nb.njit(cache=True, nogil=True)
+@nb.njit(cache=True, nogil=True, inline="always")
 def _gather(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
     micro: int,
@@ -573,7 +629,7 @@ def _gather(
             scratch.slot_buffer[slot, device] = _make(tape, device, total * per_sample)
 
 
-@nb.njit(cache=True, nogil=True)
+@nb.njit(cache=True, nogil=True, inline="always")
 def _reduce(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
     micro: int,
@@ -594,7 +650,7 @@ def _reduce(
             scratch.slot_buffer[slot, device] = _make(tape, device, size)
 
 
-@nb.njit(cache=True, nogil=True)
+@nb.njit(cache=True, nogil=True, inline="always")
 def _copy_whole(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int, only_first: bool,
@@ -626,11 +682,11 @@ def _copy_whole(
             scratch.slot_buffer[slot, device] = _make(tape, device, size)
 
 
-@nb.njit(cache=True, nogil=True)
-def _take_gradient(
+@nb.njit(cache=True, nogil=True, inline="always")
+def _accumulate(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
 ) -> None:
-    """Keep a micro-batch's gradient, or add it to the one that is there."""
+    """Add a micro-batch's gradient to the one that is there, or keep it as the first."""
     value = tables.parameter_gradient[parameter]
     size = tables.parameter_bytes[parameter]
     for device in range(choice.member.shape[1]):
@@ -653,7 +709,7 @@ def _read_gradient(scratch: Scratch, tape: Tape, parameter: int, device: int) ->
     _read(tape, scratch.gradient_token[parameter, device])
 
 
-@nb.njit(cache=True, nogil=True)
+@nb.njit(cache=True, nogil=True, inline="always")
 def _synchronise(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
 ) -> None:
@@ -667,7 +723,9 @@ def _synchronise(
     if choice.first_channel[group] < 0 or tables.gradient_is_partial[parameter] == 0:
         for device in range(num_devices):
             if choice.member[layout, device]:
-                _update(tables, scratch, tape, parameter, device, -1, -1)
+                _task(tape, _UPDATE, parameter, device, 0, 0, -1, 0.0)
+                _read_gradient(scratch, tape, parameter, device)
+                scratch.ready_buffer[parameter, device] = _make(tape, device, 0.0)
         return
     key = scratch.bucket_key[group]
     size = tables.parameter_bytes[parameter]
@@ -683,22 +741,7 @@ def _synchronise(
         _close_bucket(tables, choice, scratch, tape, key)
 
 
-@nb.njit(cache=True, nogil=True)
-def _update(
-    tables: GraphTables, scratch: Scratch, tape: Tape, parameter: int, device: int, token: int,
-    flat: int,
-) -> None:  # fmt: skip
-    """The optimizer step of one replica; in a bucket the gradient is a view of the flat copy."""
-    _task(tape, _UPDATE, parameter, device, 0, 0, -1, 0.0)
-    _read(tape, token)
-    if flat >= 0:
-        _read(tape, flat)
-    else:
-        _read_gradient(scratch, tape, parameter, device)
-    scratch.ready_buffer[parameter, device] = _make(tape, device, 0.0)
-
-
-@nb.njit(cache=True, nogil=True)
+@nb.njit(cache=True, nogil=True, inline="always")
 def _close_bucket(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, key: int
 ) -> None:
@@ -752,16 +795,56 @@ def _close_bucket(
                 else:
                     _read(tape, scratch.flat_buffer[device])
         token = _make(tape, -1, 0.0)
+    # The updates, written out like the ops: an optimizer step of each parameter on each replica.
+    # In a bucket the gradient is a view of the flat copy.
+    number, made, read = tape.count[NUM_TASKS], tape.count[NUM_BUFFERS], tape.count[NUM_READS]
     parameter = first
     while parameter >= 0:
+        if (
+            number + num_devices >= len(tape.tasks) - 2
+            or made + num_devices >= len(tape.buffers) - 256
+            or read + 3 * num_devices >= len(tape.reads)
+        ):
+            tape.count[OVERFLOW] = 1
+            number, made, read = 0, 0, 0
         for device in range(num_devices):
-            if choice.member[layout, device]:
-                flat = scratch.flat_buffer[device]
-                _update(tables, scratch, tape, parameter, device, token, flat)
+            if not choice.member[layout, device]:
+                continue
+            task = tape.tasks[number]
+            task.kind = _UPDATE
+            task.subject = parameter
+            task.device = device
+            task.micro = 0
+            task.samples = 0
+            task.channel = -1
+            task.num_bytes = 0.0
+            task.read_start = read
+            task.buffer_start = made
+            tape.reads[read] = token
+            read += 1
+            if single:
+                tape.reads[read] = scratch.gradient_buffer[parameter, device]
+                read += 1
+                if scratch.gradient_token[parameter, device] >= 0:
+                    tape.reads[read] = scratch.gradient_token[parameter, device]
+                    read += 1
+            else:
+                tape.reads[read] = scratch.flat_buffer[device]
+                read += 1
+            buffer = tape.buffers[made]
+            buffer.maker = number
+            buffer.device = device
+            buffer.num_bytes = 0.0
+            scratch.ready_buffer[parameter, device] = made
+            made += 1
+            number += 1
         parameter = scratch.next_in_bucket[parameter]
+    tape.count[NUM_TASKS] = number
+    tape.count[NUM_BUFFERS] = made
+    tape.count[NUM_READS] = read
 
 
-@nb.njit(cache=True, nogil=True)
+@nb.njit(cache=True, nogil=True, inline="always")
 def _serve(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
 ) -> None:
@@ -771,7 +854,7 @@ def _serve(
     size = tables.parameter_bytes[parameter]
     num_devices = choice.member.shape[1]
     partial = tables.gradient_is_partial[parameter] == 1
-    first_received = tape.count[1]
+    first_received = tape.count[NUM_BUFFERS]
     received = 0
     for device in range(num_devices):
         if device == home or scratch.gradient_buffer[parameter, device] < 0:
@@ -782,7 +865,7 @@ def _serve(
         _read_gradient(scratch, tape, parameter, device)
         _make(tape, home, size)
         received += 1
-    last_received = tape.count[1]
+    last_received = tape.count[NUM_BUFFERS]
     own = scratch.gradient_buffer[parameter, home] >= 0
     token = -1
     if received + (1 if own else 0) > 1:

@@ -36,7 +36,7 @@ def _like(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Ru
     *("bernoulli.default", "bernoulli.p", "bernoulli.Tensor", "rand_like.default"),
     *("randn_like.default", "randint_like.default", "randint_like.low_dtype"),
     *("native_dropout.default", "uniform.default", "normal_functional.default"),
-    *("exponential.default", "_fused_dropout.default"),
+    "exponential.default",
 )
 def _random_like(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     axes = broadcast_axes(call, Special.OWN_RANDOM_STREAM)

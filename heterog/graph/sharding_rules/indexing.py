@@ -67,7 +67,8 @@ def _scatter(call: OpCall, placements: tuple[Placement, ...], axis_size: int) ->
         axes.append(axis(call, (P,), Special.BIAS_ON_ONE_RANK, index=along, src=along))
     written = call.kind in ("scatter.src", "scatter_add.default") or call.args.get("value") == 0
     linear = [positions(call, "self", "src")] if written and "reduce" not in call.kind else []
-    return choose(call, placements, axis_size, axes, linear)
+    base = positions(call, "self") if adds else ()
+    return choose(call, placements, axis_size, axes, linear, summand=base)
 
 
 @rule("index_select.default")
@@ -88,7 +89,8 @@ def _index_add(call: OpCall, placements: tuple[Placement, ...], axis_size: int) 
     if shape_of(call, "index"):
         axes.append(axis(call, (P,), self=P, index=0, source=along))
         axes.append(axis(call, (P,), Special.BIAS_ON_ONE_RANK, index=0, source=along))
-    return choose(call, placements, axis_size, axes, [positions(call, "self", "source")])
+    linear, base = [positions(call, "self", "source")], positions(call, "self")
+    return choose(call, placements, axis_size, axes, linear, summand=base)
 
 
 @rule("index.Tensor", "_unsafe_index.Tensor")
@@ -114,7 +116,8 @@ def _index_put(call: OpCall, placements: tuple[Placement, ...], axis_size: int) 
             axes.append(Axis((P, *index_dims, entry), (P,)))
             axes.append(Axis((R, *index_dims, entry), (P,), Special.BIAS_ON_ONE_RANK))
     linear = [] if _masks(call) else [positions(call, "self", "values")]
-    return choose(call, placements, axis_size, axes, linear)
+    base = positions(call, "self") if adds else ()
+    return choose(call, placements, axis_size, axes, linear, summand=base)
 
 
 def _index_refs(call: OpCall) -> list[TensorRef | None]:

@@ -56,7 +56,7 @@ def _addmm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
         axis(call, (P,), self=P, mat1=1, mat2=0),
     ]
     linear = [positions(call, "self", "mat1"), positions(call, "self", "mat2")]
-    return choose(call, placements, axis_size, axes, linear)
+    return choose(call, placements, axis_size, axes, linear, summand=positions(call, "self"))
 
 
 @rule("baddbmm.default")
@@ -70,16 +70,15 @@ def _baddbmm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) ->
         axis(call, (P,), self=P, batch1=2, batch2=1),
     ]
     linear = [positions(call, "self", "batch1"), positions(call, "self", "batch2")]
-    return choose(call, placements, axis_size, axes, linear)
+    return choose(call, placements, axis_size, axes, linear, summand=positions(call, "self"))
 
 
 @rule("linear.default")
 def _linear(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    last = len(shape_of(call, "input")) - 1
-    biased = bool(positions(call, "bias"))
+    last, bias = len(shape_of(call, "input")) - 1, positions(call, "bias")
+    special = Special.BIAS_ON_ONE_RANK if bias else None
     axes = [axis(call, (d,), input=d) for d in range(last)]
     axes.append(axis(call, (last,), weight=0, bias=0))
-    special = Special.BIAS_ON_ONE_RANK if biased else None
     axes.append(axis(call, (P,), special, input=last, weight=1))
-    linear = [(*positions(call, name), *positions(call, "bias")) for name in ("input", "weight")]
-    return choose(call, placements, axis_size, axes, linear)
+    linear = [positions(call, "input", "bias"), positions(call, "weight", "bias")]
+    return choose(call, placements, axis_size, axes, linear, summand=bias)

@@ -15,19 +15,18 @@ from heterog.graph.sharding_rules.table import (
 
 @rule("convolution.default")
 def _convolution(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    groups = integer(call, "groups", 1)
+    groups, bias = integer(call, "groups", 1), positions(call, "bias")
     axes = [axis(call, (0,), input=0)]
     if groups > 1:
         axes.append(axis(call, (1,), None, groups, input=1, weight=0, bias=0))
     else:
         # A transposed convolution's weight is [in, out, ...] instead of [out, in, ...].
         transposed = int(call.args["transposed"] is True)
-        special = Special.BIAS_ON_ONE_RANK if positions(call, "bias") else None
+        special = Special.BIAS_ON_ONE_RANK if bias else None
         axes.append(axis(call, (1,), weight=transposed, bias=0))
         axes.append(axis(call, (P,), special, input=1, weight=1 - transposed))
-    bias = positions(call, "bias")
-    linear = [(*positions(call, name), *bias) for name in ("input", "weight")]
-    return choose(call, placements, axis_size, axes, linear)
+    linear = [positions(call, "input", "bias"), positions(call, "weight", "bias")]
+    return choose(call, placements, axis_size, axes, linear, summand=bias)
 
 
 @rule("convolution_backward.default")

@@ -139,10 +139,14 @@ def choose(
     axes: Iterable[Axis] = (),
     linear: Iterable[Sequence[int]] = (),
     *,
+    summand: Sequence[int] = (),
     extra: Iterable[RuleResult] = (),
     replicated: Special | None = None,
 ) -> RuleResult:
     """The legal rule that moves the fewest elements, given where the inputs are.
+
+    A rule that splits the op goes before one that does not: moving less now would be paid for by
+    every op that follows and finds its inputs whole.
 
     Args:
         call: the op.
@@ -151,18 +155,20 @@ def choose(
         axes: the indices of the op that may be split.
         linear: sets of inputs (by position) the op is jointly linear in: if just these are P and
             all others R, the outputs are P.
-        extra: rules that hold for these very placements and are no plain axis.
+        summand: the input among them that is only added; it may be R too, if it enters once.
+        extra: splits that hold for these very placements and are no plain axis.
         replicated: special of the rule in which everything is R.
     """
-    candidates = [
-        *extra,
-        *_splits(call, placements, axis_size, axes),
-        *_partials(call, placements, linear),
-        _whole(call, placements, replicated),
-    ]
-    if len(candidates) == 1:
-        return candidates[0]
-    return min(candidates, key=lambda c: _moved_elements(call.inputs, placements, c.inputs))
+
+    def moved(candidate: RuleResult) -> float:
+        return _moved_elements(call.inputs, placements, candidate.inputs)
+
+    splits = [*extra, *_splits(call, placements, axis_size, axes)]
+    best = min(splits, key=moved, default=None)
+    if best is not None and moved(best) < inf:
+        return best
+    whole = _whole(call, placements, replicated)
+    return min([*_partials(call, placements, linear, summand), whole], key=moved)
 
 
 def _splits(
@@ -203,14 +209,20 @@ def _divides(
 
 
 def _partials(
-    call: OpCall, placements: tuple[Placement, ...], linear: Iterable[Sequence[int]]
+    call: OpCall,
+    placements: tuple[Placement, ...],
+    linear: Iterable[Sequence[int]],
+    summand: Sequence[int],
 ) -> Iterable[RuleResult]:
     if P not in placements:
         return
     for group in linear:
-        if group and all(placements[i] == P for i in group):
-            inputs = tuple(P if i in group else R for i in range(len(placements)))
-            yield RuleResult(inputs, (P,) * len(call.outputs))
+        partial = {i for i in group if placements[i] == P}
+        missing = set(group) - partial
+        if partial and missing <= set(summand):
+            inputs = tuple(P if i in partial else R for i in range(len(placements)))
+            special = Special.BIAS_ON_ONE_RANK if missing else None
+            yield RuleResult(inputs, (P,) * len(call.outputs), special)
 
 
 def _whole(call: OpCall, placements: tuple[Placement, ...], special: Special | None) -> RuleResult:
@@ -224,14 +236,14 @@ def _whole(call: OpCall, placements: tuple[Placement, ...], special: Special | N
 def _moved_elements(
     metas: tuple[TensorMeta, ...], given: tuple[Placement, ...], wanted: tuple[Placement, ...]
 ) -> float:
-    """Elements a conversion moves per device, all-reduce counted twice; inf if there is none."""
+    """Elements the conversions move: once to gather or reduce-scatter, twice to all-reduce."""
     total = 0.0
     for meta, have, want in zip(metas, given, wanted, strict=True):
         if have == want or (have == R and want.kind == "S"):
             continue
         if have.kind in "RL" or want.kind in "PL":
             return inf
-        total += prod(meta.shape) * (2 if have == P else 1)
+        total += prod(meta.shape) * (2 if have == P and want == R else 1)
     return total
 
 
