@@ -157,9 +157,23 @@ def joined(
 _REFUSES_EMPTY = (
     *("split.Tensor", "unsafe_split.Tensor", "convolution", "native_group_norm", "attention"),
     *("native_batch_norm", "_native_batch_norm", "max_pool", "avg_pool", "adaptive_max_pool"),
-    *("_adaptive_avg_pool", "upsample", "_upsample", "reflection_pad", "replication_pad"),
+    *(
+        "im2col",
+        "col2im",
+        "pixel",
+        "grid_sampler",
+        "_adaptive_avg_pool",
+        "upsample",
+        "_upsample",
+        "reflection_pad",
+        "replication_pad",
+    ),
 )
 """Kinds that accept parts of size 0 in the batch dimension only."""
+
+
+_REFUSES_EMPTY_BATCH = ("native_batch_norm_backward.default", "pixel_unshuffle.default")
+"""The first kills the process (SIGFPE), the second returns its input."""
 
 
 def skips(sample: Sample, result: RuleResult, share: int) -> bool:
@@ -167,7 +181,7 @@ def skips(sample: Sample, result: RuleResult, share: int) -> bool:
     split = [p for p in result.inputs if p.kind == "S"]
     rank = len(sample.call.inputs[0].shape)
     batch = bool(split) and split[0].dim == 0 and result.inputs[0].kind == "S" and rank > 3
-    batch = batch and sample.call.kind != "native_batch_norm_backward.default"
+    batch = batch and sample.call.kind not in _REFUSES_EMPTY_BATCH
     refuses = sample.call.kind.startswith(_REFUSES_EMPTY)
     return share == 0 and refuses and bool(split) and not batch
 
@@ -391,6 +405,7 @@ def more_elementwise(make: Make) -> Iterator[Call]:
     yield "_prelu_kernel_backward.default", x, y, make.real(1, 3, 1)
     for kind in ("left", "right"):
         yield f"bitwise_{kind}_shift.Tensor_Scalar", whole, 1
+    yield "bucketize.Tensor", x, make.real(6).sort().values
     yield "_to_copy.default", x, {"dtype": torch.float32}
     yield "_to_copy.default", 10 * x, {"dtype": torch.int64}
     yield "_to_copy.default", whole, {"dtype": torch.float64}
@@ -558,6 +573,17 @@ def spatial_calls(make: Make) -> Iterator[Call]:
     for name in ("reflection_pad2d", "replication_pad2d"):
         yield f"{name}.default", image, [1, 1, 1, 1]
         yield f"{name}_backward.default", big, image, [1, 1, 1, 1]
+    for name, corners in (("upsample_nearest1d", ()), ("upsample_linear1d", (False,))):
+        yield f"{name}.default", make.real(5, 4, 7), [9], *corners
+        yield f"{name}_backward.default", make.real(5, 4, 9), [9], [5, 4, 7], *corners
+    yield "pixel_shuffle.default", make.real(5, 8, 4, 6), 2
+    yield "pixel_unshuffle.default", make.real(5, 8, 4, 6), 2
+    yield "im2col.default", image, [3, 3], [1, 1], [1, 1], [1, 1]
+    yield "im2col.default", image[0], [3, 3], [1, 1], [1, 1], [1, 1]
+    yield "col2im.default", make.real(5, 36, 49), [7, 7], [3, 3], [1, 1], [1, 1], [1, 1]
+    grid, sampled = make.real(5, 6, 3, 2), make.real(5, 4, 6, 3)
+    yield "grid_sampler_2d.default", image, grid, 0, 0, False
+    yield "grid_sampler_2d_backward.default", sampled, image, grid, 0, 0, False, [True, True]
     yield "reflection_pad1d.default", make.real(5, 4, 7), [1, 1]
     yield "reflection_pad1d_backward.default", make.real(5, 4, 9), make.real(5, 4, 7), [1, 1]
 
@@ -1112,6 +1138,8 @@ _KNOWN_DIFFERENCES = {
     "_native_batch_norm_legit_functional": "as native_batch_norm",
     "_native_batch_norm_legit_no_training": "as native_batch_norm",
     "native_batch_norm_backward": "as native_batch_norm",
+    "grid_sampler_2d": "DTensor splits the batch only; the grid samples every channel alike",
+    "grid_sampler_2d_backward": "as grid_sampler_2d",
     "index_put": "DTensor does not use that accumulation is a sum over the values",
     "_index_put_impl_": "as index_put",
 }

@@ -49,7 +49,7 @@ def legal_rules(
         if result not in found:
             # Slices come for free, so a trial may have been completed to a rule of its own.
             settled = propagate(call, result.inputs, axis_size)
-            # What only passes statistics on is the same on every device or not used at all.
+            # All L says that an op was given statistics it has no rule for, not how to run it.
             local = all(output == L for output in result.outputs) and bool(result.outputs)
             if settled is not None and settled.inputs == result.inputs and not local:
                 found[settled] = None

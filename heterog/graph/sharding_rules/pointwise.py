@@ -1,7 +1,14 @@
 """Elementwise ops: every dimension of the output may be split."""
 
 from heterog.graph.placement import L, OpCall, Placement, R
-from heterog.graph.sharding_rules.table import RuleResult, broadcast_axes, choose, positions, rule
+from heterog.graph.sharding_rules.table import (
+    RuleResult,
+    axis,
+    broadcast_axes,
+    choose,
+    positions,
+    rule,
+)
 
 NONLINEAR = (
     *("abs.default", "sign.default", "sgn.default", "exp.default", "exp2.default"),
@@ -22,6 +29,7 @@ NONLINEAR = (
     *("div.Tensor_mode", "div.Scalar_mode", "floor_divide.default", "floor_divide.Scalar"),
     *("remainder.Tensor", "remainder.Scalar", "fmod.Tensor", "fmod.Scalar"),
     *("maximum.default", "minimum.default", "fmax.default", "fmin.default"),
+    *("max.other", "min.other"),
     *("clamp.default", "clamp.Tensor", "clamp_min.default", "clamp_min.Tensor"),
     *("clamp_max.default", "clamp_max.Tensor", "nan_to_num.default"),
     *("eq.Tensor", "eq.Scalar", "ne.Tensor", "ne.Scalar", "lt.Tensor", "lt.Scalar"),
@@ -94,6 +102,13 @@ def _where(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
     numbers = [a for a in (call.args["self"], call.args["other"]) if isinstance(a, int | float)]
     linear = [branches] if all(number == 0 for number in numbers) else []
     return choose(call, placements, axis_size, broadcast_axes(call), linear)
+
+
+@rule("bucketize.Tensor")
+def _bucketize(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    # The boundaries are searched as a whole, whatever their number.
+    axes = [axis(call, (d,), self=d) for d in range(len(call.outputs[0].shape))]
+    return choose(call, placements, axis_size, axes)
 
 
 @rule("masked_fill.Scalar")

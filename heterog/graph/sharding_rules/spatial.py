@@ -61,6 +61,8 @@ _PLANAR_LINEAR = (
     *("_upsample_nearest_exact2d.default", "_upsample_nearest_exact2d_backward.default"),
     *("reflection_pad2d.default", "reflection_pad2d_backward.default"),
     *("replication_pad2d.default", "replication_pad2d_backward.default"),
+    *("upsample_nearest1d.default", "upsample_nearest1d_backward.default"),
+    *("upsample_linear1d.default", "upsample_linear1d_backward.default"),
     *("reflection_pad1d.default", "reflection_pad1d_backward.default"),
 )
 """Linear in the first input: the image, or the gradient of the output."""
@@ -73,3 +75,30 @@ def _planar(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> 
     leading = range(len(call.inputs[0].shape) - plane)
     axes = [Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in leading]
     return choose(call, placements, axis_size, axes, [(0,)] if call.kind in _PLANAR_LINEAR else [])
+
+
+@rule("pixel_shuffle.default", "pixel_unshuffle.default", "im2col.default", "col2im.default")
+def _blocks(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    """Ops that mix channels and positions: only what stands before them may be split."""
+    shape = call.inputs[0].shape
+    # im2col maps [C, H, W] to [blocks, positions], col2im the other way.
+    item = 2 if call.kind == "col2im.default" else 3
+    axes = [Axis((d,), (d,)) for d in range(len(shape) - item)]
+    return choose(call, placements, axis_size, axes, [(0,)])
+
+
+@rule("grid_sampler_2d.default")
+def _grid_sampler(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    axes = [axis(call, (0,), input=0, grid=0), axis(call, (1,), input=1)]
+    return choose(call, placements, axis_size, axes, [positions(call, "input")])
+
+
+@rule("grid_sampler_2d_backward.default")
+def _grid_sampler_backward(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int
+) -> RuleResult:
+    axes = [
+        axis(call, (0, 0), grad_output=0, input=0, grid=0),
+        axis(call, (1, P), grad_output=1, input=1),
+    ]
+    return choose(call, placements, axis_size, axes, [positions(call, "grad_output")])

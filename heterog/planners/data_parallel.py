@@ -1,0 +1,194 @@
+"""Data parallelism as practised today: the paper's four baselines and DDP.
+
+- ``ev_ps``, ``ev_ar``, ``cp_ps``, ``cp_ar`` (HeteroG section 6): replicas on all devices; even
+  shares, or shares in proportion to the measured speed of the whole model; synchronised tensor by
+  tensor, first come first served, no micro-batches. PS is the better of one server and servers
+  balanced by bytes over all devices, AR the better of ring and hierarchical for the whole model.
+- ``ddp``: even shares, 25 MiB buckets in the order in which gradients are born, all-reduce during
+  the backward pass (Li et al., VLDB 2020). ``ddp_accumulate``: the same with the smallest number
+  of micro-batches that fits.
+"""
+
+import time
+from collections.abc import Iterator
+
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import Phase
+from heterog.planners.planner import Candidate, PlanResult, Spending, Task, best_of, register
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import (
+    DEFAULT_BUCKET_BYTES,
+    REPLICATED,
+    Decision,
+    Strategy,
+    Sync,
+    split_evenly,
+    split_in_proportion,
+)
+
+
+def uniform_strategy(
+    evaluator: Evaluator,
+    decision: Decision,
+    *,
+    homes: tuple[int, ...] | None = None,
+    bucket_bytes: int = 0,
+    micro_batches: tuple[tuple[int, ...], ...] = (),
+    step_barrier: bool = True,
+) -> Strategy:
+    """One decision for every group."""
+    graph = evaluator.graph
+    return Strategy(
+        graph=graph.fingerprint,
+        cluster=evaluator.cluster.fingerprint(),
+        decisions=(decision,) * group_ops(graph).num_groups,
+        homes=homes or (REPLICATED,) * len(graph.updates),
+        micro_batches=micro_batches,
+        bucket_bytes=bucket_bytes,
+        step_barrier=step_barrier,
+    )
+
+
+def device_speeds(evaluator: Evaluator) -> tuple[float, ...]:
+    """Samples per second of the whole model on each device at its even share."""
+    graph, cluster = evaluator.graph, evaluator.cluster
+    samples = max(graph.batch_size // cluster.num_devices, 1)
+    computing = [index for index, op in enumerate(graph.ops) if op.phase != Phase.UPDATE]
+    by_type = [
+        samples / float(evaluator.cost_model.op_seconds(graph, kind, samples)[computing].sum())
+        for kind in cluster.device_types
+    ]
+    return tuple(by_type[index] for index in cluster.type_index)
+
+
+def even_shares(evaluator: Evaluator) -> tuple[int, ...]:
+    """The batch in equal parts over all devices."""
+    return split_evenly(evaluator.graph.batch_size, evaluator.cluster.num_devices)
+
+
+def proportional_shares(evaluator: Evaluator) -> tuple[int, ...]:
+    """The batch in proportion to the devices' speeds."""
+    return split_in_proportion(evaluator.graph.batch_size, device_speeds(evaluator))
+
+
+def balanced_homes(evaluator: Evaluator, devices: tuple[int, ...]) -> tuple[int, ...]:
+    """A home for each parameter: largest first, each to the server with the fewest bytes."""
+    sizes = evaluator.tables.parameter_bytes
+    load = dict.fromkeys(devices, 0.0)
+    homes = [0] * len(sizes)
+    for parameter in sorted(range(len(sizes)), key=lambda p: (-sizes[p], p)):
+        server = min(devices, key=lambda device: (load[device], device))
+        load[server] += sizes[parameter]
+        homes[parameter] = server
+    return tuple(homes)
+
+
+class DataParallel:
+    """Replicas on all devices, one decision for the whole model."""
+
+    stage = "baseline"
+
+    def __init__(self, name: str, *, proportional: bool, by_server: bool) -> None:
+        self.name = name
+        self._proportional = proportional
+        self._by_server = by_server
+
+    def plan(self, task: Task) -> PlanResult:
+        """Try the variants that the definition allows; see the module docstring."""
+        return _best_variants(task, list(self._variants(task)))
+
+    def _variants(self, task: Task) -> Iterator[Strategy]:
+        evaluator = task.evaluator
+        devices = tuple(range(evaluator.cluster.num_devices))
+        shares = proportional_shares(evaluator) if self._proportional else even_shares(evaluator)
+        if self._by_server:
+            decision = Decision(devices=devices, shares=shares, sync=Sync.PARAMETER_SERVER)
+            one = (0,) * len(evaluator.graph.updates)
+            for homes in (one, balanced_homes(evaluator, devices)):
+                yield uniform_strategy(
+                    evaluator, decision, homes=homes, step_barrier=task.step_barrier
+                )
+            return
+        for sync in (Sync.RING, Sync.HIERARCHICAL):
+            decision = Decision(devices=devices, shares=shares, sync=sync)
+            yield uniform_strategy(evaluator, decision, step_barrier=task.step_barrier)
+
+
+class DistributedDataParallel:
+    """PyTorch's DDP: even shares and buckets, with or without gradient accumulation."""
+
+    stage = "baseline"
+
+    def __init__(self, name: str, *, accumulate: bool) -> None:
+        self.name = name
+        self._accumulate = accumulate
+
+    def plan(self, task: Task) -> PlanResult:
+        """The better of ring and hierarchical all-reduce, as NCCL chooses."""
+        if not self._accumulate:
+            return _best_variants(task, self._variants(task, 1))
+        most = min(even_shares(task.evaluator))
+        num_micro, tried = 1, _best_variants(task, self._variants(task, 1))
+        while not self._fits(task, tried) and num_micro < most:
+            num_micro = min(2 * num_micro, most)
+            tried = _best_variants(task, self._variants(task, num_micro))
+        low = num_micro // 2 + 1
+        while self._fits(task, tried) and low < num_micro:  # the smallest count that fits
+            middle = (low + num_micro) // 2
+            attempt = _best_variants(task, self._variants(task, middle))
+            if self._fits(task, attempt):
+                num_micro, tried = middle, attempt
+            else:
+                low = middle + 1
+        return tried
+
+    def _fits(self, task: Task, result: PlanResult) -> bool:
+        strategy = result.candidates[0].strategy
+        return task.evaluator.evaluate(strategy, Order.FIFO).is_ok
+
+    def _variants(self, task: Task, num_micro: int) -> list[Strategy]:
+        evaluator = task.evaluator
+        shares = even_shares(evaluator)
+        micro_batches = tuple(split_evenly(share, num_micro) for share in shares)
+        return [
+            uniform_strategy(
+                evaluator,
+                Decision(devices=tuple(range(len(shares))), shares=shares, sync=sync),
+                bucket_bytes=DEFAULT_BUCKET_BYTES,
+                micro_batches=micro_batches if num_micro > 1 else (),
+                step_barrier=task.step_barrier,
+            )
+            for sync in (Sync.RING, Sync.HIERARCHICAL)
+        ]
+
+
+def _best_variants(task: Task, strategies: list[Strategy]) -> PlanResult:
+    """All variants as candidates, best first; which one counts is the referee's to say."""
+    begin = time.perf_counter()
+    spending = Spending(task.budget, task.evaluator)
+    # Without a barrier every row has the same freedom to choose its order.
+    orders = (Order.FIFO,) if task.step_barrier else task.orders
+    evaluations = []
+    for strategy in strategies:
+        choice = task.evaluator.encode(strategy)
+        tried = [task.evaluator.evaluate_choice(choice, order) for order in orders]
+        evaluations.append(tried[best_of(tried)])
+    ranked = []
+    left = list(range(len(strategies)))
+    while left:
+        best = left.pop(best_of([evaluations[index] for index in left]))
+        ranked.append(Candidate(strategy=strategies[best], orders=orders))
+    return PlanResult(
+        candidates=tuple(ranked),
+        num_evaluations=spending.evaluations,
+        search_seconds=time.perf_counter() - begin,
+    )
+
+
+register(DataParallel("ev_ps", proportional=False, by_server=True))
+register(DataParallel("ev_ar", proportional=False, by_server=False))
+register(DataParallel("cp_ps", proportional=True, by_server=True))
+register(DataParallel("cp_ar", proportional=True, by_server=False))
+register(DistributedDataParallel("ddp", accumulate=False))
+register(DistributedDataParallel("ddp_accumulate", accumulate=True))

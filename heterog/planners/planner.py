@@ -1,0 +1,192 @@
+"""What a planner is: the protocol, its budget, its result, and the registry of methods."""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from heterog.errors import BudgetError, UnknownNameError
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.strategy.strategy import Strategy
+
+_BUDGET = re.compile(r"(\d+(?:\.\d*)?)\s*(ms|s|m|min|h|e)")
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How much a search may spend: seconds, or evaluations (then the result is reproducible).
+
+    >>> Budget.parse("30s"), Budget.parse("5000e")
+    (Budget(seconds=30.0, evaluations=None), Budget(seconds=None, evaluations=5000))
+    """
+
+    seconds: float | None = None
+    evaluations: int | None = None
+
+    def __post_init__(self) -> None:
+        amount = self.seconds if self.evaluations is None else self.evaluations
+        if amount is None or not 0 < amount < float("inf"):
+            raise BudgetError(
+                f"a budget of {self} allows no search; give some time (30s) or a number of "
+                "evaluations (5000e)."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g}s" if self.evaluations is None else f"{self.evaluations}e"
+
+    @staticmethod
+    def parse(text: str) -> "Budget":
+        """Read ``"30s"``, ``"2m"``, ``"500ms"`` or ``"5000e"``.
+
+        Raises:
+            BudgetError: the text is something else, or the amount is not positive.
+        """
+        match = _BUDGET.fullmatch(text.strip())
+        if match is None:
+            raise BudgetError(f"cannot read budget '{text}'; write 30s, 2m or 5000e (evaluations).")
+        amount = float(match[1])
+        if amount <= 0:
+            raise BudgetError(f"a budget of {text} allows no search; give more, for example 30s.")
+        if match[2] == "e":
+            if amount != int(amount):
+                raise BudgetError(f"a budget of {text} is not a whole number of evaluations.")
+            return Budget(evaluations=int(amount))
+        return Budget(seconds=amount * _SECONDS[match[2]])
+
+
+class Spending:
+    """What is left of a budget while a search runs."""
+
+    def __init__(self, budget: Budget, evaluator: Evaluator) -> None:
+        self._budget = budget
+        self._evaluator = evaluator
+        self._started_s = time.perf_counter()
+        self._evaluations_before = evaluator.num_evaluations
+
+    @property
+    def evaluations(self) -> int:
+        """Evaluations spent so far."""
+        return self._evaluator.num_evaluations - self._evaluations_before
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent so far."""
+        return time.perf_counter() - self._started_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the budget is used up."""
+        return self.fraction >= 1.0
+
+    @property
+    def fraction(self) -> float:
+        """Part of the budget that is spent, 0 to 1 and more."""
+        if self._budget.evaluations is not None:
+            return self.evaluations / self._budget.evaluations
+        assert self._budget.seconds is not None
+        return self.seconds / self._budget.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A strategy with the order that its method runs it in.
+
+    Attributes:
+        strategy: the decisions.
+        orders: the orders that the method allows; the best of them counts.
+    """
+
+    strategy: Strategy
+    orders: tuple[Order, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """What a planner found.
+
+    Attributes:
+        candidates: its best strategies, best first by its own evaluations; the referee chooses
+            among them. Empty if the method does not apply; ``reason`` then says why.
+        num_evaluations: simulations it asked for.
+        search_seconds: seconds it searched.
+        reason: why there is no candidate.
+    """
+
+    candidates: tuple[Candidate, ...]
+    num_evaluations: int
+    search_seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a planner is asked to do, beyond graph and cluster, which the evaluator knows.
+
+    Attributes:
+        evaluator: scores strategies; holds graph, cluster and cost model.
+        budget: what the search may spend.
+        seed: of everything random.
+        step_barrier: whether a step ends with all updates.
+        orders: the orders that a searching method may choose from.
+        seeds: strategies of other methods to start from.
+        report: called with (fraction of the budget spent, best seconds so far).
+    """
+
+    evaluator: Evaluator
+    budget: Budget
+    seed: int = 0
+    step_barrier: bool = True
+    orders: tuple[Order, ...] = tuple(Order)
+    seeds: tuple[Candidate, ...] = ()
+    report: Callable[[float, float], None] = field(default=lambda fraction, best: None)
+
+
+class Planner(Protocol):
+    """A method: turns a task into candidate strategies."""
+
+    name: str
+    stage: str
+    """``"baseline"`` for methods without search, ``"search"`` for others."""
+
+    def plan(self, task: Task) -> PlanResult:
+        """Find strategies for the task's graph and cluster."""
+
+
+_REGISTRY: dict[str, Planner] = {}
+
+
+def register(planner: Planner) -> Planner:
+    """Make a planner known by its name; ``auto`` and the command line find it there."""
+    _REGISTRY[planner.name] = planner
+    return planner
+
+
+def planner_by_name(name: str) -> Planner:
+    """The planner of a name.
+
+    Raises:
+        UnknownNameError: there is none; names the nearest.
+    """
+    if name not in _REGISTRY:
+        raise UnknownNameError("method", name, ["auto", *_REGISTRY])
+    return _REGISTRY[name]
+
+
+def planners() -> Iterator[Planner]:
+    """All registered planners, baselines first, in the order of registration."""
+    yield from sorted(_REGISTRY.values(), key=lambda planner: planner.stage != "baseline")
+
+
+def best_of(evaluations: list[Evaluation]) -> int:
+    """Index of the best evaluation: those that fit first, then the shortest step."""
+    return min(
+        range(len(evaluations)),
+        key=lambda index: (
+            not evaluations[index].is_ok,
+            evaluations[index].overflow_bytes,
+            evaluations[index].step_time_s,
+        ),
+    )
