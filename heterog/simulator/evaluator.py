@@ -10,11 +10,13 @@ from heterog.graph.op_graph import FloatArray, OpGraph
 from heterog.simulator.cost_model import ChannelPrices, CostModel, Prices, price_channels
 from heterog.simulator.engine import (
     Order,
+    Schedule,
     make_schedule,
     memory_kernel,
     price_kernel,
     simulate_kernel,
 )
+from heterog.simulator.referee import replay
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.lowering import (
@@ -132,6 +134,42 @@ class Evaluator:
     def evaluate_choice(self, choice: Choice, order: Order) -> Evaluation:
         """Predict step time and memory of an encoded strategy."""
         seconds, peak = self.simulate(choice, order)
+        return self._judge(seconds, peak, order)
+
+    def referee(self, strategy: Strategy | Choice, order: Order | None = None) -> Evaluation:
+        """Predict step time and memory under max-min fair sharing of links; see ``referee``.
+
+        Slower than ``evaluate`` and harder to exploit: the numbers to report. Memory is the larger
+        of both predictions on each device.
+
+        Args:
+            strategy: made for this graph and cluster.
+            order: how waiting tasks were ordered in the engine; the best of all three by the
+                referee if ``None``.
+        """
+        choice = self.encode(strategy) if isinstance(strategy, Strategy) else strategy
+        orders = Order if order is None else (order,)
+        tried = [self._referee_choice(choice, each) for each in orders]
+        return min(tried, key=lambda result: (not result.is_ok, result.step_time_s))
+
+    def _referee_choice(self, choice: Choice, order: Order) -> Evaluation:
+        _, peak = self.simulate(choice, order)
+        seconds, replayed = self._replay(choice)
+        replayed_peak = np.empty_like(peak)
+        memory_kernel(self._tape, replayed, resident_bytes(self.tables, choice), replayed_peak)
+        return self._judge(seconds, np.maximum(peak, replayed_peak), order)
+
+    def _replay(self, choice: Choice) -> tuple[float, Schedule]:
+        """(seconds per step, schedule) of the choice that was simulated last, by the referee."""
+        seconds, done, replayed = replay(
+            self._tape, self.prices(choice), self._schedule, self.cluster.num_devices
+        )
+        num_tasks = int(self._tape.count[NUM_TASKS])
+        assert done == num_tasks, f"only {done} of {num_tasks} tasks can be replayed"
+        return seconds / choice.num_steps, replayed
+
+    def _judge(self, seconds: float, peak: FloatArray, order: Order) -> Evaluation:
+        """The evaluation of a predicted step time and memory."""
         over = peak - self._usable
         worst = int(np.argmax(over))
         missing = float(over[worst])
@@ -241,3 +279,11 @@ class Evaluator:
         program = self.program(choice)
         tasks = program.num_tasks
         return program, self._schedule.start[:tasks].copy(), self._schedule.finish[:tasks].copy()
+
+    def referee_schedule(
+        self, choice: Choice, order: Order
+    ) -> tuple[Program, FloatArray, FloatArray]:
+        """Like ``schedule``, with the referee's times."""
+        self.simulate(choice, order)
+        _, replayed = self._replay(choice)
+        return self.program(choice), replayed.start, replayed.finish

@@ -1,0 +1,181 @@
+"""Methods that do not replicate: the whole step on one device, or a balanced chain of devices."""
+
+import time
+
+import numpy as np
+
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import FloatArray
+from heterog.planners.data_parallel import device_speeds
+from heterog.planners.planner import Candidate, PlanResult, Spending, Task, best_of, register
+from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, split_evenly
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+"""Micro-batch counts that the chain tries (GPipe order: forward and backward of each in turn)."""
+
+
+class SingleDevice:
+    """Everything on one device: each device type is tried, the best that fits wins."""
+
+    name = "single_device"
+    stage = "baseline"
+
+    def plan(self, task: Task) -> PlanResult:
+        """Try the first device of each type."""
+        evaluator = task.evaluator
+        types = evaluator.cluster.type_index
+        devices = [types.index(kind) for kind in dict.fromkeys(types)]
+        groups = group_ops(evaluator.graph).num_groups
+        strategies = [_placed(task, (device,) * groups, 1) for device in devices]
+        return _ranked(task, strategies)
+
+
+class ModelParallel:
+    """A chain: consecutive groups on consecutive devices, balanced by time, within memory.
+
+    The chain visits hosts in order of their devices' speed. For every number of devices the cut
+    that minimises the slowest stage is found by dynamic programming over (group, device), each
+    stage limited to the device's memory; then micro-batch counts are tried.
+    """
+
+    name = "model_parallel"
+    stage = "baseline"
+
+    def plan(self, task: Task) -> PlanResult:
+        """Cut the chain for every number of devices, and try micro-batches."""
+        evaluator = task.evaluator
+        graph, cluster = evaluator.graph, evaluator.cluster
+        groups = group_ops(graph)
+        speeds = device_speeds(evaluator)
+        chain = sorted(range(cluster.num_devices), key=lambda d: (-speeds[d], d))
+        seconds, memory = _group_costs(evaluator)
+        strategies = []
+        longest = min(len(chain), groups.num_groups)
+        lengths = [*range(1, min(longest, 12) + 1), *({longest} if longest > 12 else ())]
+        for length in lengths:
+            devices = chain[:length]
+            placement = balanced_chain(
+                seconds[:, [cluster.type_index[device] for device in devices]],
+                memory,
+                np.array([cluster.devices[device].usable_memory_bytes for device in devices]),
+            )
+            placed = tuple(devices[stage] for stage in placement)
+            for num_micro in MICRO_BATCHES:
+                if num_micro <= graph.batch_size:
+                    strategies.append(_placed(task, placed, num_micro))
+        return _ranked(task, list(dict.fromkeys(strategies)))
+
+
+def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) -> list[int]:
+    """Cut a chain of groups into stages so that the slowest stage is as fast as possible.
+
+    Args:
+        seconds: of each group on each stage's device.  # [num_groups, num_stages]
+        memory: bytes that each group keeps.  # [num_groups]
+        room: bytes of each stage's device.  # [num_stages]
+
+    Returns:
+        The stage of each group, ascending. What does not fit anywhere is charged in proportion to
+        its overflow, so an infeasible chain comes out as even as it can.
+    """
+    num_groups, num_stages = seconds.shape
+    time_before = np.concatenate([np.zeros((1, num_stages)), np.cumsum(seconds, axis=0)])
+    memory_before = np.concatenate([[0.0], np.cumsum(memory)])
+    penalty = 10.0 * float(seconds.sum(axis=0).max())
+    best = np.full((num_stages + 1, num_groups + 1), np.inf)
+    best[0, 0] = 0.0
+    cut = np.zeros((num_stages + 1, num_groups + 1), np.int64)
+    for stage in range(num_stages):
+        for end in range(num_groups + 1):
+            begins = np.arange(end + 1)
+            cost = time_before[end, stage] - time_before[begins, stage]
+            over = memory_before[end] - memory_before[begins] - room[stage]
+            cost = cost + penalty * np.maximum(over, 0.0) / room[stage]
+            total = np.maximum(best[stage, : end + 1], cost)
+            begin = int(np.argmin(total))
+            best[stage + 1, end] = total[begin]
+            cut[stage + 1, end] = begin
+    placement = [0] * num_groups
+    end = num_groups
+    for stage in range(num_stages, 0, -1):
+        begin = int(cut[stage, end])
+        placement[begin:end] = [stage - 1] * (end - begin)
+        end = begin
+    return placement
+
+
+def _group_costs(evaluator: Evaluator) -> tuple[FloatArray, FloatArray]:
+    """(seconds of each group on each device type, bytes that each group keeps)."""
+    graph, tables = evaluator.graph, evaluator.tables
+    grouping = group_ops(graph)
+    inside = grouping.group >= 0
+    seconds = np.zeros((grouping.num_groups, len(evaluator.cluster.device_types)))
+    for index, kind in enumerate(evaluator.cluster.device_types):
+        costs = evaluator.cost_model.op_seconds(graph, kind, graph.batch_size)
+        np.add.at(seconds[:, index], grouping.group[inside], costs[inside])
+    memory = np.zeros(grouping.num_groups)
+    np.add.at(
+        memory, tables.parameter_group, tables.parameter_bytes * (2.0 + tables.state_ratio)
+    )
+    # Values of forward ops that backward ops read stay until then.
+    kept = [
+        value
+        for value, tensor in enumerate(_value_tensors(evaluator))
+        if graph.ops[graph.producer[tensor]].phase == 0
+        and any(graph.ops[reader].phase == 1 for reader in graph.consumers[tensor])
+    ]
+    sizes = tables.value_bytes + tables.value_bytes_per_sample * graph.batch_size
+    owners = tables.op_group[tables.value_op]
+    for value in kept:
+        if owners[value] >= 0:
+            memory[owners[value]] += sizes[value]
+    return seconds, memory
+
+
+def _value_tensors(evaluator: Evaluator) -> list[int]:
+    graph, tables = evaluator.graph, evaluator.tables
+    return [tensor for op in tables.op_id for tensor in graph.outputs(int(op))]
+
+
+def _placed(task: Task, device_of_group: tuple[int, ...], num_micro: int) -> Strategy:
+    """Each group on one device; micro-batches cut the whole batch evenly."""
+    evaluator = task.evaluator
+    graph, cluster = evaluator.graph, evaluator.cluster
+    counts = split_evenly(graph.batch_size, num_micro)
+    idle = (0,) * num_micro
+    first = device_of_group[0]
+    return Strategy(
+        graph=graph.fingerprint,
+        cluster=cluster.fingerprint(),
+        decisions=tuple(
+            Decision(devices=(device,), shares=(graph.batch_size,)) for device in device_of_group
+        ),
+        homes=(REPLICATED,) * len(graph.updates),
+        micro_batches=()
+        if num_micro == 1
+        else tuple(counts if d == first else idle for d in range(cluster.num_devices)),
+        step_barrier=task.step_barrier,
+    )
+
+
+def _ranked(task: Task, strategies: list[Strategy]) -> PlanResult:
+    """The best few strategies, best first."""
+    begin = time.perf_counter()
+    spending = Spending(task.budget, task.evaluator)
+    found: list[tuple[Evaluation, Candidate]] = []
+    for strategy in strategies:
+        choice = task.evaluator.encode(strategy)
+        tried = [task.evaluator.evaluate_choice(choice, order) for order in task.orders]
+        best = tried[best_of(tried)]
+        found.append((best, Candidate(strategy=strategy, orders=(best.order,))))
+    found.sort(key=lambda pair: (pair[0].overflow_bytes, pair[0].step_time_s))
+    return PlanResult(
+        candidates=tuple(candidate for _, candidate in found[:3]),
+        num_evaluations=spending.evaluations,
+        search_seconds=time.perf_counter() - begin,
+    )
+
+
+register(SingleDevice())
+register(ModelParallel())

@@ -1,0 +1,343 @@
+"""The referee: the order found by the engine, replayed under max-min fair sharing of links.
+
+The engine lets a transfer hold its links alone, which is fast and nearly right, and which a search
+can learn to exploit. The referee keeps the engine's *order* and asks what the same order takes
+when flows share links as they do in a real network:
+
+- A device runs its compute tasks one at a time in the order of their starts in the engine, and so
+  does a channel (an ordered pair of devices, or the communicator of a collective).
+- Payloads of different channels flow at the same time. Flow t moves y_t bytes/s and loads link r
+  for h_tr seconds per byte; rates are max-min fair subject to
+
+      sum_t h_tr y_t <= 1    for every link r
+
+  by progressive filling (Bertsekas & Gallager, Data Networks, section 6.5.2): all rates rise
+  together until a link is full, its flows stop there, the others rise on.
+- A collective spends its latency first, holding its communicator. A transfer's latency comes after
+  its bytes, when its channel is already free for the next one. What a collective takes longer than
+  its most loaded link (phases that follow one another on different links) comes after its bytes
+  in the same way.
+"""
+
+import numba as nb
+import numpy as np
+
+from heterog.simulator.cost_model import Prices
+from heterog.simulator.engine import Schedule, _pop_event, _push_event
+from heterog.strategy.lowering import NUM_TASKS, Tape
+from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
+
+
+def replay(
+    tape: Tape, prices: Prices, schedule: Schedule, num_devices: int
+) -> tuple[float, int, Schedule]:
+    """Replay what the engine has just simulated.
+
+    Args:
+        tape: the program.
+        prices: what its tasks cost.
+        schedule: the engine's result for this program.
+        num_devices: devices of the cluster.
+
+    Returns:
+        Time of the last finish, number of finished tasks, and the schedule with the replayed
+        starts, finishes and events.
+    """
+    num_tasks = int(tape.count[NUM_TASKS])
+    # Tasks are numbered topologically and none starts before what it needs, so a stable sort by
+    # start keeps every dependency: no two sequences can wait for each other.
+    sequence = np.argsort(schedule.start[:num_tasks], kind="stable").astype(np.int32)
+    replayed = schedule._replace(
+        start=np.empty(num_tasks),
+        finish=np.empty(num_tasks),
+        events=np.empty(2 * num_tasks + 1, np.int32),
+    )
+    end, done = replay_kernel(tape, prices, replayed, num_devices, sequence)
+    return end, done, replayed
+
+
+@nb.njit(cache=True, nogil=True)
+def is_linear_extension(tape: Tape, sequence: IntArray) -> bool:
+    """Whether every task comes after the makers of all buffers that it reads."""
+    position = np.empty(len(sequence), np.int32)
+    for index in range(len(sequence)):
+        position[sequence[index]] = index
+    for task in range(len(sequence)):
+        for read in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
+            if position[tape.buffers[tape.reads[read]].maker] >= position[task]:
+                return False
+    return True
+
+
+@nb.njit(cache=True, nogil=True)
+def replay_kernel(
+    tape: Tape, prices: Prices, schedule: Schedule, num_devices: int, sequence: IntArray
+) -> tuple[float, int]:
+    """Replay tasks in a given order; returns (time of the last finish, finished tasks).
+
+    ``sequence`` is a linear extension of the dependencies. ``schedule`` holds the successor lists
+    and seconds of the engine's run; ``start``, ``finish`` and ``events`` are written.
+    """
+    assert is_linear_extension(tape, sequence)
+    num_tasks = len(sequence)
+    num_channels = len(prices.channel_latency_s)
+    num_servers = num_devices + num_channels
+    seconds, start, finish = schedule.seconds, schedule.start, schedule.finish
+    successor_start, successor = schedule.successor_start, schedule.successor
+    events = schedule.events
+    resource_start, resource = prices.resource_start, prices.resource
+    held = prices.resource_s_per_byte
+    heap_time, heap_item = schedule.heap_time, schedule.heap_item
+    # A server is a device's stream or a channel; each works through its own part of the sequence.
+    server = np.empty(num_tasks, np.int32)
+    waiting_for = np.empty(num_tasks, np.int32)
+    payload = np.empty(num_tasks)
+    position = np.zeros(num_servers + 1, np.int32)
+    for task in range(num_tasks):
+        record = tape.tasks[task]
+        is_link = record.kind >= FIRST_LINK_KIND
+        server[task] = num_devices + record.channel if is_link else record.device
+        waiting_for[task] = tape.tasks[task + 1].read_start - record.read_start
+        payload[task] = record.num_bytes
+        position[server[task] + 1] += 1
+    for index in range(num_servers):
+        position[index + 1] += position[index]
+    last = position[1:].copy()
+    queue = np.empty(num_tasks, np.int32)
+    for index in range(num_tasks):
+        task = sequence[index]
+        queue[position[server[task]]] = task
+        position[server[task]] += 1
+    position[1:] = position[:-1].copy()
+    position[0] = 0
+    largest_held = np.zeros(num_channels)
+    for channel in range(num_channels):
+        for entry in range(resource_start[channel], resource_start[channel + 1]):
+            largest_held[channel] = max(largest_held[channel], held[entry])
+    is_free = np.ones(num_servers, np.bool_)
+    touched = np.empty(num_servers, np.int32)  # servers to look at
+    is_touched = np.zeros(num_servers, np.bool_)
+    num_touched = 0
+    for index in range(num_servers):
+        if position[index] < last[index]:
+            touched[num_touched] = index
+            is_touched[index] = True
+            num_touched += 1
+    # Active flows, at most one per channel: what was left of each when its rate last changed.
+    flow = np.empty(num_channels, np.int32)
+    flow_channel = np.empty(num_channels, np.int32)
+    left = np.empty(num_channels)
+    since = np.empty(num_channels)
+    rate = np.empty(num_channels)
+    until = np.empty(num_channels)
+    fair = np.empty(num_channels)
+    num_flows = 0
+    is_changed = False
+    room = np.empty(prices.num_resources)
+    weight = np.empty(prices.num_resources)
+    users = np.zeros(prices.num_resources, np.int32)
+    links = np.empty(prices.num_resources, np.int32)
+    through = np.empty(num_channels, np.int32)  # tasks whose bytes have just arrived
+    over = np.empty(num_tasks, np.int32)  # tasks that have just ended
+    num_heap = 0
+    num_events = 0
+    done = 0
+    now = 0.0
+    while True:
+        for index in range(num_touched):
+            which = touched[index]
+            is_touched[which] = False
+            if not is_free[which] or position[which] == last[which]:
+                continue
+            task = queue[position[which]]
+            if waiting_for[task] != 0:
+                continue
+            position[which] += 1
+            is_free[which] = False
+            start[task] = now
+            if tape.tasks[task].kind >= FIRST_FREE_KIND:
+                events[num_events] = 2 * task
+                num_events += 1
+            # Heap items: 2 task + 1 when the bytes may flow, 2 task at the end.
+            channel = which - num_devices
+            if channel < 0:
+                when, item = now + seconds[task], 2 * task
+            elif prices.channel_is_collective[channel]:
+                when, item = now + prices.channel_latency_s[channel], 2 * task + 1
+            else:
+                when, item = now, 2 * task + 1
+            num_heap = _push_event(heap_time, heap_item, num_heap, when, item)
+        num_touched = 0
+        # What happens at this moment, else at the next one; a start above may fall on this one.
+        if num_heap == 0 or heap_time[0] > now:
+            if is_changed:
+                fair_rates(
+                    num_flows, flow_channel, resource_start, resource, held, fair, room, weight,
+                    users, links,
+                )  # fmt: skip
+                for index in range(num_flows):
+                    if fair[index] != rate[index]:
+                        left[index] -= rate[index] * (now - since[index])
+                        since[index], rate[index] = now, fair[index]
+                        until[index] = now + max(left[index], 0.0) / rate[index]
+                is_changed = False
+            upcoming = np.inf
+            if num_heap > 0:
+                upcoming = heap_time[0]
+            for index in range(num_flows):
+                upcoming = min(upcoming, until[index])
+            if upcoming == np.inf:
+                break
+            now = upcoming
+        num_over, num_through = 0, 0
+        while num_heap > 0 and heap_time[0] == now:
+            item = heap_item[0]
+            num_heap = _pop_event(heap_time, heap_item, num_heap)
+            task = item >> 1
+            channel = server[task] - num_devices
+            if item & 1 == 0:
+                over[num_over] = task
+                num_over += 1
+            elif payload[task] * largest_held[channel] > 0.0:
+                flow[num_flows], flow_channel[num_flows] = task, channel
+                left[num_flows], since[num_flows] = payload[task], now
+                rate[num_flows], until[num_flows] = 0.0, np.inf
+                num_flows += 1
+                is_changed = True
+            else:
+                through[num_through] = task
+                num_through += 1
+        index = 0
+        while index < num_flows:
+            if until[index] > now:
+                index += 1
+                continue
+            through[num_through] = flow[index]
+            num_through += 1
+            num_flows -= 1
+            is_changed = True
+            flow[index], flow_channel[index] = flow[num_flows], flow_channel[num_flows]
+            left[index], since[index] = left[num_flows], since[num_flows]
+            rate[index], until[index] = rate[num_flows], until[num_flows]
+        for index in range(num_through):
+            task = through[index]
+            channel = server[task] - num_devices
+            rest = payload[task] * (prices.channel_s_per_byte[channel] - largest_held[channel])
+            rest = max(rest, 0.0)
+            if not prices.channel_is_collective[channel]:
+                rest += prices.channel_latency_s[channel]
+            if rest > 0.0:
+                num_heap = _push_event(heap_time, heap_item, num_heap, now + rest, 2 * task)
+            else:
+                over[num_over] = task
+                num_over += 1
+            which = server[task]
+            is_free[which] = True
+            if not is_touched[which]:
+                is_touched[which] = True
+                touched[num_touched] = which
+                num_touched += 1
+        for index in range(num_over):
+            task = over[index]
+            finish[task] = now
+            done += 1
+            if tape.tasks[task].kind >= FIRST_FREE_KIND:
+                events[num_events] = 2 * task + 1
+                num_events += 1
+            which = server[task]
+            if which < num_devices:
+                is_free[which] = True
+                if not is_touched[which]:
+                    is_touched[which] = True
+                    touched[num_touched] = which
+                    num_touched += 1
+            for edge in range(successor_start[task], successor_start[task + 1]):
+                reader = successor[edge]
+                waiting_for[reader] -= 1
+                which = server[reader]
+                if waiting_for[reader] == 0 and not is_touched[which]:
+                    is_touched[which] = True
+                    touched[num_touched] = which
+                    num_touched += 1
+    events[num_events] = -1
+    return now, done
+
+
+@nb.njit(cache=True, nogil=True)
+def fair_rates(
+    num_flows: int,
+    flow_channel: IntArray,
+    resource_start: IntArray,
+    resource: IntArray,
+    held: FloatArray,
+    rate: FloatArray,
+    room: FloatArray,
+    weight: FloatArray,
+    users: IntArray,
+    links: IntArray,
+) -> None:
+    """Max-min fair payload rates of the active flows, by progressive filling.
+
+    The next link to fill up is the one with the lowest level: what its stopped flows leave of it,
+    over the weights of those that still rise. All of those stop at that level.
+
+    Args:
+        num_flows: active flows.
+        flow_channel: channel of each flow.
+        resource_start: first entry of each channel in the next two.
+        resource: links that a channel loads.
+        held: seconds per payload byte for which it loads them.
+        rate: written: bytes per second of each flow.
+        room: working memory, one entry per link.
+        weight: working memory, one entry per link.
+        users: working memory, one entry per link, zeros before and after.
+        links: working memory, one entry per link.
+    """
+    num_links = 0
+    for flow in range(num_flows):
+        channel = flow_channel[flow]
+        rate[flow] = 0.0
+        for entry in range(resource_start[channel], resource_start[channel + 1]):
+            link = resource[entry]
+            if held[entry] > 0.0:
+                if users[link] == 0:
+                    links[num_links] = link
+                    num_links += 1
+                    room[link] = 1.0
+                    weight[link] = 0.0
+                users[link] += 1
+                weight[link] += held[entry]
+    level = 0.0
+    rising = num_flows
+    while rising > 0:
+        lowest = np.inf
+        full = -1
+        index = 0
+        while index < num_links:
+            link = links[index]
+            if users[link] == 0:
+                num_links -= 1
+                links[index] = links[num_links]
+                continue
+            if room[link] < lowest * weight[link]:
+                lowest = room[link] / weight[link]
+                full = link
+            index += 1
+        # Levels only rise; rounding must not say otherwise.
+        level = max(level, lowest)
+        for flow in range(num_flows):
+            if rate[flow] > 0.0:
+                continue
+            channel = flow_channel[flow]
+            first, last = resource_start[channel], resource_start[channel + 1]
+            for entry in range(first, last):
+                if resource[entry] == full and held[entry] > 0.0:
+                    rate[flow] = level
+            if rate[flow] > 0.0:
+                rising -= 1
+                for entry in range(first, last):
+                    link = resource[entry]
+                    if held[entry] > 0.0:
+                        users[link] -= 1
+                        weight[link] -= held[entry]
+                        room[link] -= held[entry] * level

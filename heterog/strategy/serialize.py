@@ -1,0 +1,74 @@
+"""Strategies as plain JSON values, versioned; equal decisions are written once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from heterog.errors import StrategyError
+from heterog.strategy.strategy import Decision, Strategy, Sync
+
+SCHEMA_VERSION = 1
+
+
+def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
+    """A strategy as a JSON-ready dict.
+
+    ``decisions`` lists the different decisions, ``groups`` the number of the decision of each
+    group.
+    """
+    numbers: dict[Decision, int] = {}
+    groups = [numbers.setdefault(decision, len(numbers)) for decision in strategy.decisions]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "graph": strategy.graph,
+        "cluster": strategy.cluster,
+        "decisions": [
+            {
+                "devices": list(decision.devices),
+                "shares": list(decision.shares),
+                "sync": decision.sync.name.lower(),
+                "slices": list(decision.slices),
+            }
+            for decision in numbers
+        ],
+        "groups": groups,
+        "homes": list(strategy.homes),
+        "micro_batches": [list(counts) for counts in strategy.micro_batches],
+        "bucket_bytes": strategy.bucket_bytes,
+        "step_barrier": strategy.step_barrier,
+    }
+
+
+def strategy_from_dict(record: Mapping[str, Any]) -> Strategy:
+    """The strategy of a dict made by ``strategy_to_dict``.
+
+    Raises:
+        StrategyError: a field is missing or has a wrong value; names it.
+    """
+    version = record.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise StrategyError(
+            f"strategy has schema_version {version!r}; this heterog reads {SCHEMA_VERSION}."
+        )
+    try:
+        decisions = [
+            Decision(
+                devices=tuple(map(int, entry["devices"])),
+                shares=tuple(map(int, entry["shares"])),
+                sync=Sync[str(entry["sync"]).upper()],
+                slices=tuple(map(int, entry["slices"])),
+            )
+            for entry in record["decisions"]
+        ]
+        return Strategy(
+            graph=str(record["graph"]),
+            cluster=str(record["cluster"]),
+            decisions=tuple(decisions[number] for number in record["groups"]),
+            homes=tuple(map(int, record["homes"])),
+            micro_batches=tuple(tuple(map(int, counts)) for counts in record["micro_batches"]),
+            bucket_bytes=int(record["bucket_bytes"]),
+            step_barrier=bool(record["step_barrier"]),
+        )
+    except KeyError as error:
+        raise StrategyError(f"strategy: field or value {error} is missing or unknown.") from error
+    except (TypeError, ValueError, IndexError) as error:
+        raise StrategyError(f"strategy: {error}.") from error

@@ -1,0 +1,229 @@
+"""A search space of strategies as rows of integers: one candidate decision per group.
+
+A candidate is a named device set, a rule for the shares, and a synchronisation. New candidates
+(shares moved by a sample, say) can be added while a search runs. Encoding a row into the kernel's
+arrays takes microseconds, because everything about a candidate is looked up.
+"""
+
+from itertools import combinations
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.strategy.channels import ChannelTable, balanced_slices
+from heterog.strategy.lowering import Choice
+from heterog.strategy.program import IntArray
+from heterog.strategy.strategy import (
+    REPLICATED,
+    Decision,
+    Strategy,
+    Sync,
+    split_evenly,
+    split_in_proportion,
+)
+from heterog.strategy.tables import GraphTables
+
+MAX_DEVICE_SETS = 256
+
+
+def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """Device sets worth naming: single devices, hosts, types, unions of hosts, everything.
+
+    Unions come in order of size until there are 256 sets; hosts with the same devices and NIC are
+    alike, so of the unions with the same number of each kind of host only the first is kept.
+    """
+    hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
+    everything = tuple(range(cluster.num_devices))
+    sets: dict[tuple[int, ...], None] = {everything: None}
+    for index in range(len(cluster.device_types)):
+        same = tuple(d for d in everything if cluster.type_index[d] == index)
+        sets.setdefault(same)
+    for host in hosts:
+        sets.setdefault(host)
+    kinds = [
+        (
+            tuple(cluster.type_index[device] for device in host),
+            cluster.nic_bandwidth_bytes_per_s(index),
+        )
+        for index, host in enumerate(hosts)
+    ]
+    seen: set[tuple[object, ...]] = set()
+    for size in range(2, len(hosts)):
+        for chosen in combinations(range(len(hosts)), size):
+            kind = tuple(sorted(str(kinds[host]) for host in chosen))
+            if len(hosts) > 6 and kind in seen:
+                continue
+            seen.add(kind)
+            sets.setdefault(tuple(sorted(d for host in chosen for d in hosts[host])))
+            if len(sets) + cluster.num_devices >= MAX_DEVICE_SETS:
+                break
+        if len(sets) + cluster.num_devices >= MAX_DEVICE_SETS:
+            break
+    for device in everything[: MAX_DEVICE_SETS - len(sets)]:
+        sets.setdefault((device,))
+    return tuple(sets)
+
+
+class StrategySpace:
+    """Encodes rows of candidate numbers into strategies and kernel arrays, and back.
+
+    Args:
+        graph: the step.
+        cluster: devices and links.
+        tables: the graph's tables.
+        channels: the evaluator's channel table; candidates register their channels there.
+        speeds: samples per second of each device, for proportional shares.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        cluster: Cluster,
+        tables: GraphTables,
+        channels: ChannelTable,
+        speeds: tuple[float, ...],
+    ) -> None:
+        self.graph = graph
+        self.cluster = cluster
+        self.speeds = speeds
+        self._tables = tables
+        self._channels = channels
+        self.candidates: list[Decision] = []
+        self._numbers: dict[Decision, int] = {}
+        self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        self._layout_of: list[int] = []
+        self._shares = np.zeros((16, 1, cluster.num_devices), np.int32)
+        self._member = np.zeros((16, cluster.num_devices), np.bool_)
+        self._reduce = np.full(16, -1, np.int32)
+        self._gather = np.full(16, -1, np.int32)
+        self._first: list[int] = []
+        self._second: list[int] = []
+        self._homes: dict[tuple[int, ...], IntArray] = {}
+        for devices in device_sets(cluster):
+            for decision in self.decisions_on(devices):
+                self.add(decision)
+
+    def decisions_on(self, devices: tuple[int, ...]) -> list[Decision]:
+        """The candidate decisions on one device set."""
+        batch = self.graph.batch_size
+        if len(devices) == 1:
+            return [Decision(devices=devices, shares=(batch,))]
+        even = split_evenly(batch, len(devices))
+        solved = split_in_proportion(batch, tuple(self.speeds[device] for device in devices))
+        decisions = []
+        for shares in dict.fromkeys((solved, even)):
+            for sync in Sync:
+                slices: tuple[int, ...] = ()
+                if sync == Sync.REDUCE_SCATTER_ALL_GATHER:
+                    slices = balanced_slices(self.cluster, devices)
+                decisions.append(Decision(devices=devices, shares=shares, sync=sync, slices=slices))
+        return decisions
+
+    def add(self, decision: Decision) -> int:
+        """Number of a candidate, new or known."""
+        if decision in self._numbers:
+            return self._numbers[decision]
+        number = len(self.candidates)
+        self.candidates.append(decision)
+        self._numbers[decision] = number
+        key = (decision.devices, decision.shares)
+        if key not in self._layouts:
+            self._add_layout(decision)
+        self._layout_of.append(self._layouts[key])
+        first, second = self._channels.for_decision(decision)
+        self._first.append(first)
+        self._second.append(second)
+        return number
+
+    def _add_layout(self, decision: Decision) -> None:
+        layout = len(self._layouts)
+        self._layouts[decision.devices, decision.shares] = layout
+        if layout + 1 >= len(self._member):  # the last row is kept for constants
+            self._shares = np.concatenate([self._shares, np.zeros_like(self._shares)])
+            self._member = np.concatenate([self._member, np.zeros_like(self._member)])
+            self._reduce = np.concatenate([self._reduce, np.full_like(self._reduce, -1)])
+            self._gather = np.concatenate([self._gather, np.full_like(self._gather, -1)])
+        devices = list(decision.devices)
+        self._shares[layout, 0, devices] = decision.shares
+        self._member[layout, devices] = True
+        if len(devices) > 1:
+            self._reduce[layout] = self._channels.all_reduce(decision.devices, hierarchical=False)
+            self._gather[layout] = self._channels.all_gather(decision.devices, ())
+
+    def encode(self, row: IntArray, *, bucket_bytes: int, num_steps: int) -> Choice:
+        """The kernel's arrays of a row (one micro-batch).
+
+        Args:
+            row: candidate number of each group.  # [num_groups]
+            bucket_bytes: see ``Strategy``.
+            num_steps: unrolled steps.
+        """
+        layouts = np.array(self._layout_of, np.int32)[row]
+        used = np.unique(layouts)
+        # Only the layouts in use, renumbered: the arrays that the kernel scans stay small.
+        shares = np.concatenate([self._shares[used], np.zeros_like(self._shares[:1])])
+        member = np.concatenate([self._member[used], np.zeros_like(self._member[:1])])
+        shares[-1] = shares[:-1].sum(axis=0) > 0
+        member[-1] = shares[-1].any(axis=0)
+        layout = np.append(np.searchsorted(used, layouts), len(used)).astype(np.int32)
+        return Choice(
+            num_micro=1,
+            num_steps=num_steps,
+            bucket_bytes=float(bucket_bytes),
+            layout=layout,
+            shares=shares,
+            member=member,
+            sync=np.array([int(self.candidates[number].sync) for number in row], np.int32),
+            first_channel=np.array(self._first, np.int32)[row],
+            second_channel=np.array(self._second, np.int32)[row],
+            reduce_channel=np.append(self._reduce[used], np.int32(-1)),
+            gather_channel=np.append(self._gather[used], np.int32(-1)),
+            home=self.homes(row),
+        )
+
+    def homes(self, row: IntArray) -> IntArray:
+        """Homes of the parameters: served ones balanced over their own group's devices."""
+        homes = np.full(len(self._tables.parameter_bytes), REPLICATED, np.int32)
+        group = self._tables.parameter_group
+        for number in np.unique(row):
+            decision = self.candidates[number]
+            if decision.sync == Sync.PARAMETER_SERVER and len(decision.devices) > 1:
+                served = np.flatnonzero(row[group] == number)
+                homes[served] = self._balanced(decision.devices)[served]
+        return homes
+
+    def _balanced(self, devices: tuple[int, ...]) -> IntArray:
+        """For each parameter a server among ``devices``, balanced over all parameters."""
+        if devices not in self._homes:
+            sizes = self._tables.parameter_bytes
+            load = np.zeros(len(devices))
+            homes = np.empty(len(sizes), np.int32)
+            for parameter in np.argsort(-sizes, kind="stable"):
+                server = int(np.argmin(load))
+                load[server] += sizes[parameter]
+                homes[parameter] = devices[server]
+            self._homes[devices] = homes
+        return self._homes[devices]
+
+    def decode(self, row: IntArray, *, bucket_bytes: int, step_barrier: bool) -> Strategy:
+        """The strategy of a row."""
+        return Strategy(
+            graph=self.graph.fingerprint,
+            cluster=self.cluster.fingerprint(),
+            decisions=tuple(self.candidates[number] for number in row),
+            homes=tuple(int(home) for home in self.homes(row)),
+            bucket_bytes=bucket_bytes,
+            step_barrier=step_barrier,
+        )
+
+    def row_of(self, strategy: Strategy) -> IntArray | None:
+        """The row of a strategy, with its decisions added; ``None`` if a row cannot express it.
+
+        Micro-batches cannot be expressed, and served parameters get the space's own homes.
+        """
+        if strategy.micro_batches:
+            return None
+        return np.array([self.add(decision) for decision in strategy.decisions], np.int32)
+
+
