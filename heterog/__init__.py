@@ -1,1 +1,46 @@
-"""Finds how to train a PyTorch model on unequal GPUs."""
+"""Finds how to train a PyTorch model on a cluster of unequal GPUs.
+
+    import heterog
+    workload = heterog.Workload(model, example_batch, loss, torch.optim.AdamW)
+    cluster = heterog.Cluster.load("cluster.yaml")
+    plan = heterog.plan(workload, cluster, budget="30s")
+    plan.save("plan.json")
+
+Names are loaded when they are first used, so that ``import heterog`` is quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from heterog.api import plan
+    from heterog.cluster import Cluster
+    from heterog.graph.capture import capture
+    from heterog.graph.workload import Workload
+    from heterog.planners.plan import Plan, load_plan
+    from heterog.strategy.strategy import Strategy
+
+__version__ = "0.1.0"
+__all__ = ["Cluster", "Plan", "Strategy", "Workload", "capture", "load_plan", "plan"]
+
+_HOME = {
+    "Cluster": "heterog.cluster",
+    "Plan": "heterog.planners.plan",
+    "Strategy": "heterog.strategy.strategy",
+    "Workload": "heterog.graph.workload",
+    "capture": "heterog.graph.capture",
+    "load_plan": "heterog.planners.plan",
+    "plan": "heterog.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'heterog' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

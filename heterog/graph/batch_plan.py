@@ -2,8 +2,8 @@
 
 One pass over the ops in program order. Each op's sharding rule turns the placements of its inputs
 into the placements it needs and the placements of its outputs; where they differ, the lowering
-makes a conversion (a slice is free, S to R is a gather, P to R an all-reduce). Backward ops need no
-special treatment: a weight gradient comes out as P, a sum over the devices.
+makes a conversion (a slice is free, S to R is a gather, P to R an all-reduce). Backward ops need
+no special treatment: a weight gradient comes out as P, a sum over the devices.
 """
 
 from dataclasses import dataclass

@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from heterog.errors import CaptureError
 from heterog.graph.op_costs import bytes_read_and_written, elementwise_flops
@@ -108,9 +109,8 @@ def capture(workload: Workload) -> OpGraph:
 def capture_step(workload: Workload) -> CapturedStep:
     """Capture a workload and keep the fx graph; see ``capture``."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings(), mode:
-        warnings.simplefilter("ignore")
-        with _clear_errors(workload, []):
+    with warnings.catch_warnings(action="ignore"), mode:
+        with _clear_errors(workload, None):
             model = workload.make_model()
             batch = workload.make_batch()
         parameters = {
@@ -138,7 +138,7 @@ def _fake(mode: FakeTensorMode, value: Tensor) -> Tensor:
 
 
 @contextmanager
-def _clear_errors(workload: Workload, open_modules: list[str]) -> Iterator[None]:
+def _clear_errors(workload: Workload, modules: "_OpenModules | None") -> Iterator[None]:
     """Turn what tracing raises into one line that names module, line and the way out."""
     try:
         yield
@@ -147,7 +147,7 @@ def _clear_errors(workload: Workload, open_modules: list[str]) -> Iterator[None]
     except Exception as error:
         frame = _users_frame(error)
         where = f"{frame.filename}:{frame.lineno} (`{frame.line}`)" if frame else "unknown line"
-        module = open_modules[-1] if open_modules and open_modules[-1] else "the root module"
+        module = modules.innermost if modules else "making the model or its batch"
         if isinstance(error, _DATA_DEPENDENT):
             raise CaptureError(
                 f"workload '{workload.name}': {module} depends on tensor values at {where}. "
@@ -172,6 +172,41 @@ def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
     return None
 
 
+class _OpenModules:
+    """Follows which module runs and annotates every node traced inside it with its path."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._open: list[tuple[str, AbstractContextManager[Any]]] = []
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def innermost(self) -> str:
+        """Path of the module that runs now."""
+        name = self._open[-1][0] if self._open else ""
+        return f"module '{name}'" if name else "the root module"
+
+    def __enter__(self) -> "_OpenModules":
+        for module in self._names:
+            self._handles.append(module.register_forward_pre_hook(self._begin))
+            self._handles.append(module.register_forward_hook(self._end))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:  # modules that an exception left
+            self._end()
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, module: nn.Module, *_: Any) -> None:
+        annotation = fx_traceback.annotate({"module": self._names[module]})
+        annotation.__enter__()
+        self._open.append((self._names[module], annotation))
+
+    def _end(self, *_: Any) -> None:
+        self._open.pop()[1].__exit__(None, None, None)
+
+
 def _trace(
     workload: Workload,
     mode: FakeTensorMode,
@@ -181,19 +216,6 @@ def _trace(
     batch: Any,
 ) -> fx.GraphModule:
     """Trace the step twice: as it runs, then without mutations."""
-    names = {module: name for name, module in model.named_modules()}
-    open_modules: list[str] = []
-    annotations: list[AbstractContextManager[Any]] = []
-
-    def enter(module: nn.Module, *_: Any) -> None:
-        annotation = fx_traceback.annotate({"module": names[module]})
-        annotation.__enter__()
-        annotations.append(annotation)
-        open_modules.append(names[module])
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        annotations.pop().__exit__(None, None, None)
-        open_modules.pop()
 
     def step(
         parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
@@ -213,29 +235,23 @@ def _trace(
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         return loss.detach(), list(gradients), list(buffers.values())
 
-    handles = [module.register_forward_pre_hook(enter) for module in names]
-    handles += [module.register_forward_hook(leave) for module in names]
-    try:
-        # oneDNN's fused RNN kernel cannot be replayed from a graph; the plain one can.
-        with (
-            warnings.catch_warnings(),
-            mode,
-            fx_traceback.preserve_node_meta(),
-            torch.backends.mkldnn.flags(enabled=False),
-            _clear_errors(workload, open_modules),
-        ):
-            warnings.simplefilter("ignore")
-            raw = make_fx(step)(dict(parameters), dict(buffers), batch)
-            flat, _ = pytree.tree_flatten((dict(parameters), dict(buffers), batch))
-            flat = [value for value in flat if isinstance(value, Tensor)]
-            _drop_unused_placeholders(raw)
-            _annotate_backward(raw.graph)
-            # fx.Interpreter keeps the node metadata in the second trace; calling the module
-            # would drop it.
-            traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
-    finally:
-        for handle in handles:
-            handle.remove()
+    # oneDNN's fused RNN kernel cannot be replayed from a graph; the plain one can.
+    with (
+        warnings.catch_warnings(action="ignore"),
+        mode,
+        torch.backends.mkldnn.flags(enabled=False),
+        fx_traceback.preserve_node_meta(),
+        _OpenModules(model) as modules,
+        _clear_errors(workload, modules),
+    ):
+        raw = make_fx(step)(dict(parameters), dict(buffers), batch)
+        flat, _ = pytree.tree_flatten((dict(parameters), dict(buffers), batch))
+        flat = [value for value in flat if isinstance(value, Tensor)]
+        _drop_unused_placeholders(raw)
+        _annotate_backward(raw.graph)
+        # fx.Interpreter keeps the node metadata in the second trace; calling the module would
+        # drop it.
+        traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
     traced.graph.eliminate_dead_code()
     return traced
 
@@ -584,7 +600,7 @@ def optimizer_state_ratio(
     2.0
     """
     parameter = nn.Parameter(torch.zeros(64, 64))
-    instance = optimizer([parameter], **options)  # type: ignore[call-arg]
+    instance = optimizer([parameter], **options)
     parameter.grad = torch.zeros_like(parameter)
     try:
         instance.step()

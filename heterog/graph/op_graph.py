@@ -220,6 +220,37 @@ class OpGraph:
             if op.phase == Phase.UPDATE
         )
 
+    @cached_property
+    def peak_live_bytes(self) -> int:
+        """Most bytes alive at once on one device: parameters, optimizer state and values.
+
+        A value lives from its op to its last reader, views included, in program order.
+        """
+        last_reader = np.full(len(self.tensors), -1, np.int64)
+        for index, op in enumerate(self.ops):
+            last_reader[self.storage[list(op.inputs)]] = index
+        live = sum(int(self.tensor_bytes[tensor]) for tensor in range(self.num_inputs))
+        live += round(
+            self.optimizer_state_ratio
+            * sum(int(self.tensor_bytes[parameter]) for _, parameter, _ in self.updates)
+        )
+        dying: dict[int, list[int]] = {}
+        for tensor in range(self.num_inputs, len(self.tensors)):
+            if self.storage[tensor] == tensor:
+                end = max(int(last_reader[tensor]), int(self.producer[tensor]))
+                dying.setdefault(end, []).append(tensor)
+        peak = live
+        for index, op in enumerate(self.ops):
+            if op.phase != Phase.UPDATE:  # updates write in place
+                live += sum(
+                    int(self.tensor_bytes[t]) for t in self.outputs(index) if self.storage[t] == t
+                )
+            peak = max(peak, live)
+            for tensor in dying.get(index, ()):
+                if self.ops[self.producer[tensor]].phase != Phase.UPDATE:
+                    live -= int(self.tensor_bytes[tensor])
+        return peak
+
     @property
     def num_parameters(self) -> int:
         """Number of scalar parameters, tied ones counted once."""
@@ -275,7 +306,10 @@ class OpGraph:
         for mine_t, theirs_t in zip(self.tensors, other.tensors, strict=False):
             if (mine_t.shape, mine_t.dtype) != (theirs_t.shape, theirs_t.dtype):
                 name = mine_t.name or theirs_t.name or "an activation"
-                return f"{name}: {mine_t.shape} {mine_t.dtype} against {theirs_t.shape} {theirs_t.dtype}"
+                return (
+                    f"{name}: {mine_t.shape} {mine_t.dtype} against "
+                    f"{theirs_t.shape} {theirs_t.dtype}"
+                )
         if self.optimizer != other.optimizer:
             return f"optimizer {self.optimizer} against {other.optimizer}"
         return f"{self.num_ops} ops against {other.num_ops}"

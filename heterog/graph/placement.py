@@ -5,8 +5,8 @@ A placement says which part of a tensor a device holds when an axis (the batch, 
 
 - ``R``: every device holds the whole tensor.
 - ``S(dim, outer)``: dimension ``dim`` is ``outer x axis_size x inner``; a device that owns
-  ``share`` of the ``axis_size`` units holds ``outer x share x inner`` of it. The written form keeps
-  every view exact: (B, T, D) seen as (B*T, D) is split in dimension 0 with ``inner = T``.
+  ``share`` of the ``axis_size`` units holds ``outer x share x inner`` of it. The written form
+  keeps every view exact: (B, T, D) seen as (B*T, D) is split in dimension 0 with ``inner = T``.
 - ``P``: every device holds a tensor of full shape; their sum is the tensor.
 - ``L``: statistics of the local part (BatchNorm); never moved between devices.
 """

@@ -63,13 +63,14 @@ class Workload:
 
     def make_batch(self) -> Batch:
         """The example batch, made now if ``example_batch`` is a function."""
-        batch = self.example_batch() if callable(self.example_batch) else self.example_batch
+        batch: Any = self.example_batch() if callable(self.example_batch) else self.example_batch
         if not isinstance(batch, tuple | list | dict) or not batch:
             raise CaptureError(
                 f"workload '{self.name}': the example batch must be a non-empty tuple or dict of "
                 f"tensors, got {type(batch).__name__}."
             )
-        return tuple(batch) if isinstance(batch, list) else batch
+        result: Batch = tuple(batch) if isinstance(batch, list) else batch
+        return result
 
     def step_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """The loss of one forward pass, as the class docstring defines it."""

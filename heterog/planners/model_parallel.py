@@ -115,9 +115,7 @@ def _group_costs(evaluator: Evaluator) -> tuple[FloatArray, FloatArray]:
         costs = evaluator.cost_model.op_seconds(graph, kind, graph.batch_size)
         np.add.at(seconds[:, index], grouping.group[inside], costs[inside])
     memory = np.zeros(grouping.num_groups)
-    np.add.at(
-        memory, tables.parameter_group, tables.parameter_bytes * (2.0 + tables.state_ratio)
-    )
+    np.add.at(memory, tables.parameter_group, tables.parameter_bytes * (2.0 + tables.state_ratio))
     # Values of forward ops that backward ops read stay until then.
     kept = [
         value

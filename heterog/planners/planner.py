@@ -46,7 +46,9 @@ class Budget:
         """
         match = _BUDGET.fullmatch(text.strip())
         if match is None:
-            raise BudgetError(f"cannot read budget '{text}'; write 30s, 2m or 5000e (evaluations).")
+            raise BudgetError(
+                f"cannot read budget '{text}'; write 30s, 2m or 5000e (evaluations)."
+            )
         amount = float(match[1])
         if amount <= 0:
             raise BudgetError(f"a budget of {text} allows no search; give more, for example 30s.")
@@ -142,6 +144,35 @@ class Task:
     orders: tuple[Order, ...] = tuple(Order)
     seeds: tuple[Candidate, ...] = ()
     report: Callable[[float, float], None] = field(default=lambda fraction, best: None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodRow:
+    """What one method reached, judged by the referee: a row of every comparison.
+
+    Attributes:
+        method: name of the planner.
+        stage: ``"baseline"``, ``"search"``, ``"zero_shot"`` or ``"finetuned"``.
+        outcome: ``"ok"``, ``"out_of_memory"`` or ``"not_applicable"``.
+        step_time_s: seconds per step; ``None`` unless ``ok``.
+        order: name of the order it ran in.
+        peak_memory_bytes: of each device.
+        num_evaluations: simulations spent.
+        search_seconds: seconds spent.
+        shortage: why it is not ``ok``, in words.
+        candidate: the strategy itself; ``None`` if the method does not apply.
+    """
+
+    method: str
+    stage: str
+    outcome: str
+    step_time_s: float | None
+    order: str
+    peak_memory_bytes: tuple[int, ...]
+    num_evaluations: int
+    search_seconds: float
+    shortage: str = ""
+    candidate: Candidate | None = None
 
 
 class Planner(Protocol):

@@ -98,7 +98,7 @@ def make_schedule(num_tasks: int, num_reads: int, num_buffers: int, num_queues: 
 @nb.njit(cache=True, nogil=True)
 def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
     """Seconds of every task on a tape."""
-    for number in range(tape.count[NUM_TASKS]):
+    for number in range(tape.counts[NUM_TASKS]):
         task = tape.tasks[number]
         if task.kind >= FIRST_LINK_KIND:
             channel = task.channel
@@ -122,7 +122,7 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
 @nb.njit(cache=True, nogil=True)
 def rank_kernel(tape: Tape, seconds: FloatArray, rank: FloatArray) -> None:
     """Upward rank: rank(o) = seconds(o) + max over successors of rank (HeteroG section 4.2)."""
-    num_tasks = tape.count[NUM_TASKS]
+    num_tasks = tape.counts[NUM_TASKS]
     rank[:num_tasks] = 0.0
     for task in range(num_tasks - 1, -1, -1):
         rank[task] += seconds[task]
@@ -219,7 +219,7 @@ def _pop_event(times: FloatArray, items: IntArray, size: int) -> int:
 @nb.njit(cache=True, nogil=True)
 def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -> None:
     """Successor lists, room for the queues, and the chain of each device."""
-    num_tasks = tape.count[NUM_TASKS]
+    num_tasks = tape.counts[NUM_TASKS]
     starts = schedule.successor_start
     starts[: num_tasks + 2] = 0
     for task in range(num_tasks):
@@ -276,7 +276,7 @@ def simulate_kernel(
     than there are means that the program cannot run: a bug in whoever made it.
     """
     _prepare(tape, prices, schedule, num_devices)
-    num_tasks = tape.count[NUM_TASKS]
+    num_tasks = tape.counts[NUM_TASKS]
     words = prices.gate.shape[1]
     if order == 1:
         rank_kernel(tape, schedule.seconds, schedule.priority)
@@ -500,8 +500,8 @@ def memory_kernel(tape: Tape, schedule: Schedule, resident: FloatArray, peak: Fl
     link and free tasks that touch its memory. At one instant, ends come before starts.
     """
     alive = schedule.alive
-    alive[: tape.count[NUM_BUFFERS]] = 0
-    for read in range(tape.count[NUM_READS]):
+    alive[: tape.counts[NUM_BUFFERS]] = 0
+    for read in range(tape.counts[NUM_READS]):
         alive[tape.reads[read]] += 1
     num_devices = len(resident)
     touching, touching_start = _events_by_device(tape, schedule, num_devices)

@@ -164,7 +164,7 @@ class Evaluator:
         seconds, done, replayed = replay(
             self._tape, self.prices(choice), self._schedule, self.cluster.num_devices
         )
-        num_tasks = int(self._tape.count[NUM_TASKS])
+        num_tasks = int(self._tape.counts[NUM_TASKS])
         assert done == num_tasks, f"only {done} of {num_tasks} tasks can be replayed"
         return seconds / choice.num_steps, replayed
 
@@ -199,7 +199,7 @@ class Evaluator:
         schedule, tape = self._schedule, self._tape
         price_kernel(tape, prices, schedule.seconds)
         seconds, done = simulate_kernel(tape, prices, schedule, num_devices, int(order))
-        num_tasks = int(tape.count[NUM_TASKS])
+        num_tasks = int(tape.counts[NUM_TASKS])
         assert done == num_tasks, f"only {done} of {num_tasks} tasks can run"
         peak = np.empty(num_devices)
         memory_kernel(tape, schedule, resident_bytes(self.tables, choice), peak)
@@ -211,9 +211,9 @@ class Evaluator:
         tape, schedule = self._tape, self._schedule
         num_queues = prices.num_queues + self.cluster.num_devices
         if (
-            tape.count[NUM_TASKS] > len(schedule.seconds)
-            or tape.count[NUM_READS] > len(schedule.successor)
-            or tape.count[NUM_BUFFERS] > len(schedule.alive)
+            tape.counts[NUM_TASKS] > len(schedule.seconds)
+            or tape.counts[NUM_READS] > len(schedule.successor)
+            or tape.counts[NUM_BUFFERS] > len(schedule.alive)
             or num_queues > len(schedule.queue_size)
         ):
             self._schedule = make_schedule(

@@ -43,7 +43,7 @@ def replay(
         Time of the last finish, number of finished tasks, and the schedule with the replayed
         starts, finishes and events.
     """
-    num_tasks = int(tape.count[NUM_TASKS])
+    num_tasks = int(tape.counts[NUM_TASKS])
     # Tasks are numbered topologically and none starts before what it needs, so a stable sort by
     # start keeps every dependency: no two sequences can wait for each other.
     sequence = np.argsort(schedule.start[:num_tasks], kind="stable").astype(np.int32)

@@ -84,7 +84,7 @@ BUFFER = np.dtype(
     [("num_bytes", np.float64), ("maker", np.int32), ("device", np.int32)], align=True
 )
 NUM_TASKS, NUM_BUFFERS, NUM_READS, OVERFLOW = 0, 1, 2, 3
-"""Positions in ``Tape.count``."""
+"""Positions in ``Tape.counts``."""
 
 
 class Tape(NamedTuple):
@@ -98,7 +98,7 @@ class Tape(NamedTuple):
     buffers: npt.NDArray[np.void]  # BUFFER
     reads: IntArray
     bucket: IntArray
-    count: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
 
 
 class Scratch(NamedTuple):
@@ -126,7 +126,7 @@ def make_tape(num_tasks: int, num_parameters: int) -> Tape:
         buffers=np.empty(3 * room, BUFFER),
         reads=np.empty(4 * room, np.int32),
         bucket=np.empty(num_parameters, np.int32),
-        count=np.zeros(4, np.int64),
+        counts=np.zeros(4, np.int64),
     )
 
 
@@ -281,7 +281,7 @@ def program_from_tape(
     num_devices: int,
 ) -> Program:
     """Copy what was written to a tape into a program."""
-    num_tasks, num_buffers, num_reads, _ = (int(count) for count in tape.count)
+    num_tasks, num_buffers, num_reads, _ = (int(count) for count in tape.counts)
     tasks = tape.tasks[:num_tasks]
     buffers = tape.buffers[:num_buffers]
     return Program(
@@ -346,16 +346,16 @@ def _task(
     num_bytes: float,
 ) -> None:  # fmt: skip
     """Begin a task; its reads and buffers are written before the next one begins."""
-    number = tape.count[NUM_TASKS]
+    number = tape.counts[NUM_TASKS]
     if (
         number >= len(tape.tasks) - 2
-        or tape.count[NUM_BUFFERS] >= len(tape.buffers) - 256
-        or tape.count[NUM_READS] >= len(tape.reads) - 2048 - 4 * len(tape.bucket)
+        or tape.counts[NUM_BUFFERS] >= len(tape.buffers) - 256
+        or tape.counts[NUM_READS] >= len(tape.reads) - 2048 - 4 * len(tape.bucket)
     ):
-        tape.count[OVERFLOW] = 1
+        tape.counts[OVERFLOW] = 1
         number = 0
-        tape.count[NUM_BUFFERS] = 0
-        tape.count[NUM_READS] = 0
+        tape.counts[NUM_BUFFERS] = 0
+        tape.counts[NUM_READS] = 0
     task = tape.tasks[number]
     task.kind = kind
     task.subject = subject
@@ -364,28 +364,28 @@ def _task(
     task.samples = samples
     task.channel = channel
     task.num_bytes = num_bytes
-    task.read_start = tape.count[NUM_READS]
-    task.buffer_start = tape.count[NUM_BUFFERS]
-    tape.count[NUM_TASKS] = number + 1
+    task.read_start = tape.counts[NUM_READS]
+    task.buffer_start = tape.counts[NUM_BUFFERS]
+    tape.counts[NUM_TASKS] = number + 1
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
 def _read(tape: Tape, buffer: int) -> None:
     if buffer >= 0:
-        tape.reads[tape.count[NUM_READS]] = buffer
-        tape.count[NUM_READS] += 1
+        tape.reads[tape.counts[NUM_READS]] = buffer
+        tape.counts[NUM_READS] += 1
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
 def _make(tape: Tape, device: int, num_bytes: float) -> int:
     """A buffer made by the task that was begun last."""
-    number = tape.count[NUM_BUFFERS]
+    number = tape.counts[NUM_BUFFERS]
     buffer = tape.buffers[number]
-    buffer.maker = tape.count[NUM_TASKS] - 1
+    buffer.maker = tape.counts[NUM_TASKS] - 1
     buffer.device = device
     buffer.num_bytes = num_bytes
-    tape.count[NUM_BUFFERS] = number + 1
-    return number
+    tape.counts[NUM_BUFFERS] = number + 1
+    return int(number)
 
 
 @nb.njit(cache=True, nogil=True)
@@ -393,7 +393,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     """Write the program of a choice to a tape; ``False`` if the tape is too short."""
     num_devices = choice.member.shape[1]
     num_ops = len(tables.op_id)
-    tape.count[:] = 0
+    tape.counts[:] = 0
     tape.bucket[:] = -1
     scratch.ready_buffer[:] = -1
     _number_buckets(tables, choice, scratch)
@@ -418,9 +418,9 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                 first_ready = tables.parameter_read_start[op]
                 last_ready = tables.parameter_read_start[op + 1]
                 first_value, last_value = tables.value_start[op], tables.value_start[op + 1]
-                number = tape.count[NUM_TASKS]
-                made = tape.count[NUM_BUFFERS]
-                read = tape.count[NUM_READS]
+                number = tape.counts[NUM_TASKS]
+                made = tape.counts[NUM_BUFFERS]
+                read = tape.counts[NUM_READS]
                 if (
                     number + num_devices >= len(tape.tasks) - 2
                     or made + num_devices * (last_value - first_value) >= len(tape.buffers) - 256
@@ -467,9 +467,9 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                         scratch.value_buffer[value, device] = made
                         made += 1
                     number += 1
-                tape.count[NUM_TASKS] = number
-                tape.count[NUM_BUFFERS] = made
-                tape.count[NUM_READS] = read
+                tape.counts[NUM_TASKS] = number
+                tape.counts[NUM_BUFFERS] = made
+                tape.counts[NUM_READS] = read
                 for entry in range(tables.gradient_start[op], tables.gradient_start[op + 1]):
                     parameter = tables.gradient_parameter[entry]
                     if micro == 0:
@@ -481,15 +481,15 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                         _accumulate(tables, choice, scratch, tape, parameter, micro)
                     if last:
                         _synchronise(tables, choice, scratch, tape, parameter)
-                if tape.count[OVERFLOW] != 0:
+                if tape.counts[OVERFLOW] != 0:
                     return False
         for key in range(tables.num_groups):
             if scratch.open_first[key] >= 0:
                 _close_bucket(tables, choice, scratch, tape, key)
-    end = tape.tasks[tape.count[NUM_TASKS]]
-    end.read_start = tape.count[NUM_READS]
-    end.buffer_start = tape.count[NUM_BUFFERS]
-    return tape.count[OVERFLOW] == 0
+    end = tape.tasks[tape.counts[NUM_TASKS]]
+    end.read_start = tape.counts[NUM_READS]
+    end.buffer_start = tape.counts[NUM_BUFFERS]
+    return bool(tape.counts[OVERFLOW] == 0)
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
@@ -565,7 +565,7 @@ def _move_samples(
         # First the pieces that must travel, then one task that joins all of them.
         parts = 0
         low = 0
-        first_piece = tape.count[NUM_BUFFERS]
+        first_piece = tape.counts[NUM_BUFFERS]
         local = -1
         for other in range(num_devices):
             owned = choice.shares[source, micro, other]
@@ -590,7 +590,7 @@ def _move_samples(
             _read(tape, mine)
             scratch.slot_buffer[slot, device] = _make(tape, device, size)
         if parts > 1:
-            pieces = tape.count[NUM_BUFFERS]
+            pieces = tape.counts[NUM_BUFFERS]
             _task(tape, _CONCAT, value, device, micro, count, -1, 2.0 * count * per_sample)
             _read(tape, local)
             for piece in range(first_piece, pieces):
@@ -797,7 +797,7 @@ def _close_bucket(
         token = _make(tape, -1, 0.0)
     # The updates, written out like the ops: an optimizer step of each parameter on each replica.
     # In a bucket the gradient is a view of the flat copy.
-    number, made, read = tape.count[NUM_TASKS], tape.count[NUM_BUFFERS], tape.count[NUM_READS]
+    number, made, read = tape.counts[NUM_TASKS], tape.counts[NUM_BUFFERS], tape.counts[NUM_READS]
     parameter = first
     while parameter >= 0:
         if (
@@ -805,7 +805,7 @@ def _close_bucket(
             or made + num_devices >= len(tape.buffers) - 256
             or read + 3 * num_devices >= len(tape.reads)
         ):
-            tape.count[OVERFLOW] = 1
+            tape.counts[OVERFLOW] = 1
             number, made, read = 0, 0, 0
         for device in range(num_devices):
             if not choice.member[layout, device]:
@@ -839,9 +839,9 @@ def _close_bucket(
             made += 1
             number += 1
         parameter = scratch.next_in_bucket[parameter]
-    tape.count[NUM_TASKS] = number
-    tape.count[NUM_BUFFERS] = made
-    tape.count[NUM_READS] = read
+    tape.counts[NUM_TASKS] = number
+    tape.counts[NUM_BUFFERS] = made
+    tape.counts[NUM_READS] = read
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
@@ -854,7 +854,7 @@ def _serve(
     size = tables.parameter_bytes[parameter]
     num_devices = choice.member.shape[1]
     partial = tables.gradient_is_partial[parameter] == 1
-    first_received = tape.count[NUM_BUFFERS]
+    first_received = tape.counts[NUM_BUFFERS]
     received = 0
     for device in range(num_devices):
         if device == home or scratch.gradient_buffer[parameter, device] < 0:
@@ -865,7 +865,7 @@ def _serve(
         _read_gradient(scratch, tape, parameter, device)
         _make(tape, home, size)
         received += 1
-    last_received = tape.count[NUM_BUFFERS]
+    last_received = tape.counts[NUM_BUFFERS]
     own = scratch.gradient_buffer[parameter, home] >= 0
     token = -1
     if received + (1 if own else 0) > 1:

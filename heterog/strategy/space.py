@@ -117,7 +117,9 @@ class StrategySpace:
                 slices: tuple[int, ...] = ()
                 if sync == Sync.REDUCE_SCATTER_ALL_GATHER:
                     slices = balanced_slices(self.cluster, devices)
-                decisions.append(Decision(devices=devices, shares=shares, sync=sync, slices=slices))
+                decisions.append(
+                    Decision(devices=devices, shares=shares, sync=sync, slices=slices)
+                )
         return decisions
 
     def add(self, decision: Decision) -> int:

@@ -1,0 +1,47 @@
+"""The one-line entry points of the package; everything else is imported from where it lives."""
+
+from collections.abc import Sequence
+
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.workload import Workload
+from heterog.planners.plan import BEST, Plan, make_plan
+from heterog.planners.planner import Budget
+
+
+def plan(
+    workload: Workload | OpGraph,
+    cluster: Cluster,
+    *,
+    method: str | Sequence[str] = "auto",
+    budget: Budget | str = "30s",
+    seed: int = 0,
+    order: str = BEST,
+    step_barrier: bool = True,
+) -> Plan:
+    """Find how to run one training step of a workload on a cluster.
+
+    Args:
+        workload: model, example batch, loss and optimizer class; or a captured graph.
+        cluster: devices and links.
+        method: name or names of planners; ``"auto"`` runs all of them.
+        budget: of the search, ``"30s"`` or ``"5000e"`` (then the result is reproducible).
+        seed: of everything random.
+        order: ``"best"``, or the one order that searching methods may use.
+        step_barrier: whether a step ends with all updates.
+
+    Returns:
+        The best plan; ``plan.outcome`` says whether it fits.
+    """
+    graph = workload if isinstance(workload, OpGraph) else capture(workload)
+    methods = method.split(",") if isinstance(method, str) else method
+    return make_plan(
+        graph,
+        cluster,
+        methods=methods,
+        budget=budget,
+        seed=seed,
+        order=order,
+        step_barrier=step_barrier,
+    )

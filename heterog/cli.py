@@ -1,0 +1,380 @@
+"""The command line: it parses, calls, and prints; every decision is made elsewhere.
+
+With ``--json`` one document goes to stdout and nothing else; progress and notes go to stderr. Bad
+input ends with exit code 2 and one clear line.
+"""
+
+import csv
+import io
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from heterog.errors import HeterogError, UnknownNameError
+from heterog.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from heterog.graph.op_graph import OpGraph
+
+app = typer.Typer(
+    help="Finds how to train a PyTorch model on a cluster of unequal GPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+out = Console(width=100 if not sys.stdout.isatty() else None)
+err = Console(stderr=True)
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="zoo name, path/to/file.py:function, or a saved graph")
+]
+ClusterOption = Annotated[str, typer.Option("--cluster", help="preset name or YAML file")]
+BatchOption = Annotated[int | None, typer.Option("--batch-size", help="global batch size")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+BudgetOption = Annotated[str, typer.Option("--budget", help="30s, 2m, or 5000e (evaluations)")]
+SeedOption = Annotated[int, typer.Option("--seed")]
+
+
+def main() -> None:
+    """Run the command line; exit code 2 and one line on bad input."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        app()
+    except HeterogError as error:
+        print(f"heterog: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("heterog: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+@app.command()
+def models(as_json: JsonOption = False) -> None:
+    """List the built-in models."""
+    from heterog.report.tables import models_table
+    from heterog.zoo import entry, names
+
+    entries = [entry(name) for name in names()]
+    if as_json:
+        _print_json(
+            [
+                {
+                    "name": each.name,
+                    "family": each.family,
+                    "default_batch_size": each.default_batch_size,
+                    "num_parameters": each.num_parameters,
+                    "description": each.description,
+                }
+                for each in entries
+            ]
+        )
+    else:
+        out.print(models_table(entries))
+
+
+@app.command()
+def clusters(as_json: JsonOption = False) -> None:
+    """List the built-in clusters."""
+    from heterog.cluster import Cluster, preset_names
+    from heterog.report.tables import clusters_table
+
+    presets = [Cluster.load(name) for name in preset_names()]
+    if as_json:
+        _print_json([cluster.to_dict() for cluster in presets])
+    else:
+        out.print(clusters_table(presets))
+
+
+@app.command()
+def capture(
+    model: ModelArgument,
+    output: Annotated[Path, typer.Option("-o", "--output", help="graph.json or graph.json.gz")],
+    batch_size: BatchOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Capture one training step of a model as a graph file."""
+    from heterog.files import check_writable
+    from heterog.graph.serialize import save_graph
+
+    check_writable(output)
+    begin = time.perf_counter()
+    graph = _graph(model, batch_size)
+    seconds = time.perf_counter() - begin
+    save_graph(graph, output)
+    summary = graph_summary(graph) | {"capture_seconds": seconds, "file": str(output)}
+    if as_json:
+        _print_json(summary)
+        return
+    out.print(
+        f"{graph.name}: {summary['num_ops']:,} ops ({summary['num_kernels']:,} kernels), "
+        f"{graph.num_parameters:,} parameters, batch {graph.batch_size}, "
+        f"{summary['flops'] / 1e12:.2f} TFLOP and {format_bytes(summary['bytes_moved'])} moved "
+        f"per step, {format_bytes(summary['peak_live_bytes'])} at the peak on one device, "
+        f"{summary['num_groups']} groups; {seconds:.1f} s -> {output}"
+    )
+    if summary["ops_without_rule"]:
+        out.print(f"without a sharding rule, run replicated: {summary['ops_without_rule']}")
+
+
+@app.command()
+def plan(
+    model: ModelArgument,
+    cluster: ClusterOption,
+    batch_size: BatchOption = None,
+    method: Annotated[str, typer.Option("--method", help="auto, or names with commas")] = "auto",
+    budget: BudgetOption = "30s",
+    seed: SeedOption = 0,
+    order: Annotated[str, typer.Option("--order", help="best, fifo, rank or program")] = "best",
+    no_step_barrier: Annotated[
+        bool,
+        typer.Option("--no-step-barrier", help="the next step may start before all updates end"),
+    ] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="plan.json")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="trace.json for ui.perfetto.dev")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find how to train a model on a cluster."""
+    from heterog.cluster import Cluster
+    from heterog.files import check_writable
+    from heterog.planners.plan import check_batch, make_plan, parse_orders
+    from heterog.planners.planner import Budget
+
+    for path in (output, trace):
+        if path is not None:
+            check_writable(path)
+    parsed = Budget.parse(budget)
+    parse_orders(order)
+    methods = _methods(method)
+    target = Cluster.load(cluster)
+    with _progress(as_json) as progress:
+        progress("capture", 0.0, float("inf"))
+        graph = _graph(model, batch_size)
+        check_batch(graph, target)
+        found = make_plan(
+            graph,
+            target,
+            methods=methods,
+            budget=parsed,
+            seed=seed,
+            order=order,
+            step_barrier=not no_step_barrier,
+            progress=progress,
+        )
+    if output is not None:
+        found.save(output)
+    if trace is not None:
+        from heterog.report.trace import write_trace
+
+        write_trace(trace, found.timeline())
+    if as_json:
+        _print_json(found.summary())
+        return
+    from heterog.report.tables import methods_table
+
+    out.print(methods_table(found.rows, target, found.lower_bound_s, title=_title(found)))
+    out.print(_verdict(found))
+    for path, what in ((output, "plan"), (trace, "trace (open it in https://ui.perfetto.dev)")):
+        if path is not None:
+            out.print(f"{what}: {path}", soft_wrap=True)
+
+
+@app.command()
+def compare(
+    models: Annotated[str, typer.Option("--models", help="names with commas")],
+    clusters: Annotated[str, typer.Option("--clusters", help="names with commas")],
+    methods: Annotated[str, typer.Option("--methods", help="auto, or names")] = "auto",
+    budget: BudgetOption = "30s",
+    seed: SeedOption = 0,
+    order: Annotated[str, typer.Option("--order")] = "best",
+    no_step_barrier: Annotated[bool, typer.Option("--no-step-barrier")] = False,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="write the rows there")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare methods over models and clusters; every method gets the full budget."""
+    from heterog.cluster import Cluster
+    from heterog.files import check_writable, write_atomically
+    from heterog.planners.compare import compare_methods
+    from heterog.planners.plan import check_batch, parse_orders
+    from heterog.planners.planner import Budget
+    from heterog.report.tables import methods_table
+
+    if csv_file is not None:
+        check_writable(csv_file)
+    parsed = Budget.parse(budget)
+    orders = parse_orders(order)
+    names = _methods(methods)
+    targets = [Cluster.load(name) for name in _names(clusters)]
+    documents: list[dict[str, Any]] = []
+    for model in _names(models):
+        with _progress(as_json) as progress:
+            progress(f"capture {model}", 0.0, float("inf"))
+            graph = _graph(model, None)
+        for target in targets:
+            check_batch(graph, target)
+            with _progress(as_json) as progress:
+                result = compare_methods(
+                    graph,
+                    target,
+                    names,
+                    budget=parsed,
+                    seed=seed,
+                    step_barrier=not no_step_barrier,
+                    orders=orders,
+                    progress=progress,
+                )
+            documents += result.to_dicts()
+            if not as_json:
+                title = f"{graph.name}, batch {graph.batch_size}, on {target.name}"
+                out.print(methods_table(result.rows, target, result.lower_bound_s, title=title))
+    if csv_file is not None:
+        write_atomically(csv_file, _csv(documents).encode())
+    if as_json:
+        _print_json({"rows": documents})
+
+
+def graph_summary(graph: "OpGraph") -> dict[str, Any]:
+    """What there is to know about a graph at a glance."""
+    from heterog.graph.batch_plan import batch_plan
+    from heterog.graph.grouping import group_ops
+
+    batch = batch_plan(graph)
+    return {
+        "name": graph.name,
+        "batch_size": graph.batch_size,
+        "num_ops": graph.num_ops,
+        "num_kernels": int((~graph.is_view).sum()),
+        "num_parameters": graph.num_parameters,
+        "num_groups": group_ops(graph).num_groups,
+        "flops": float(graph.flops.sum()),
+        "bytes_moved": float(graph.bytes_moved.sum()),
+        "peak_live_bytes": graph.peak_live_bytes,
+        "optimizer": graph.optimizer,
+        "optimizer_state_ratio": graph.optimizer_state_ratio,
+        "ops_without_rule": sorted({graph.ops[index].kind for index in batch.unruled}),
+        "fingerprint": graph.fingerprint,
+    }
+
+
+def _graph(model: str, batch_size: int | None) -> "OpGraph":
+    """The graph of a zoo name, a user's function, or a saved file."""
+    if model.endswith((".json", ".json.gz")):
+        from heterog.graph.serialize import load_graph
+
+        graph = load_graph(model)
+        if batch_size not in (None, graph.batch_size):
+            raise HeterogError(
+                f"{model} was captured with batch size {graph.batch_size}, not {batch_size}; "
+                "capture the model again with --batch-size."
+            )
+        return graph
+    from heterog.zoo import load_workload
+
+    workload = load_workload(model, batch_size)
+    # Only now: a wrong name is told without waiting for torch.
+    from heterog.graph import capture as capturing
+
+    captured: OpGraph = capturing.capture(workload)
+    return captured
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise HeterogError("an empty list of names; separate names with commas.")
+    return names
+
+
+def _methods(text: str) -> list[str]:
+    """Names of methods, checked before anything slow happens."""
+    from heterog.planners import portfolio
+    from heterog.planners.planner import planners
+
+    known = [portfolio.AUTO, *(planner.name for planner in planners())]
+    names = _names(text)
+    for name in names:
+        if name not in known:
+            raise UnknownNameError("method", name, known)
+    return names
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str, float, float], None]]:
+    """A progress line on stderr; plain lines where that is no terminal."""
+    if not err.is_terminal:
+        seen: set[str] = set()
+
+        def tell(method: str, fraction: float, best: float) -> None:
+            if method not in seen and not quiet:
+                seen.add(method)
+                print(f"{method} ...", file=sys.stderr)
+
+        yield tell
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        line = bar.add_task("", total=1.0)
+
+        def show(method: str, fraction: float, best: float) -> None:
+            found = "" if best == float("inf") else f", best {format_seconds(best)}"
+            bar.update(line, completed=min(fraction, 1.0), description=f"{method}{found}")
+
+        yield show
+
+
+def _title(found: Any) -> str:
+    barrier = "" if found.strategy.step_barrier else ", no step barrier"
+    return (
+        f"{found.graph.name}, batch {found.graph.batch_size}, on {found.cluster.name} "
+        f"(predicted by {found.calibration}, seed {found.seed}, budget {found.budget}{barrier})"
+    )
+
+
+def _verdict(found: Any) -> str:
+    """One or two sentences: what won, and by how much."""
+    if found.step_time_s is None:
+        return f"No method fits. The nearest is {found.method}: {found.shortage}."
+    text = (
+        f"{found.method}: {format_seconds(found.step_time_s)} a step, "
+        f"{found.throughput_samples_per_s:.1f} samples/s, order {found.order}, at least "
+        f"{format_seconds(found.lower_bound_s)} by any strategy with a step barrier."
+    )
+    baselines = [
+        row for row in found.rows if row.step_time_s is not None and row.stage == "baseline"
+    ]
+    if baselines and found.method not in {row.method for row in baselines}:
+        best = min(baselines, key=lambda row: row.step_time_s)
+        gain = best.step_time_s / found.step_time_s
+        text += f" {gain:.2f}x over the best baseline ({best.method})."
+        if gain < 1.01:
+            text += f" That is within 1 %: prefer the simpler {best.method}."
+    return text
+
+
+def _csv(documents: list[dict[str, Any]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, fieldnames=list(documents[0]), lineterminator="\n")
+    writer.writeheader()
+    for document in documents:
+        peaks = " ".join(map(str, document["peak_memory_bytes"]))
+        writer.writerow(document | {"peak_memory_bytes": peaks})
+    return buffer.getvalue()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,594 @@
+"""Graphs as files: versioned JSON, compressed where the name ends in ``.gz``.
+
+``save_graph`` writes what ``load_graph`` reads. The format is meant for other tools too; written
+by hand, a step of one layer looks like this::
+
+    {
+      "schema_version": 1,
+      "name": "one layer", "batch_size": 32, "loss": "y",
+      "optimizer": "SGD", "optimizer_state_ratio": 0.0,
+      "tensors": [
+        {"name": "x", "shape": [32, 64], "dtype": "float32", "kind": "batch"},
+        {"name": "w", "shape": [64, 10], "dtype": "float32", "kind": "parameter"},
+        {"name": "y", "shape": [32, 10], "dtype": "float32"},
+        {"name": "dw", "shape": [64, 10], "dtype": "float32", "kind": "gradient"}
+      ],
+      "ops": [
+        {"kind": "my_layer", "inputs": ["x", "w"], "outputs": ["y"], "batch_dims": [0],
+         "flops": 40960, "measured_s": {"V100-16GB": 1.5e-5}},
+        {"kind": "my_layer_gradient", "inputs": ["x", "y"], "outputs": ["dw"], "phase": "backward",
+         "rule": {"inputs": ["S(0)", "S(0)"], "outputs": ["P"]}, "flops": 40960},
+        {"kind": "update", "inputs": ["w", "dw"]}
+      ]
+    }
+
+Tensors are named by their position in ``tensors`` or by their ``name``. Those that no op makes are
+the inputs of the step. Fields of a tensor:
+
+- ``shape``, ``dtype`` (``"float32"``, ``"int64"``, ...);
+- ``kind``: ``activation`` (default), ``gradient``; for step inputs ``parameter``, ``buffer``,
+  ``batch`` or ``constant``;
+- ``placement``, for step inputs: ``"R"``, or ``"S(dim)"`` where the batch lies along ``dim``, or
+  ``"S(dim,outer)"`` where that dimension is written ``outer x batch x inner``; or simply
+  ``batch_dim``. By default a ``batch`` tensor whose first dimension is the batch size is split
+  there, everything else is ``"R"``.
+
+Fields of an op, all but the first three optional:
+
+- ``kind``: an ATen op with overload (``"mm.default"``), ``"update"`` for the optimizer step of one
+  parameter with inputs (parameter, gradient), or any other word;
+- ``inputs``, ``outputs``: tensors; an update may leave ``outputs`` out;
+- ``phase``: ``forward`` (default), ``backward``, ``update`` (default of ``update``);
+- ``module``: dotted path; ops of one module are planned together;
+- ``args``: the schema's arguments by name, for ATen ops whose built-in sharding rule is to be
+  used: ``{"t": 0}`` is the op's first input, ``{"f": "-inf"}`` a number that JSON has not;
+- ``rule``: placements along the batch of all inputs and outputs: ``R``, ``S`` or ``P`` (a partial
+  sum: the sum over all devices is the tensor); an output of local statistics is ``L``;
+- ``batch_dims``: shorter than a rule: the batch dimension of each output, ``null`` where it has
+  none. Inputs that are split are then used as they are, all others whole; an output without batch
+  dimension is a sum over the batch (``P``) if an input is split. An op with neither a rule nor a
+  built-in one runs whole on every device;
+- ``flops`` (default 0), ``bytes_read`` and ``bytes_written`` (default: every input read once,
+  every output written once) of the whole batch;
+- ``measured_s``: seconds of the whole batch by device type name; they go before the roofline;
+- ``name``: for messages.
+
+``tensors`` and ``ops`` may also be one object of equally long columns instead of a list of
+records, with ``null`` for a field that is left out; ``save_graph`` writes that. There ``kind`` and
+``module`` of an op may be positions in the lists ``kinds`` and ``modules`` of the file.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from heterog.errors import GraphError, InputFileError
+from heterog.files import read_json, write_json
+from heterog.graph.op_costs import bytes_read_and_written
+from heterog.graph.op_graph import (
+    GraphOp,
+    GraphTensor,
+    OpGraph,
+    Phase,
+    TensorKind,
+    topological_order,
+)
+from heterog.graph.placement import ITEM_BYTES, Arg, L, OpCall, P, Placement, R, S, TensorRef
+from heterog.graph.sharding_rules import RULES, propagate
+
+SCHEMA_VERSION = 1
+
+_PLACEMENT = re.compile(r"S\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)")
+_INPUT_KINDS = (
+    TensorKind.PARAMETER,
+    TensorKind.BUFFER,
+    TensorKind.BATCH,
+    TensorKind.CONSTANT,
+)
+
+
+def save_graph(graph: OpGraph, path: str | Path) -> None:
+    """Write a graph to a file.
+
+    Args:
+        graph: any graph.
+        path: compressed if it ends in ``.gz``.
+
+    Raises:
+        InputFileError: the file cannot be written.
+    """
+    write_json(path, graph_to_dict(graph))
+
+
+def load_graph(path: str | Path) -> OpGraph:
+    """Read a graph, saved by ``save_graph`` or written by another tool.
+
+    Ops may be in any order; they are put into a topological one, keeping the given order where
+    possible.
+
+    Raises:
+        InputFileError: the file cannot be read or is not a graph; says what is wrong and where.
+    """
+    return graph_from_dict(read_json(path, "graph file"), f"graph file {path}")
+
+
+def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
+    """A graph as JSON values; see the module docstring."""
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(o.kind for o in graph.ops))}
+    modules = {
+        path: number for number, path in enumerate(dict.fromkeys(o.module for o in graph.ops))
+    }
+    ops = graph.ops
+    tensors = graph.tensors
+    placements: list[str | None] = [str(place) for place in graph.batch_placements]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "name": graph.name,
+        "source": graph.source,
+        "batch_size": graph.batch_size,
+        "optimizer": graph.optimizer,
+        "optimizer_state_ratio": float(graph.optimizer_state_ratio),
+        "loss": int(graph.loss),
+        "kinds": list(kinds),
+        "modules": list(modules),
+        "tensors": {
+            "shape": [[int(size) for size in tensor.shape] for tensor in tensors],
+            "dtype": [tensor.dtype for tensor in tensors],
+            "kind": [tensor.kind.name.lower() for tensor in tensors],
+            "name": [tensor.name or None for tensor in tensors],
+            "placement": placements + [None] * (len(tensors) - len(placements)),
+        },
+        "ops": {
+            "kind": [kinds[op.kind] for op in ops],
+            "inputs": [[int(tensor) for tensor in op.inputs] for op in ops],
+            "outputs": [list(graph.outputs(index)) for index in range(graph.num_ops)],
+            "phase": [op.phase.name.lower() for op in ops],
+            "module": [modules[op.module] for op in ops],
+            "args": [
+                {key: _arg_to_json(value) for key, value in op.args.items()} or None for op in ops
+            ],
+            "flops": [float(op.flops) for op in ops],
+            "bytes_read": [float(op.bytes_read) for op in ops],
+            "bytes_written": [float(op.bytes_written) for op in ops],
+            "rule": [_rule_to_json(op) for op in ops],
+            "measured_s": [dict(op.measured_s) or None for op in ops],
+            "name": [op.name or None for op in ops],
+        },
+    }
+
+
+def graph_from_dict(record: object, where: str) -> OpGraph:
+    """The inverse of ``graph_to_dict``; also reads the form that is written by hand.
+
+    Args:
+        record: JSON values.
+        where: begins every message, usually the name of the file.
+
+    Raises:
+        InputFileError: the record is not a graph; says what is wrong and where.
+    """
+    if not isinstance(record, dict):
+        raise InputFileError(f"{where}: not a graph, but a JSON {type(record).__name__}.")
+    version = record.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise InputFileError(
+            f"{where}: schema_version is {version!r}; this heterog reads {SCHEMA_VERSION}."
+        )
+    try:
+        spec = _GraphRecord.model_validate(
+            record | {key: _rows(record[key], key) for key in ("tensors", "ops") if key in record}
+        )
+        return _Reader(spec).graph()
+    except ValidationError as error:
+        raise InputFileError(f"{where}: {_first_problem(error)}") from error
+    except GraphError as error:
+        raise InputFileError(f"{where}: {error}") from error
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+_Size = Annotated[int, Field(ge=0)]
+_Amount = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+
+class _TensorRecord(_Record):
+    shape: list[_Size]
+    dtype: str
+    kind: Literal["activation", "parameter", "buffer", "batch", "constant", "gradient"] = (
+        "activation"
+    )
+    name: str = ""
+    placement: str | None = None
+    batch_dim: _Size | None = None
+
+
+class _RuleRecord(_Record):
+    inputs: list[str]
+    outputs: list[str]
+
+
+class _OpRecord(_Record):
+    kind: str | int
+    inputs: list[int | str]
+    outputs: list[int | str] | None = None
+    phase: Literal["forward", "backward", "update"] | None = None
+    module: str | int = ""
+    args: dict[str, Any] = {}
+    flops: _Amount = 0.0
+    bytes_read: _Amount | None = None
+    bytes_written: _Amount | None = None
+    rule: _RuleRecord | None = None
+    batch_dims: list[_Size | None] | None = None
+    measured_s: dict[str, _Amount] = {}
+    name: str = ""
+
+
+class _GraphRecord(_Record):
+    schema_version: int
+    name: str
+    source: str = ""
+    batch_size: int
+    optimizer: str
+    optimizer_state_ratio: _Amount
+    loss: int | str
+    kinds: list[str] = []
+    modules: list[str] = []
+    tensors: list[_TensorRecord]
+    ops: list[_OpRecord]
+
+
+def _rows(value: object, field: str) -> object:
+    """Columns as a list of records; anything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    lengths = {name: len(v) if isinstance(v, list) else -1 for name, v in value.items()}
+    if len(set(lengths.values())) > 1 or -1 in lengths.values():
+        raise GraphError(
+            f"the columns of '{field}' must be lists of one length; they have "
+            + ", ".join(f"{name}: {n if n >= 0 else 'no list'}" for name, n in lengths.items())
+            + "."
+        )
+    return [
+        {name: entry for name, entry in zip(value, row, strict=True) if entry is not None}
+        for row in zip(*value.values(), strict=True)
+    ]
+
+
+def _first_problem(error: ValidationError) -> str:
+    """The first thing that is wrong, in words."""
+    details = error.errors()[0]
+    # The branches of a union ("int", "str") are no fields of the file.
+    place = [part for part in details["loc"] if part not in ("int", "str")]
+    field = ".".join(map(str, place))
+    if details["type"] == "missing":
+        return f"field '{field}' is missing."
+    if details["type"] == "extra_forbidden":
+        return f"unknown field '{field}'; see heterog.graph.serialize for the format."
+    message = details["msg"].removeprefix("Input ")
+    return f"field '{field}' {message}, got {str(details['input'])[:60]!r}."
+
+
+class _Reader:
+    """Turns a record into a graph: resolves names, orders the ops, numbers the tensors again."""
+
+    def __init__(self, spec: _GraphRecord) -> None:
+        self.spec = spec
+        self.position: dict[str, int] = {}
+        self.ambiguous: set[str] = set()
+        for number, tensor in enumerate(spec.tensors):
+            if tensor.name and self.position.setdefault(tensor.name, number) != number:
+                self.ambiguous.add(tensor.name)
+        self.metas = [
+            GraphTensor(
+                shape=tuple(tensor.shape),
+                dtype=self._dtype(number, tensor.dtype),
+                kind=TensorKind[tensor.kind.upper()],
+                name=tensor.name,
+            )
+            for number, tensor in enumerate(spec.tensors)
+        ]
+        self.kinds = [self._from_table(op.kind, spec.kinds, "kinds") for op in spec.ops]
+        self.modules = [self._from_table(op.module, spec.modules, "modules") for op in spec.ops]
+        self.phases = [
+            Phase[(op.phase or ("update" if kind == "update" else "forward")).upper()]
+            for op, kind in zip(spec.ops, self.kinds, strict=True)
+        ]
+        self.inputs = [
+            [self._tensor(name, f"{self._op(i)} reads") for name in op.inputs]
+            for i, op in enumerate(spec.ops)
+        ]
+        self.outputs = [self._outputs(i, op) for i, op in enumerate(spec.ops)]
+        self.made = {tensor for outputs in self.outputs for tensor in outputs}
+
+    def graph(self) -> OpGraph:
+        spec = self.spec
+        made_by = np.full(len(self.metas), -1, np.int32)
+        for index, outputs in enumerate(self.outputs):
+            for tensor in outputs:
+                if made_by[tensor] >= 0:
+                    raise GraphError(
+                        f"{self._name(tensor)} is made by {self._op(int(made_by[tensor]))} and "
+                        f"again by {self._op(index)}; every tensor is made once."
+                    )
+                made_by[tensor] = index
+        order = topological_order(len(spec.ops), self.inputs, made_by)
+        step_inputs = [tensor for tensor, op in enumerate(made_by) if op < 0]
+        for tensor, meta in enumerate(self.metas):
+            self._check_tensor(tensor, meta, is_input=made_by[tensor] < 0)
+        placements = {tensor: self._input_placement(tensor) for tensor in step_inputs}
+        rules = self._rules(order, dict(placements))
+        sequence = step_inputs + [tensor for op in order for tensor in self.outputs[op]]
+        number_of = {tensor: number for number, tensor in enumerate(sequence)}
+        return OpGraph(
+            name=spec.name,
+            source=spec.source,
+            batch_size=spec.batch_size,
+            tensors=tuple(self.metas[tensor] for tensor in sequence),
+            ops=tuple(self._graph_op(op, number_of, rules[op]) for op in order),
+            batch_placements=tuple(placements[tensor] for tensor in step_inputs),
+            optimizer=spec.optimizer,
+            optimizer_state_ratio=spec.optimizer_state_ratio,
+            loss=number_of[self._tensor(spec.loss, "the loss is")],
+        )
+
+    def _graph_op(
+        self,
+        index: int,
+        number_of: Mapping[int, int],
+        rule: tuple[tuple[Placement, ...], tuple[Placement, ...]] | None,
+    ) -> GraphOp:
+        op = self.spec.ops[index]
+        if self.phases[index] == Phase.UPDATE:
+            self._check_update(index)
+            # Reads parameter, gradient and state; writes parameter and state.
+            size = float(self.metas[self.inputs[index][0]].meta.num_bytes)
+            state = self.spec.optimizer_state_ratio
+            read, written = size * (2.0 + state), size * (1.0 + state)
+        else:
+            read, written = bytes_read_and_written(self._call(index))
+        return GraphOp(
+            kind=self.kinds[index],
+            args=self._args(index),
+            inputs=tuple(number_of[tensor] for tensor in self.inputs[index]),
+            num_outputs=len(self.outputs[index]),
+            phase=self.phases[index],
+            module=self.modules[index],
+            flops=op.flops,
+            bytes_read=read if op.bytes_read is None else op.bytes_read,
+            bytes_written=written if op.bytes_written is None else op.bytes_written,
+            rule=rule,
+            measured_s=tuple(op.measured_s.items()),
+            name=op.name,
+        )
+
+    def _rules(
+        self, order: Sequence[int], placements: dict[int, Placement]
+    ) -> list[tuple[tuple[Placement, ...], tuple[Placement, ...]] | None]:
+        """The rule of each op that states one, or that follows from its ``batch_dims``."""
+        ops = self.spec.ops
+        rules: list[tuple[tuple[Placement, ...], tuple[Placement, ...]] | None] = [None] * len(ops)
+        # Only batch_dims and ops without args need to know how their inputs lie.
+        is_bare = [
+            not op.args and op.rule is None and op.batch_dims is None and kind in RULES
+            for op, kind in zip(ops, self.kinds, strict=True)
+        ]
+        must_follow = any(is_bare) or any(op.batch_dims is not None for op in ops)
+        for index in order:
+            op = ops[index]
+            given = [placements.get(tensor, R) for tensor in self.inputs[index]]
+            outputs: Iterable[Placement] = [R] * len(self.outputs[index])
+            if op.rule is not None:
+                rules[index] = rule = self._stated_rule(index, op.rule)
+                outputs = rule[1]
+            elif op.batch_dims is not None:
+                rules[index] = rule = self._rule_from_batch_dims(index, op.batch_dims, given)
+                outputs = rule[1]
+            elif must_follow and self.phases[index] != Phase.UPDATE:
+                outputs = self._built_in_outputs(index, given) or outputs
+            placements.update(zip(self.outputs[index], outputs, strict=True))
+        return rules
+
+    def _stated_rule(
+        self, index: int, rule: _RuleRecord
+    ) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+        sides: list[tuple[Placement, ...]] = []
+        for what, texts, tensors in (
+            ("inputs", rule.inputs, self.inputs[index]),
+            ("outputs", rule.outputs, self.outputs[index]),
+        ):
+            if len(texts) != len(tensors):
+                raise GraphError(
+                    f"the rule of {self._op(index)} has {len(texts)} placements for "
+                    f"{len(tensors)} {what}; it needs one for each."
+                )
+            sides.append(
+                tuple(
+                    self._placement(text, tensor)
+                    for text, tensor in zip(texts, tensors, strict=True)
+                )
+            )
+        return sides[0], sides[1]
+
+    def _rule_from_batch_dims(
+        self, index: int, dims: list[int | None], given: list[Placement]
+    ) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+        if len(dims) != len(self.outputs[index]):
+            raise GraphError(
+                f"{self._op(index)} has {len(dims)} batch_dims for {len(self.outputs[index])} "
+                "outputs; it needs one for each."
+            )
+        inputs = tuple(place if place.kind == "S" else R for place in given)
+        without = P if any(place.kind == "S" for place in inputs) else R
+        outputs = tuple(
+            without if dim is None else self._placement(f"S({dim})", tensor)
+            for dim, tensor in zip(dims, self.outputs[index], strict=True)
+        )
+        return inputs, outputs
+
+    def _built_in_outputs(
+        self, index: int, given: list[Placement]
+    ) -> tuple[Placement, ...] | None:
+        try:
+            found = propagate(self._call(index), tuple(given), self.spec.batch_size)
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
+            raise GraphError(
+                f"{self._op(index)} lacks arguments that its built-in rule reads "
+                f"({type(error).__name__}: {error}); give args, a rule or batch_dims."
+            ) from error
+        return None if found is None else found.outputs
+
+    def _input_placement(self, tensor: int) -> Placement:
+        record, meta = self.spec.tensors[tensor], self.metas[tensor]
+        if record.placement is not None:
+            return self._placement(record.placement, tensor)
+        if record.batch_dim is not None:
+            return self._placement(f"S({record.batch_dim})", tensor)
+        has_batch = meta.kind == TensorKind.BATCH and meta.shape[:1] == (self.spec.batch_size,)
+        return S(0) if has_batch else R
+
+    def _placement(self, text: str, tensor: int) -> Placement:
+        simple = {"R": R, "P": P, "L": L}.get(text)
+        if simple is not None:
+            return simple
+        match = _PLACEMENT.fullmatch(text)
+        if match is None:
+            raise GraphError(
+                f"placement {text!r} of {self._name(tensor)} is none of R, P, L, S(dim) and "
+                "S(dim,outer)."
+            )
+        dim, outer = int(match[1]), int(match[2] or 1)
+        shape, batch = self.metas[tensor].shape, self.spec.batch_size
+        if dim >= len(shape) or outer < 1 or batch < 1 or shape[dim] % (outer * batch):
+            raise GraphError(
+                f"placement {text} does not fit {self._name(tensor)} of shape {list(shape)}: "
+                f"dimension {dim} must be a multiple of {outer} x {batch} (batch size)."
+            )
+        return S(dim, outer)
+
+    def _args(self, index: int) -> dict[str, Arg]:
+        num_inputs = len(self.inputs[index])
+        return {
+            key: _arg_from_json(value, num_inputs, lambda: self._op(index))
+            for key, value in self.spec.ops[index].args.items()
+        }
+
+    def _call(self, index: int) -> OpCall:
+        return OpCall(
+            kind=self.kinds[index],
+            args=self._args(index),
+            inputs=tuple(self.metas[tensor].meta for tensor in self.inputs[index]),
+            outputs=tuple(self.metas[tensor].meta for tensor in self.outputs[index]),
+        )
+
+    def _outputs(self, index: int, op: _OpRecord) -> list[int]:
+        if op.outputs is not None:
+            return [self._tensor(name, f"{self._op(index)} makes") for name in op.outputs]
+        if self.phases[index] != Phase.UPDATE or not self.inputs[index]:
+            raise GraphError(f"field 'ops.{index}.outputs' is missing.")
+        updated = self.metas[self.inputs[index][0]]
+        self.metas.append(GraphTensor(shape=updated.shape, dtype=updated.dtype, kind=updated.kind))
+        return [len(self.metas) - 1]
+
+    def _check_update(self, index: int) -> None:
+        inputs = self.inputs[index]
+        if (
+            len(inputs) != 2
+            or len(self.outputs[index]) != 1
+            or self.metas[inputs[0]].kind != TensorKind.PARAMETER
+            or inputs[0] in self.made
+            or inputs[1] not in self.made
+        ):
+            raise GraphError(
+                f"{self._op(index)} must read a parameter and the gradient that an op makes, and "
+                f"make one tensor; it reads {', '.join(map(self._name, inputs)) or 'nothing'} and "
+                f"makes {len(self.outputs[index])}."
+            )
+
+    def _check_tensor(self, tensor: int, meta: GraphTensor, *, is_input: bool) -> None:
+        if is_input and meta.kind not in _INPUT_KINDS:
+            raise GraphError(
+                f"{self._name(tensor)} of kind {meta.kind.name.lower()} is made by no op; inputs "
+                "of the step are of kind parameter, buffer, batch or constant."
+            )
+        if not is_input and tensor < len(self.spec.tensors):
+            record = self.spec.tensors[tensor]
+            if record.placement is not None or record.batch_dim is not None:
+                raise GraphError(
+                    f"{self._name(tensor)} is made by an op, so its placement follows from there; "
+                    "state it in the op's rule or batch_dims."
+                )
+
+    def _tensor(self, name: int | str, why: str) -> int:
+        if isinstance(name, int):
+            if not 0 <= name < len(self.spec.tensors):
+                raise GraphError(
+                    f"{why} tensor {name}, but there are only {len(self.spec.tensors)}."
+                )
+            return name
+        if name not in self.position:
+            raise GraphError(f"{why} tensor '{name}', but no tensor has that name.")
+        if name in self.ambiguous:
+            raise GraphError(f"{why} tensor '{name}', but several tensors have that name.")
+        return self.position[name]
+
+    def _dtype(self, number: int, dtype: str) -> str:
+        if dtype not in ITEM_BYTES:
+            raise GraphError(
+                f"tensor {number} has unknown dtype '{dtype}'; known: {', '.join(ITEM_BYTES)}."
+            )
+        return dtype
+
+    def _from_table(self, entry: str | int, table: Sequence[str], name: str) -> str:
+        if isinstance(entry, str):
+            return entry
+        if not 0 <= entry < len(table):
+            raise GraphError(f"an op refers to entry {entry} of '{name}', which has {len(table)}.")
+        return table[entry]
+
+    def _op(self, index: int) -> str:
+        return f"op {index} '{self.spec.ops[index].name or self.kinds[index]}'"
+
+    def _name(self, tensor: int) -> str:
+        name = self.metas[tensor].name
+        return f"tensor {tensor} '{name}'" if name else f"tensor {tensor}"
+
+
+def _rule_to_json(op: GraphOp) -> dict[str, list[str]] | None:
+    if op.rule is None:
+        return None
+    inputs, outputs = op.rule
+    return {"inputs": list(map(str, inputs)), "outputs": list(map(str, outputs))}
+
+
+def _arg_to_json(value: Arg) -> Any:
+    if isinstance(value, TensorRef):
+        return {"t": int(value.index)}
+    if isinstance(value, tuple):
+        return [_arg_to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"f": str(value)}
+    return value
+
+
+def _arg_from_json(value: object, num_inputs: int, op: Callable[[], str]) -> Arg:
+    if isinstance(value, list):
+        return tuple(_arg_from_json(item, num_inputs, op) for item in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict) and len(value) == 1:
+        reference, special = value.get("t"), value.get("f")
+        if isinstance(reference, int) and 0 <= reference < num_inputs:
+            return TensorRef(reference)
+        if special in ("inf", "-inf", "nan"):
+            return float(special)
+    raise GraphError(
+        f'{op()} has the argument {value}; an object must be {{"t": n}} with n below its '
+        f'{num_inputs} inputs, or {{"f": "inf"}}, "-inf" or "nan".'
+    )

@@ -1,0 +1,106 @@
+"""Methods side by side on one model and cluster, every one with the full budget."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from heterog.cluster import Cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.plan import row_to_dict
+from heterog.planners.planner import Budget, MethodRow, planners
+from heterog.planners.portfolio import AUTO, Progress, best_row, run_methods
+from heterog.simulator.cost_model import CostModel
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.lower_bound import lower_bound_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The rows of one model on one cluster.
+
+    Attributes:
+        graph: the model.
+        cluster: the cluster.
+        rows: one per method; ``auto`` last.
+        lower_bound_s: no strategy can be faster.
+        seed: as given.
+        picked_from: for ``auto``, the method whose row it took.
+    """
+
+    graph: OpGraph
+    cluster: Cluster
+    rows: tuple[MethodRow, ...]
+    lower_bound_s: float
+    seed: int
+    picked_from: str = ""
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The rows as printed by ``--json``; ``auto`` says whose row it picked."""
+        documents = [
+            row_to_dict(
+                row,
+                model=self.graph.name,
+                cluster=self.cluster.name,
+                lower_bound_s=self.lower_bound_s,
+                batch_size=self.graph.batch_size,
+                seed=self.seed,
+            )
+            for row in self.rows
+        ]
+        for document in documents:
+            document["picked_from"] = self.picked_from if document["method"] == AUTO else ""
+        return documents
+
+
+def compare_methods(
+    graph: OpGraph,
+    cluster: Cluster,
+    methods: Sequence[str],
+    *,
+    budget: Budget,
+    seed: int = 0,
+    step_barrier: bool = True,
+    orders: tuple[Order, ...] = tuple(Order),
+    cost_model: CostModel | None = None,
+    progress: Progress = lambda method, fraction, best: None,
+) -> Comparison:
+    """Run methods, each with the full budget; ``auto`` picks from all rows that were computed."""
+    evaluator = Evaluator(graph, cluster, cost_model)
+    wanted = [planner.name for planner in planners()] if AUTO in methods else list(methods)
+    rows = run_methods(
+        evaluator,
+        wanted,
+        budget=budget,
+        seed=seed,
+        step_barrier=step_barrier,
+        orders=orders,
+        progress=progress,
+    )
+    picked_from = ""
+    if AUTO in methods:
+        best = best_row(rows)
+        picked_from = best.method
+        total = sum(row.num_evaluations for row in rows)
+        seconds = sum(row.search_seconds for row in rows)
+        rows.append(
+            replace(
+                best,
+                method=AUTO,
+                stage="search",
+                num_evaluations=total,
+                search_seconds=seconds,
+            )
+        )
+    bound = lower_bound_s(graph, cluster, evaluator.cost_model).seconds
+    if step_barrier:
+        for row in rows:
+            assert row.step_time_s is None or row.step_time_s >= bound * (1.0 - 1e-9), row
+    return Comparison(
+        graph=graph,
+        cluster=cluster,
+        rows=tuple(rows),
+        lower_bound_s=bound,
+        seed=seed,
+        picked_from=picked_from,
+    )

@@ -1,0 +1,331 @@
+"""The plan: what was decided, what it is predicted to do, and all that is needed to run it."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import heterog
+from heterog.cluster import Cluster
+from heterog.errors import InputFileError, StrategyError, UnknownNameError
+from heterog.files import read_json, write_json
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.serialize import graph_from_dict, graph_to_dict
+from heterog.planners.planner import Budget, MethodRow
+from heterog.planners.portfolio import Progress, best_row, run_methods
+from heterog.simulator.cost_model import CostModel
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.lower_bound import lower_bound_s
+from heterog.simulator.timeline import Timeline
+from heterog.strategy.program import IntArray
+from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
+from heterog.strategy.strategy import Strategy
+
+SCHEMA_VERSION = 1
+BEST = "best"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """A strategy with its order and everything needed to trust, show and run it.
+
+    Attributes:
+        graph: the step it was made for.
+        cluster: the cluster it was made for.
+        strategy: the decisions.
+        order: name of the order in which tasks run.
+        task_order: every task of the program in the order in which they start.
+        program_hash: hash of the program that ``task_order`` belongs to.
+        outcome: ``"ok"`` or why the best strategy cannot run.
+        step_time_s: predicted seconds per step; ``None`` unless ``ok``.
+        peak_memory_bytes: predicted, of each device.
+        method: the method that found it.
+        rows: what every method tried reached.
+        lower_bound_s: no strategy can be faster (with a step barrier).
+        budget: as given.
+        seed: as given.
+        calibration: name of the cost model.
+        search_seconds: of all methods together.
+        num_evaluations: of all methods together.
+        shortage: what is missing, unless ``ok``.
+    """
+
+    graph: OpGraph
+    cluster: Cluster
+    strategy: Strategy
+    order: str
+    task_order: tuple[int, ...]
+    program_hash: str
+    outcome: str
+    step_time_s: float | None
+    peak_memory_bytes: tuple[int, ...]
+    method: str
+    rows: tuple[MethodRow, ...]
+    lower_bound_s: float
+    budget: str
+    seed: int
+    calibration: str
+    search_seconds: float
+    num_evaluations: int
+    shortage: str = ""
+
+    @property
+    def throughput_samples_per_s(self) -> float | None:
+        """Samples trained per second; ``None`` unless ``ok``."""
+        return None if self.step_time_s is None else self.graph.batch_size / self.step_time_s
+
+    def timeline(self) -> Timeline:
+        """The predicted step, by the referee."""
+        evaluator = Evaluator(self.graph, self.cluster)
+        choice = evaluator.encode(self.strategy)
+        order = Order[self.order.upper()]
+        program, start, finish = evaluator.referee_schedule(choice, order)
+        return Timeline(program, start, finish, self.cluster, self.graph)
+
+    def summary(self) -> dict[str, Any]:
+        """What ``heterog plan --json`` prints."""
+        return {
+            "model": self.graph.name,
+            "cluster": self.cluster.name,
+            "outcome": self.outcome,
+            "step_time_s": self.step_time_s,
+            "throughput_samples_per_s": self.throughput_samples_per_s,
+            "method": self.method,
+            "order": self.order,
+            "peak_memory_bytes": list(self.peak_memory_bytes),
+            "lower_bound_s": self.lower_bound_s,
+            "search_seconds": self.search_seconds,
+            "num_evaluations": self.num_evaluations,
+            "batch_size": self.graph.batch_size,
+            "seed": self.seed,
+            "budget": self.budget,
+            "step_barrier": self.strategy.step_barrier,
+            "calibration": self.calibration,
+            "shortage": self.shortage,
+            "methods": [self._row(row) for row in self.rows],
+            "strategy": strategy_to_dict(self.strategy),
+        }
+
+    def _row(self, row: MethodRow) -> dict[str, Any]:
+        return row_to_dict(
+            row,
+            model=self.graph.name,
+            cluster=self.cluster.name,
+            lower_bound_s=self.lower_bound_s,
+            batch_size=self.graph.batch_size,
+            seed=self.seed,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write one file that holds all that deployment needs."""
+        document = self.summary() | {
+            "schema_version": SCHEMA_VERSION,
+            "heterog_version": heterog.__version__,
+            "source": self.graph.source,
+            "program_hash": self.program_hash,
+            "task_order": list(self.task_order),
+            "cluster_description": self.cluster.to_dict(),
+            "graph": graph_to_dict(self.graph),
+        }
+        write_json(path, document)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan.
+
+    Raises:
+        InputFileError: the file is missing, cut off, of another version, or does not fit together.
+    """
+    record = read_json(path, "plan")
+    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
+        version = record.get("schema_version") if isinstance(record, dict) else None
+        raise InputFileError(
+            f"plan {path} has schema_version {version!r}; this heterog reads {SCHEMA_VERSION}."
+        )
+    try:
+        graph = graph_from_dict(record["graph"], str(path))
+        cluster = Cluster.from_dict(record["cluster_description"])
+        strategy = strategy_from_dict(record["strategy"])
+        strategy.check(graph, cluster)
+        return Plan(
+            graph=graph,
+            cluster=cluster,
+            strategy=strategy,
+            order=record["order"],
+            task_order=tuple(record["task_order"]),
+            program_hash=record["program_hash"],
+            outcome=record["outcome"],
+            step_time_s=record["step_time_s"],
+            peak_memory_bytes=tuple(record["peak_memory_bytes"]),
+            method=record["method"],
+            rows=tuple(_row_from_dict(row) for row in record["methods"]),
+            lower_bound_s=record["lower_bound_s"],
+            budget=record["budget"],
+            seed=record["seed"],
+            calibration=record["calibration"],
+            search_seconds=record["search_seconds"],
+            num_evaluations=record["num_evaluations"],
+            shortage=record["shortage"],
+        )
+    except KeyError as error:
+        raise InputFileError(f"plan {path}: field {error} is missing.") from error
+    except StrategyError as error:
+        raise InputFileError(f"plan {path}: {error}") from error
+
+
+def make_plan(
+    graph: OpGraph,
+    cluster: Cluster,
+    *,
+    methods: Sequence[str] = ("auto",),
+    budget: Budget | str = "30s",
+    seed: int = 0,
+    order: str = BEST,
+    step_barrier: bool = True,
+    cost_model: CostModel | None = None,
+    progress: Progress = lambda method, fraction, best: None,
+) -> Plan:
+    """Plan one training step on a cluster.
+
+    Args:
+        graph: the captured step.
+        cluster: devices and links.
+        methods: names of planners; ``auto`` runs all of them.
+        budget: of the search, ``"30s"`` or ``"5000e"``.
+        seed: of everything random.
+        order: ``best``, or the one order that searching methods may use.
+        step_barrier: whether a step ends with all updates.
+        cost_model: seconds of tasks; the roofline prior by default.
+        progress: told about every method's progress.
+
+    Raises:
+        StrategyError: the batch is smaller than the number of devices.
+        UnknownNameError: a method or order does not exist.
+        BudgetError: the budget allows no search.
+    """
+    check_batch(graph, cluster)
+    parsed = Budget.parse(budget) if isinstance(budget, str) else budget
+    evaluator = Evaluator(graph, cluster, cost_model)
+    begin = time.perf_counter()
+    rows = run_methods(
+        evaluator,
+        methods,
+        budget=parsed,
+        seed=seed,
+        step_barrier=step_barrier,
+        orders=parse_orders(order),
+        progress=progress,
+    )
+    search_seconds = time.perf_counter() - begin
+    return plan_from_rows(
+        evaluator, rows, budget=str(parsed), seed=seed, search_seconds=search_seconds
+    )
+
+
+def plan_from_rows(
+    evaluator: Evaluator,
+    rows: Sequence[MethodRow],
+    *,
+    budget: str,
+    seed: int,
+    search_seconds: float,
+) -> Plan:
+    """The plan of the best row, with its order and program."""
+    graph, cluster = evaluator.graph, evaluator.cluster
+    row = best_row(rows)
+    assert row.candidate is not None
+    strategy = row.candidate.strategy
+    choice = evaluator.encode(strategy)
+    program, start, _ = evaluator.schedule(choice, row.candidate.orders[0])
+    sequence: IntArray = np.lexsort((np.arange(program.num_tasks), start)).astype(np.int32)
+    bound = lower_bound_s(graph, cluster, evaluator.cost_model).seconds
+    if strategy.step_barrier:
+        for each in rows:
+            assert each.step_time_s is None or each.step_time_s >= bound * (1.0 - 1e-9), (
+                f"{each.method} claims {each.step_time_s} s, below the lower bound of {bound} s"
+            )
+    return Plan(
+        graph=graph,
+        cluster=cluster,
+        strategy=strategy,
+        order=row.order,
+        task_order=tuple(int(task) for task in sequence),
+        program_hash=program.hash,
+        outcome=row.outcome,
+        step_time_s=row.step_time_s,
+        peak_memory_bytes=row.peak_memory_bytes,
+        method=row.method,
+        rows=tuple(rows),
+        lower_bound_s=bound,
+        budget=budget,
+        seed=seed,
+        calibration=evaluator.cost_model.name,
+        search_seconds=search_seconds,
+        num_evaluations=sum(each.num_evaluations for each in rows),
+        shortage=row.shortage,
+    )
+
+
+def check_batch(graph: OpGraph, cluster: Cluster) -> None:
+    """Refuse a batch that cannot give every device a sample."""
+    if graph.batch_size < cluster.num_devices:
+        raise StrategyError(
+            f"the batch of {graph.batch_size} is smaller than the {cluster.num_devices} devices "
+            f"of '{cluster.name}'; choose --batch-size {cluster.num_devices} or more, or a "
+            "smaller cluster."
+        )
+
+
+def parse_orders(name: str) -> tuple[Order, ...]:
+    """The orders that a name allows: all for ``best``.
+
+    >>> parse_orders("rank")
+    (<Order.RANK: 1>,)
+    """
+    if name == BEST:
+        return tuple(Order)
+    try:
+        return (Order[name.upper()],)
+    except KeyError:
+        known = [BEST, *(order.name.lower() for order in Order)]
+        raise UnknownNameError("order", name, known) from None
+
+
+def row_to_dict(
+    row: MethodRow, *, model: str, cluster: str, lower_bound_s: float, batch_size: int, seed: int
+) -> dict[str, Any]:
+    """A row as printed by ``--json``."""
+    return {
+        "model": model,
+        "cluster": cluster,
+        "method": row.method,
+        "stage": row.stage,
+        "outcome": row.outcome,
+        "step_time_s": row.step_time_s,
+        "lower_bound_s": lower_bound_s,
+        "order": row.order,
+        "peak_memory_bytes": list(row.peak_memory_bytes),
+        "num_evaluations": row.num_evaluations,
+        "search_seconds": row.search_seconds,
+        "shortage": row.shortage,
+        "batch_size": batch_size,
+        "seed": seed,
+    }
+
+
+def _row_from_dict(record: Mapping[str, Any]) -> MethodRow:
+    return MethodRow(
+        method=record["method"],
+        stage=record["stage"],
+        outcome=record["outcome"],
+        step_time_s=record["step_time_s"],
+        order=record["order"],
+        peak_memory_bytes=tuple(record["peak_memory_bytes"]),
+        num_evaluations=record["num_evaluations"],
+        search_seconds=record["search_seconds"],
+        shortage=record["shortage"],
+    )

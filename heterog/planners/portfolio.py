@@ -1,0 +1,147 @@
+"""Runs methods side by side on one graph and cluster; ``auto`` is the portfolio of all of them.
+
+Every method is judged in the same way: the referee re-scores each of its candidates in each order
+that the method allows, and the best counts. Methods that search start from the strategies of the
+baselines, so none of them is worse than a baseline by its own measure, and ``auto``, which also
+looks at the baselines' rows, is never worse by the referee's.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import heterog.planners.data_parallel
+import heterog.planners.local_search
+import heterog.planners.model_parallel  # noqa: F401 - registers its methods
+from heterog.planners.planner import (
+    Budget,
+    Candidate,
+    MethodRow,
+    Planner,
+    Task,
+    planner_by_name,
+    planners,
+)
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.strategy.strategy import Strategy
+
+AUTO = "auto"
+Progress = Callable[[str, float, float], None]
+"""Called with (method, fraction of its budget spent, best seconds so far)."""
+
+
+def run_methods(
+    evaluator: Evaluator,
+    methods: Sequence[str],
+    *,
+    budget: Budget,
+    seed: int = 0,
+    step_barrier: bool = True,
+    orders: tuple[Order, ...] = tuple(Order),
+    progress: Progress = lambda method, fraction, best: None,
+) -> list[MethodRow]:
+    """Run methods and judge them by the referee.
+
+    Args:
+        evaluator: of the graph and cluster.
+        methods: names; ``auto`` means all.
+        budget: of each method that searches; ``auto`` divides it among its searches.
+        seed: of everything random.
+        step_barrier: whether a step ends with all updates.
+        orders: orders that searching methods may choose from.
+        progress: told about every method's progress.
+
+    Returns:
+        One row per method, in the order they ran: baselines first.
+
+    Raises:
+        UnknownNameError: a method does not exist.
+    """
+    chosen = _chosen(methods)
+    if AUTO in methods:
+        budget = _divided(budget, sum(planner.stage != "baseline" for planner in chosen))
+    task = Task(
+        evaluator=evaluator, budget=budget, seed=seed, step_barrier=step_barrier, orders=orders
+    )
+    rows: list[MethodRow] = []
+    seeds: list[Candidate] = []
+    searching = any(planner.stage != "baseline" for planner in chosen)
+    for planner in planners():
+        wanted = planner in chosen
+        if not wanted and (planner.stage != "baseline" or not searching):
+            continue
+        progress(planner.name, 0.0, math.inf)
+        row = run_method(
+            planner, replace(task, seeds=tuple(seeds), report=_named(planner, progress))
+        )
+        if row.candidate is not None:
+            seeds.append(row.candidate)
+        if wanted:
+            rows.append(row)
+        progress(planner.name, 1.0, row.step_time_s or math.inf)
+    return rows
+
+
+def run_method(planner: Planner, task: Task) -> MethodRow:
+    """Run one method and judge its candidates by the referee."""
+    result = planner.plan(task)
+    judged: list[tuple[Evaluation, Strategy]] = []
+    for candidate in result.candidates:
+        choice = task.evaluator.encode(candidate.strategy)
+        for order in candidate.orders:
+            judged.append((task.evaluator.referee(choice, order), candidate.strategy))
+    if not judged:
+        return MethodRow(
+            method=planner.name,
+            stage=planner.stage,
+            outcome="not_applicable",
+            step_time_s=None,
+            order="",
+            peak_memory_bytes=(),
+            num_evaluations=result.num_evaluations,
+            search_seconds=result.search_seconds,
+            shortage=result.reason,
+        )
+    best, strategy = min(
+        judged, key=lambda pair: (not pair[0].is_ok, pair[0].overflow_bytes, pair[0].step_time_s)
+    )
+    return MethodRow(
+        method=planner.name,
+        stage=planner.stage,
+        outcome=str(best.outcome),
+        step_time_s=best.step_time_s if best.is_ok else None,
+        order=best.order.name.lower(),
+        peak_memory_bytes=best.peak_memory_bytes,
+        num_evaluations=result.num_evaluations,
+        search_seconds=result.search_seconds,
+        shortage=best.shortage,
+        candidate=Candidate(strategy=strategy, orders=(best.order,)),
+    )
+
+
+def best_row(rows: Sequence[MethodRow]) -> MethodRow:
+    """The winner: the shortest step of those that fit; the nearest to fitting if none does."""
+    applicable = [row for row in rows if row.candidate is not None]
+    assert applicable, "every set of methods holds one that applies"
+    return min(applicable, key=lambda row: (row.step_time_s is None, row.step_time_s or 0.0))
+
+
+def _chosen(methods: Sequence[str]) -> list[Planner]:
+    if AUTO in methods:
+        return list(planners())
+    return [planner_by_name(name) for name in methods]
+
+
+def _divided(budget: Budget, parts: int) -> Budget:
+    if budget.evaluations is not None:
+        return Budget(evaluations=max(budget.evaluations // parts, 1))
+    assert budget.seconds is not None
+    return Budget(seconds=budget.seconds / parts)
+
+
+def _named(planner: Planner, progress: Progress) -> Callable[[float, float], None]:
+    def report(fraction: float, best: float) -> None:
+        progress(planner.name, fraction, best)
+
+    return report

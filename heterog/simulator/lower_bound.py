@@ -1,0 +1,172 @@
+"""What no strategy can beat: a lower bound on the seconds of a step.
+
+Two relaxations; the larger one counts.
+
+(a) Compute. Every op may be split in any fractions, every part runs at the best throughput that
+any share has on its device, and nothing ever waits:
+
+    min T   subject to   sum_o x[o,d] t[o,d] <= T  for every device d,
+                         sum_d x[o,d] = 1,  x >= 0
+
+where t[o,d] = min over shares s of B cost(o,d,s) / s for an op whose work follows the batch. A
+device that runs the op on shares s_1, ..., s_k (micro-batches) is busy for sum_i cost(o,d,s_i) >=
+t[o,d] sum_i s_i / B, and the shares of all devices and micro-batches sum to B, so x = sum_i s_i /
+B is feasible. An op whose work does not follow the batch runs whole at least once somewhere, each
+update likewise.
+
+(b) Path. The longest chain of ops, views and updates that read from one another, every op at its
+shortest time over all shares and device types: some chain of tasks runs all of these ops one after
+another, on at least one sample each.
+
+Both leave out all communication and all copies. Ops on constants alone count as nothing in both:
+they give the same result in every step, so a strategy is free to keep it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import scipy.optimize
+import scipy.sparse
+
+from heterog.cluster.topology import Cluster, DeviceType
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.simulator.cost_model import CostModel
+
+# Sums of the same seconds in another order differ by about 1e-13; a strategy that is optimal must
+# not fall below its bound for that.
+_ROUNDING = 1e-9
+# Shares are tried one by one up to twice this number, then in steps of this part of themselves.
+_FINEST_STEP = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerBound:
+    """Seconds that no strategy of a graph on a cluster can go below.
+
+    Attributes:
+        seconds: the larger of both; holds with a step barrier.
+        compute_s: (a), all devices busy all the time; holds per step without a barrier as well.
+        path_s: (b), the longest chain of ops.
+    """
+
+    seconds: float
+    compute_s: float
+    path_s: float
+
+
+def lower_bound_s(graph: OpGraph, cluster: Cluster, cost_model: CostModel) -> LowerBound:
+    """The lower bound of a graph on a cluster; see the module docstring.
+
+    Args:
+        graph: one training step.
+        cluster: the devices; its links do not matter.
+        cost_model: seconds of ops, the same as the strategies are judged by.
+    """
+    types = cluster.device_types
+    times = [_best_times(graph, device_type, cost_model) for device_type in types]
+    whole = np.array([whole_s for whole_s, _ in times])  # [num_types, num_ops]
+    shortest = np.array([shortest_s for _, shortest_s in times])
+    counts = np.bincount(cluster.type_index, minlength=len(types))
+    compute_s = _balanced_seconds(whole.T, counts) * (1.0 - _ROUNDING)
+    path_s = _longest_path(graph, shortest.min(axis=0)) * (1.0 - _ROUNDING)
+    return LowerBound(seconds=max(compute_s, path_s), compute_s=compute_s, path_s=path_s)
+
+
+def _best_times(
+    graph: OpGraph, device_type: DeviceType, cost_model: CostModel
+) -> tuple[FloatArray, FloatArray]:
+    """(whole op at its best throughput, shortest time over all shares) of every op on a type."""
+    plan = batch_plan(graph)
+    follows_batch = (plan.flops_per_sample + plan.bytes_per_sample) > 0
+    batch = graph.batch_size
+    whole = np.full(graph.num_ops, np.inf)
+    shortest = np.full(graph.num_ops, np.inf)
+    share = 1
+    while share <= batch:
+        # The largest share that this evaluation speaks for. Beyond 2 x 1024 samples it stands for
+        # a range: seconds do not fall when samples are added, so at any share in the range they
+        # are at least cost(first), and the throughput is at most last / cost(first). The bound
+        # is lower by at most 1/1024 for that, and stays valid.
+        last = min(share + max(share // _FINEST_STEP, 1) - 1, batch)
+        seconds = cost_model.op_seconds(graph, device_type, share)
+        np.minimum(shortest, seconds, out=shortest)
+        np.minimum(whole, np.where(follows_batch, batch / last, 1.0) * seconds, out=whole)
+        share = last + 1
+    # The optimizer step is priced at the full batch, whatever the shares.
+    full = cost_model.op_seconds(graph, device_type, batch)
+    is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops], np.bool_)
+    is_free = graph.is_view | ((group_ops(graph).group == CONSTANT_GROUP) & ~is_update)
+    for best in (whole, shortest):
+        best[is_update] = full[is_update]
+        best[is_free] = 0.0
+    return whole, shortest
+
+
+def _balanced_seconds(whole: FloatArray, counts: npt.NDArray[np.int64]) -> float:
+    """The linear program (a) for ``whole`` seconds [num_ops, num_types], ``counts`` devices each.
+
+    Devices of one type are merged exactly (spreading an op evenly over them is never worse), and
+    so are ops with equal rows. Solved as its dual,
+
+        max sum_o y_o   subject to   y_o <= w_k t[o,k],  sum_k counts_k w_k = 1,  w >= 0
+
+    because by weak duality *any* w gives a valid bound, sum_o min_k w_k t[o,k]: the solver's
+    tolerances may cost a little of it, never lift it too high.
+    """
+    rows, multiplicity = np.unique(whole, axis=0, return_counts=True)
+    times = rows * multiplicity[:, None]
+    times = times[times.max(axis=1) > 0.0]
+    num_rows, num_types = times.shape
+    if num_rows == 0:
+        return 0.0
+    if num_types == 1:
+        return float(times.sum() / counts[0])
+    # Columns: w scaled by the number of devices (all about 1), then y in units of the total.
+    scale = float(times.min(axis=1).sum()) or float(times.max())
+    entries = np.arange(num_rows * num_types)
+    row_of = entries // num_types
+    type_of = entries % num_types
+    constraints = scipy.sparse.csr_matrix(
+        (
+            np.concatenate([-(times / counts).ravel() / scale, np.ones(len(entries))]),
+            (
+                np.concatenate([entries, entries]),
+                np.concatenate([type_of, num_types + row_of]),
+            ),
+        ),
+        shape=(len(entries), num_types + num_rows),
+    )
+    objective = np.concatenate([np.zeros(num_types), -np.ones(num_rows)])
+    equal = scipy.sparse.csr_matrix(
+        (np.ones(num_types), (np.zeros(num_types, np.int64), np.arange(num_types))),
+        shape=(1, num_types + num_rows),
+    )
+    # scipy's stubs do not know that linprog takes sparse matrices.
+    result = scipy.optimize.linprog(  # type: ignore[call-overload]
+        objective,
+        A_ub=constraints,
+        b_ub=np.zeros(len(entries)),
+        A_eq=equal,
+        b_eq=np.ones(1),
+        bounds=(0.0, None),
+        method="highs",
+    )
+    assert result.x is not None, f"the linear program of the lower bound failed: {result.message}"
+    weights = np.maximum(result.x[:num_types], 0.0) / counts
+    weights /= counts @ weights
+    return float((times * weights).min(axis=1).sum())
+
+
+def _longest_path(graph: OpGraph, seconds: FloatArray) -> float:
+    """(b): the longest chain of ops with these seconds."""
+    done = np.zeros(len(graph.tensors))
+    longest = 0.0
+    for index, op in enumerate(graph.ops):
+        begin = max((done[tensor] for tensor in op.inputs), default=0.0)
+        finish = float(begin + seconds[index])
+        done[graph.output_start[index] : graph.output_start[index + 1]] = finish
+        longest = max(longest, finish)
+    return longest

@@ -1,0 +1,285 @@
+"""Capture: structure, phases, modules, costs and errors on small models."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heterog.errors import CaptureError
+from heterog.graph.capture import capture, capture_step, optimizer_state_ratio
+from heterog.graph.op_costs import VIEW_KINDS
+from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.workload import Workload
+
+
+def workload(model: Any, *batch: Tensor, loss: Any = functional.mse_loss, **more: Any) -> Workload:
+    optimizer = more.pop("optimizer", torch.optim.SGD)
+    options = {"lr": 0.1} if optimizer is torch.optim.SGD else {}
+    return Workload(model, tuple(batch), loss, optimizer, options, name="test", **more)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4))
+
+
+def captured_mlp() -> OpGraph:
+    return capture(workload(mlp, torch.zeros(8, 6), torch.zeros(8, 4), optimizer=torch.optim.Adam))
+
+
+def test_mlp_has_the_textbook_flops_phases_and_modules() -> None:
+    graph = captured_mlp()
+    # Forward: 2 B (6*10 + 10*4); backward: weight gradients the same, and one input gradient.
+    assert graph.flops[[op.kind in ("addmm.default", "mm.default") for op in graph.ops]].sum() == (
+        2 * 8 * (60 + 40) * 2 + 2 * 8 * 40
+    )
+    assert graph.num_parameters == 60 + 10 + 40 + 4
+    assert graph.optimizer_state_ratio == 2.0
+    assert len(graph.updates) == 4
+    phases = [op.phase for op in graph.ops]
+    assert phases == sorted(phases), "forward, then backward, then update"
+    modules = {op.module for op in graph.ops if op.kind == "mm.default"}
+    assert modules == {"0", "2"}, "backward products belong to their forward twins' modules"
+    assert graph.tensors[graph.loss].shape == ()
+    gradients = [graph.tensors[gradient] for _, _, gradient in graph.updates]
+    assert all(tensor.kind == TensorKind.GRADIENT for tensor in gradients)
+
+
+def test_the_generated_module_gives_the_gradients_of_autograd() -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    batch = (torch.randn(8, 6), torch.randn(8, 4))
+    step = capture_step(workload(model, *batch))
+    loss, *gradients = step.module(*model.parameters(), *batch)
+    functional.mse_loss(model(batch[0]), batch[1]).backward()
+    torch.testing.assert_close(loss, functional.mse_loss(model(batch[0]), batch[1]).detach())
+    flat = torch.utils._pytree.tree_leaves(gradients)
+    for parameter, gradient in zip(model.parameters(), flat, strict=False):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_capture_allocates_no_weight_and_leaves_the_model_alone() -> None:
+    huge = lambda: nn.Linear(200_000, 200_000, bias=False)  # noqa: E731 - 160 GB if it were real
+    graph = capture(
+        workload(huge, torch.zeros(4, 200_000).to_sparse().to_dense()[:, :1].expand(4, 200_000),
+                 torch.zeros(4, 1).expand(4, 200_000))
+    )  # fmt: skip
+    assert graph.num_parameters == 4 * 10**10
+    model = mlp()
+    before = [parameter.clone() for parameter in model.parameters()]
+    capture(workload(model, torch.zeros(8, 6), torch.zeros(8, 4)))
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+        assert parameter.grad is None
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.decoder = nn.Linear(6, 11, bias=False)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.decoder(self.embedding(tokens))
+        return out.flatten(0, 1)
+
+
+def test_tied_weights_are_one_parameter_with_one_update() -> None:
+    tokens = torch.zeros(4, 3, dtype=torch.long)
+    graph = capture(
+        workload(
+            Tied, tokens, tokens, loss=lambda out, y: functional.cross_entropy(out, y.flatten())
+        )
+    )
+    assert graph.num_parameters == 66
+    assert len(graph.updates) == 1
+
+
+def test_frozen_and_unused_parameters_get_no_update() -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Linear(6, 4)
+            self.unused = nn.Linear(6, 4)
+            self.frozen = nn.Linear(6, 6)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.used(self.frozen(x))
+            return out
+
+    graph = capture(workload(Part, torch.zeros(4, 6), torch.zeros(4, 4)))
+    names = [graph.tensors[parameter].name for _, parameter, _ in graph.updates]
+    assert names == ["used.weight", "used.bias"]
+    buffers = [graph.tensors[tensor].name for tensor in graph.inputs_of_kind(TensorKind.BUFFER)]
+    assert buffers == ["frozen.weight", "frozen.bias"]
+
+
+def test_the_only_mutation_left_writes_changed_buffers_back() -> None:
+    model = lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))  # noqa: E731
+    graph = capture(workload(model, torch.zeros(4, 6), torch.zeros(4, 4)))
+    written = [op.inputs[0] for op in graph.ops if op.kind.endswith("_.default")]
+    assert [graph.tensors[tensor].name for tensor in written] == ["1.num_batches_tracked"]
+    assert any("batch_norm" in op.kind for op in graph.ops)
+
+
+def test_every_attention_kernel_becomes_one_op_pair() -> None:
+    model = lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)  # noqa: E731
+    graph = capture(workload(model, torch.zeros(4, 3, 8), torch.zeros(4, 3, 8)))
+    kinds = [op.kind for op in graph.ops]
+    assert kinds.count("attention") == kinds.count("attention_backward") == 1
+    attention = graph.ops[kinds.index("attention")]
+    assert list(attention.args) == [
+        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale",
+    ]  # fmt: skip
+    # Two products of B H S S D each.
+    assert attention.flops == 2 * 2 * 4 * 2 * 3 * 3 * 4
+
+
+def test_lstm_captures_without_the_fused_kernel() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(6, 5, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.lstm(x)[0]
+            return out
+
+    graph = capture(workload(Last, torch.zeros(4, 3, 6), torch.zeros(4, 3, 5)))
+    assert not any("mkldnn" in op.kind for op in graph.ops)
+    assert len(graph.updates) == 4
+
+
+def test_dict_batches_and_models_that_return_their_loss() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
+            return functional.mse_loss(self.linear(x), labels)
+
+    batch = {"x": torch.zeros(8, 6), "labels": torch.zeros(8, 4), "mask": None}
+    graph = capture(Workload(Own, batch, None, torch.optim.SGD, {"lr": 0.1}))  # type: ignore[arg-type]
+    assert graph.batch_size == 8
+    plain = {"input": torch.zeros(8, 6), "labels": torch.zeros(8, 4)}
+    model = lambda: nn.Linear(6, 4)  # noqa: E731
+    graph = capture(Workload(model, plain, functional.mse_loss, torch.optim.SGD, {"lr": 0.1}))
+    assert graph.batch_size == 8
+
+
+def test_batch_dims_name_another_dimension() -> None:
+    model = lambda: nn.Linear(6, 4)  # noqa: E731
+    graph = capture(
+        workload(model, torch.zeros(3, 8, 6), torch.zeros(3, 8, 4), batch_dims={0: 1, 1: 1})
+    )
+    assert graph.batch_size == 8
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Picky()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+class Picky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.sum().item()  # the line that the message must name
+        out: Tensor = self.linear(x) * scale
+        return out
+
+
+def test_code_that_depends_on_values_is_refused_with_module_line_and_advice() -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(workload(Branching, torch.zeros(8, 6), torch.zeros(8, 4)))
+    text = str(caught.value)
+    assert "inner" in text
+    assert "test_capture.py" in text
+    assert "scale = x.sum().item()" in text
+    assert "torch.where" in text
+    assert "\n" not in text
+
+
+def test_a_failing_model_names_its_line() -> None:
+    model = lambda: nn.Linear(5, 4)  # noqa: E731
+    with pytest.raises(CaptureError, match=r"the training step fails in .* RuntimeError"):
+        capture(workload(model, torch.zeros(8, 6), torch.zeros(8, 4)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (lambda out, y: out - y, r"must be a scalar tensor, got \(8, 4\)"),
+        (lambda out, y: y.sum(), "does not depend on any parameter"),
+    ],
+)
+def test_losses_that_cannot_be_trained(loss: Any, text: str) -> None:
+    with pytest.raises(CaptureError, match=text):
+        capture(workload(lambda: nn.Linear(6, 4), torch.zeros(8, 6), torch.zeros(8, 4), loss=loss))
+
+
+def test_a_batch_without_one_size_is_refused() -> None:
+    batch = (torch.zeros(8, 6), torch.zeros(8, 4))
+    with pytest.raises(CaptureError, match=r"2 different batch sizes.*batch_dims"):
+        capture(workload(lambda: nn.Linear(6, 4), *batch, batch_dims={1: 1}))
+
+
+def test_views_are_what_torch_calls_views() -> None:
+    unsafe = {"_unsafe_view.default", "unsafe_split.Tensor", "unsafe_split_with_sizes.default"}
+    for kind in VIEW_KINDS - unsafe:
+        name, overload = kind.split(".")
+        assert getattr(getattr(torch.ops.aten, name), overload).is_view, kind
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "ratio"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}, 0.0),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 1.0),
+        (torch.optim.AdamW, {}, 2.0),
+        (torch.optim.Adam, {"amsgrad": True}, 3.0),
+    ],
+)
+def test_optimizer_state(optimizer: Any, options: dict[str, Any], ratio: float) -> None:
+    assert optimizer_state_ratio(optimizer, options) == ratio
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    with pytest.raises(CaptureError, match="LBFGS needs a closure"):
+        optimizer_state_ratio(torch.optim.LBFGS, {})
+
+
+def test_peak_live_bytes_by_hand() -> None:
+    graph = capture(
+        workload(lambda: nn.Linear(6, 4, bias=False), torch.zeros(8, 6), torch.zeros(8, 4))
+    )
+    weight, x, y = 6 * 4 * 4, 8 * 6 * 4, 8 * 4 * 4
+    # Output, its gradient and the weight gradient are the large values of the backward pass.
+    assert weight + x + y + 2 * y <= graph.peak_live_bytes <= weight + x + y + 3 * y + weight + 64
+
+
+def test_fingerprint_follows_what_matters_and_differences_are_named() -> None:
+    graph = captured_mlp()
+    assert graph.fingerprint == captured_mlp().fingerprint
+    wider = capture(
+        workload(
+            lambda: nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4)),
+            torch.zeros(8, 6), torch.zeros(8, 4), optimizer=torch.optim.Adam,
+        )
+    )  # fmt: skip
+    assert graph.fingerprint != wider.fingerprint
+    assert "0.weight: (10, 6)" in (graph.describe_difference(wider) or "")
+    assert graph.describe_difference(captured_mlp()) is None
+    assert [op.phase for op in graph.ops].count(Phase.UPDATE) == 4

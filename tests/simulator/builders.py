@@ -1,0 +1,386 @@
+"""Small graphs, clusters and strategies, made by hand or at random.
+
+The random ones take a generator: hypothesis draws its seed and not the parts, because it prefers
+short lists and small numbers, and contention needs long ones.
+"""
+
+from collections.abc import Sequence
+from random import Random
+
+from heterog.cluster import Cluster, Device, DeviceType, Host, Link, device_type
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
+from heterog.graph.placement import Arg, L, P, Placement, R, S, TensorRef
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
+
+GBIT_PER_S = 1e9 / 8
+
+
+# --- graphs -------------------------------------------------------------------------------------
+
+
+class GraphBuilder:
+    """Builds an ``OpGraph`` op by op; float32 tensors throughout.
+
+    Step inputs come first. FLOPs and bytes follow from the shapes unless they are given.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self._tensors: list[GraphTensor] = []
+        self._placements: list[Placement] = []
+        self._ops: list[GraphOp] = []
+
+    def input(self, kind: TensorKind, *shape: int, name: str = "") -> int:
+        assert not self._ops, "step inputs come before ops"
+        self._tensors.append(GraphTensor(shape=shape, dtype="float32", kind=kind, name=name))
+        self._placements.append(S(0) if kind == TensorKind.BATCH else R)
+        return len(self._tensors) - 1
+
+    def batch(self, *shape: int) -> int:
+        return self.input(TensorKind.BATCH, self.batch_size, *shape, name="x")
+
+    def parameter(self, *shape: int, name: str = "") -> int:
+        number = len(self._tensors)
+        return self.input(TensorKind.PARAMETER, *shape, name=name or f"w{number}")
+
+    def op(
+        self,
+        kind: str,
+        inputs: Sequence[int],
+        *shapes: tuple[int, ...],
+        module: str,
+        rule: tuple[tuple[Placement, ...], tuple[Placement, ...]] | None = None,
+        args: dict[str, Arg] | None = None,
+        phase: Phase = Phase.FORWARD,
+        flops: float = 1e6,
+        measured_s: tuple[tuple[str, float], ...] = (),
+    ) -> int:
+        """Add an op; returns its first output."""
+        first = len(self._tensors)
+        self._tensors += [GraphTensor(shape=shape, dtype="float32") for shape in shapes]
+        read = sum(float(self._tensors[tensor].meta.num_bytes) for tensor in inputs)
+        written = sum(float(t.meta.num_bytes) for t in self._tensors[first:])
+        self._ops.append(
+            GraphOp(
+                kind=kind,
+                args=args or {},
+                inputs=tuple(inputs),
+                num_outputs=len(shapes),
+                phase=phase,
+                module=module,
+                flops=flops,
+                bytes_read=read,
+                bytes_written=written,
+                rule=rule,
+                measured_s=measured_s,
+            )
+        )
+        return first
+
+    def mm(self, first: int, second: int, *, module: str, phase: Phase = Phase.FORWARD) -> int:
+        """A matrix product by the built-in rule."""
+        rows, inner = self.shape(first)
+        columns = self.shape(second)[1]
+        return self.op(
+            "mm.default",
+            (first, second),
+            (rows, columns),
+            module=module,
+            args={"self": TensorRef(0), "mat2": TensorRef(1)},
+            phase=phase,
+            flops=2.0 * rows * inner * columns,
+        )
+
+    def relu(self, source: int, *, module: str) -> int:
+        """A pointwise op by the built-in rule."""
+        return self.op(
+            "relu.default",
+            (source,),
+            self.shape(source),
+            module=module,
+            args={"self": TensorRef(0)},
+        )
+
+    def weight_gradient(
+        self, activation: int, above: int, parameter: int, *, module: str, place: Placement = P
+    ) -> int:
+        """The op that makes a parameter's gradient, a partial sum over the batch."""
+        return self.op(
+            "weight_gradient",
+            (activation, above),
+            self.shape(parameter),
+            module=module,
+            rule=((S(0), S(0)), (place,)),
+            phase=Phase.BACKWARD,
+        )
+
+    def update(self, parameter: int, gradient: int, *, module: str) -> None:
+        shape = self.shape(parameter)
+        self.op("update", (parameter, gradient), shape, module=module, phase=Phase.UPDATE)
+
+    def shape(self, tensor: int) -> tuple[int, ...]:
+        return self._tensors[tensor].shape
+
+    def build(self, loss: int, *, state_ratio: float = 2.0) -> OpGraph:
+        return OpGraph(
+            name="tiny",
+            source="tests",
+            batch_size=self.batch_size,
+            tensors=tuple(self._tensors),
+            ops=tuple(self._ops),
+            batch_placements=tuple(self._placements),
+            optimizer="Adam",
+            optimizer_state_ratio=state_ratio,
+            loss=loss,
+        )
+
+
+def linear_chain(
+    modules: Sequence[str] = ("a", "b"), *, batch_size: int = 8, width: int = 1024
+) -> OpGraph:
+    """y = x W_1 W_2 ... with one group per module, backward included.
+
+    Op numbers: the products forward, then per module from last to first the weight gradient and
+    (but for the first module) the input gradient, then the updates.
+    """
+    builder = GraphBuilder(batch_size)
+    activation = builder.batch(width)
+    weights = [builder.parameter(width, width, name=f"{name}.weight") for name in modules]
+    activations = [activation]
+    for name, weight in zip(modules, weights, strict=True):
+        activations.append(builder.mm(activations[-1], weight, module=name))
+    above = activations[-1]
+    gradients: dict[int, int] = {}
+    for index in range(len(modules) - 1, -1, -1):
+        gradients[index] = builder.weight_gradient(
+            activations[index], above, weights[index], module=modules[index]
+        )
+        if index > 0:
+            above = builder.mm(above, weights[index], module=modules[index], phase=Phase.BACKWARD)
+    for index, name in enumerate(modules):
+        builder.update(weights[index], gradients[index], module=name)
+    return builder.build(activations[-1])
+
+
+def random_graph(rng: Random) -> OpGraph:
+    """Random steps: products, pointwise ops, partial sums, local statistics, views, unknown ops,
+    constants, tied weights; backward for every product."""
+    batch_size = rng.randint(2, 7)
+    width = rng.choice([64, 512, 2048])
+    builder = GraphBuilder(batch_size)
+    activations = [builder.batch(width)]
+    weights = [builder.parameter(width, width) for _ in range(rng.randint(2, 4))]
+    table = builder.input(TensorKind.BUFFER, width)
+    partials: list[int] = []
+    wholes: list[int] = []
+    products: list[tuple[str, int, int, int]] = []
+    modules = "abcd"
+    if rng.random() < 0.5:
+        wholes.append(builder.op("table", (table,), (width,), module="a", rule=((R,), (R,))))
+    full = (batch_size, width)
+    for step in range(rng.randint(3, 8)):
+        module = rng.choice(modules)
+        source = rng.choice(activations)
+        known = ["relu", "join", "total", "statistics", "slice", "mystery"]
+        kind = "mm" if step == 0 else rng.choice(["mm", "mm", *known])
+        if partials:
+            kind = rng.choice([kind, "scale", "read partial"])
+        if wholes:
+            kind = rng.choice([kind, "read whole"])
+        if kind == "mm":
+            weight = rng.choice(weights)
+            made = builder.mm(source, weight, module=module)
+            products.append((module, source, made, weight))
+            activations.append(made)
+        elif kind == "relu":
+            activations.append(builder.relu(source, module=module))
+        elif kind == "join":
+            other = rng.choice(activations)
+            rule = ((S(0), S(0)), (S(0),))
+            activations.append(builder.op("join", (source, other), full, module=module, rule=rule))
+        elif kind == "total":
+            partials.append(
+                builder.op("total", (source,), (width, 64), module=module, rule=((S(0),), (P,)))
+            )
+        elif kind == "scale":
+            last = partials[-1]
+            rule = ((P,), (P,))
+            partials.append(
+                builder.op("scale", (last,), builder.shape(last), module=module, rule=rule)
+            )
+        elif kind in ("read partial", "read whole"):
+            other = (partials if kind == "read partial" else wholes)[-1]
+            rule = ((S(0), R), (S(0),))
+            activations.append(builder.op("read", (source, other), full, module=module, rule=rule))
+        elif kind == "statistics":
+            rule = ((S(0),), (S(0), L))
+            made = builder.op("norm", (source,), full, (width,), module=module, rule=rule)
+            rule = ((S(0), L), (S(0),))
+            activations.append(
+                builder.op("renorm", (made, made + 1), full, module=module, rule=rule)
+            )
+        elif kind == "slice":
+            rule = ((S(0),), (S(0),))
+            half = builder.op(
+                "slice.Tensor", (source,), (batch_size, width // 2), module=module, rule=rule
+            )
+            activations.append(
+                builder.op("widen", (half,), full, module=rng.choice(modules), rule=rule)
+            )
+        else:
+            wholes.append(builder.op("mystery", (source,), (width, 32), module=module))
+    above = activations[-1]
+    gradients: dict[int, int] = {}
+    for module, source, made, weight in reversed(products):
+        place = rng.choice([P, P, P, R])
+        fresh = builder.weight_gradient(source, above, weight, module=module, place=place)
+        if weight in gradients:
+            pair = (gradients[weight], fresh)
+            rule = ((P, P), (P,))
+            fresh = builder.op(
+                "tie", pair, builder.shape(weight), module=module, rule=rule,
+                phase=Phase.BACKWARD,
+            )  # fmt: skip
+        gradients[weight] = fresh
+        above = builder.op(
+            "input_gradient", (above, weight, made), full, module=module,
+            rule=((S(0), R, S(0)), (S(0),)), phase=Phase.BACKWARD,
+        )  # fmt: skip
+    for weight, gradient in gradients.items():
+        builder.update(weight, gradient, module="a")
+    return builder.build(above)
+
+
+# --- clusters -----------------------------------------------------------------------------------
+
+
+def cluster_of(
+    *hosts: tuple[float, Sequence[str]],
+    latency_s: float = 20e-6,
+    intra: Link | None = None,
+    intra_of: Sequence[Link] = (),
+    efficiency: float = 1.0,
+) -> Cluster:
+    """A cluster from (NIC Gbit/s, device type names) per host."""
+    inner = intra or Link(kind="nvlink", bandwidth_bytes_per_s=100e9)
+    made_hosts, devices = [], []
+    for index, (gbit_per_s, types) in enumerate(hosts):
+        name = "ABCDEFGH"[index]
+        made_hosts.append(
+            Host(
+                name=name,
+                nic_line_rate_bytes_per_s=gbit_per_s * GBIT_PER_S,
+                nic_latency_s=latency_s,
+                intra=intra_of[index] if intra_of else inner,
+            )
+        )
+        for number, type_name in enumerate(types):
+            kind: DeviceType = device_type(type_name)
+            devices.append(
+                Device(
+                    name=f"{name}:{number}",
+                    type=kind,
+                    host_index=index,
+                    usable_memory_bytes=kind.memory_bytes,
+                )
+            )
+    return Cluster(
+        name="tiny", hosts=tuple(made_hosts), devices=tuple(devices), efficiency=efficiency
+    )
+
+
+_TYPES = ("V100-16GB", "P100-12GB", "GTX-1080-Ti", "A100-80GB", "T4")
+_LINKS = (
+    Link(kind="nvlink", bandwidth_bytes_per_s=150e9, latency_s=3e-6),
+    Link(kind="pcie3", bandwidth_bytes_per_s=11e9, latency_s=7e-6),
+    Link(kind="pcie3", bandwidth_bytes_per_s=9e9, latency_s=7e-6, shared=True),
+)
+
+
+def random_cluster(rng: Random) -> Cluster:
+    """One to three hosts of one to three devices of mixed types."""
+    sizes = rng.choice([(1,), (2,), (1, 1), (2, 1), (3, 2), (1, 1, 1), (1, 3, 2)])
+    hosts = [
+        (rng.choice([10.0, 25.0, 50.0, 100.0]), [rng.choice(_TYPES) for _ in range(size)])
+        for size in sizes
+    ]
+    links = [rng.choice(_LINKS) for _ in hosts]
+    return cluster_of(*hosts, intra_of=links, efficiency=0.7)
+
+
+# --- strategies ---------------------------------------------------------------------------------
+
+
+def strategy_of(
+    graph: OpGraph,
+    cluster: Cluster,
+    decisions: Decision | Sequence[Decision],
+    *,
+    homes: int | Sequence[int] = REPLICATED,
+    micro_batches: tuple[tuple[int, ...], ...] = (),
+    bucket_bytes: int = 0,
+    step_barrier: bool = True,
+) -> Strategy:
+    """A strategy with one decision for all groups, or one per group; homes likewise."""
+    if isinstance(decisions, Decision):
+        decisions = [decisions] * group_ops(graph).num_groups
+    if isinstance(homes, int):
+        homes = [homes] * len(graph.updates)
+    return Strategy(
+        graph=graph.fingerprint,
+        cluster=cluster.fingerprint(),
+        decisions=tuple(decisions),
+        homes=tuple(homes),
+        micro_batches=micro_batches,
+        bucket_bytes=bucket_bytes,
+        step_barrier=step_barrier,
+    )
+
+
+def random_composition(rng: Random, total: int, parts: int) -> tuple[int, ...]:
+    """Whole numbers of at least 0 that sum to a total."""
+    cuts = sorted(rng.randint(0, total) for _ in range(parts - 1))
+    return tuple(high - low for low, high in zip([0, *cuts], [*cuts, total], strict=True))
+
+
+def random_decision(rng: Random, batch_size: int, num_devices: int) -> Decision:
+    """Any legal decision."""
+    count = rng.randint(1, num_devices)
+    devices = tuple(sorted(rng.sample(range(num_devices), count)))
+    sync = rng.choice(list(Sync))
+    slices: tuple[int, ...] = ()
+    if sync == Sync.REDUCE_SCATTER_ALL_GATHER and rng.random() < 0.5:
+        slices = random_composition(rng, rng.randint(1, 20), len(devices))
+    shares = random_composition(rng, batch_size, len(devices))
+    return Decision(devices=devices, shares=shares, sync=sync, slices=slices)
+
+
+def random_strategy(rng: Random, graph: OpGraph, cluster: Cluster) -> Strategy:
+    """Any legal strategy."""
+    grouping = group_ops(graph)
+    batch, count = graph.batch_size, cluster.num_devices
+    # Few distinct decisions, so that neighbours often agree.
+    some = [random_decision(rng, batch, count) for _ in range(rng.randint(1, 3))]
+    chosen = [rng.choice(some) for _ in range(grouping.num_groups)]
+    homes = []
+    for op, _, _ in graph.updates:
+        decision = chosen[int(grouping.group[op])]
+        is_served = decision.sync == Sync.PARAMETER_SERVER
+        may_move = len(decision.devices) == 1 and rng.random() < 0.5
+        homes.append(rng.randint(0, count - 1) if is_served or may_move else REPLICATED)
+    micro_batches: tuple[tuple[int, ...], ...] = ()
+    num_micro = rng.randint(1, min(3, batch))
+    if num_micro > 1:
+        spare = random_composition(rng, batch - num_micro, num_micro)
+        columns = [random_composition(rng, extra + 1, count) for extra in spare]
+        micro_batches = tuple(zip(*columns, strict=True))
+    return strategy_of(
+        graph,
+        cluster,
+        chosen,
+        homes=homes,
+        micro_batches=micro_batches,
+        bucket_bytes=rng.choice([0, 0, 100_000, 20_000_000]),
+        step_barrier=rng.random() < 0.5,
+    )

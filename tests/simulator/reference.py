@@ -1,0 +1,277 @@
+"""Slow and obvious references of the engine, the referee and the memory, to compare with.
+
+Everything is a dictionary or a list of plain numbers, and every step looks at everything. Prices
+come straight from the cost model.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from heterog.cluster import Cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.simulator.cost_model import ChannelSeconds, CostModel
+from heterog.simulator.engine import Order
+from heterog.strategy.channels import ChannelKind
+from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, Program, TaskKind
+from heterog.strategy.tables import graph_tables
+
+
+@dataclass(frozen=True)
+class PricedTask:
+    """What the simulations know about a task."""
+
+    number: int
+    kind: int
+    device: int  # of a compute task
+    channel: int  # -1 for compute tasks
+    is_collective: bool
+    payload: float
+    seconds: float  # alone on the cluster
+    cost: ChannelSeconds  # of a link task
+    needs: tuple[int, ...]
+
+    @property
+    def is_link(self) -> bool:
+        return self.kind >= FIRST_LINK_KIND
+
+    @property
+    def is_free(self) -> bool:
+        return FIRST_FREE_KIND <= self.kind < FIRST_LINK_KIND
+
+    @property
+    def gate(self) -> set[int]:
+        longest = max(self.cost.held.values(), default=0.0)
+        return {link for link, held in self.cost.held.items() if held > 0.5 * longest}
+
+    @property
+    def queue(self) -> tuple[str, object]:
+        if self.is_collective:
+            return "collective", self.channel
+        return "transfer", tuple(sorted(self.cost.held))
+
+
+def price(
+    program: Program, graph: OpGraph, cluster: Cluster, model: CostModel
+) -> list[PricedTask]:
+    """All tasks of a program with their seconds."""
+    op_id = graph_tables(graph).op_id
+    tasks = []
+    for number in range(program.num_tasks):
+        kind, device = int(program.kind[number]), int(program.device[number])
+        subject, payload = int(program.subject[number]), float(program.num_bytes[number])
+        channel = int(program.channel[number])
+        cost = ChannelSeconds(0.0, 0.0, {})
+        is_collective = False
+        if kind >= FIRST_LINK_KIND:
+            cost = model.channel_seconds(cluster, program.channels[channel])
+            is_collective = program.channels[channel].kind != ChannelKind.POINT_TO_POINT
+            seconds = cost.latency_s + payload * cost.seconds_per_byte
+        else:
+            device_type = cluster.devices[device].type
+            if kind == TaskKind.COMPUTE:
+                share = int(program.samples[number])
+                seconds = float(model.op_seconds(graph, device_type, share)[op_id[subject]])
+            elif kind == TaskKind.UPDATE:
+                row = model.op_seconds(graph, device_type, graph.batch_size)
+                seconds = float(row[graph.updates[subject][0]])
+            else:
+                fixed, per_byte = model.copy_seconds(device_type)
+                seconds = fixed + payload * per_byte
+        needs = tuple(program.dependencies(number))
+        tasks.append(
+            PricedTask(number, kind, device, channel, is_collective, payload, seconds, cost, needs)
+        )
+    return tasks
+
+
+def simulate(tasks: list[PricedTask], order: Order) -> tuple[list[float], list[float]]:
+    """(start, finish) of every task by the rules of the engine."""
+    start, finish = [math.inf] * len(tasks), [math.inf] * len(tasks)
+    priority = [float(task.number) for task in tasks]
+    if order == Order.RANK:
+        priority = [-rank for rank in upward_rank(tasks)]
+
+    def urgency(task: PricedTask) -> tuple[float, int]:
+        return priority[task.number], task.number
+
+    ops: dict[int, list[PricedTask]] = defaultdict(list)  # of each device, in program order
+    for task in tasks:
+        if not task.is_link:
+            ops[task.device] += [] if task.is_free else [task]
+    device_free_at = dict.fromkeys(ops, 0.0)
+    link_free_at: dict[int, float] = defaultdict(float)
+    unready = list(tasks)
+    ready: list[PricedTask] = []
+    moments = {0.0}
+    while moments:
+        now = min(moments)
+        moments.discard(now)
+        for task in [t for t in unready if all(finish[needed] <= now for needed in t.needs)]:
+            unready.remove(task)
+            ready.append(task)
+            if order == Order.FIFO:
+                priority[task.number] = now
+        for device, free_at in device_free_at.items():
+            chosen: PricedTask | None = None
+            if free_at <= now and ops[device] and ops[device][0] in ready:
+                chosen = ops[device].pop(0)
+            elif free_at <= now:
+                free = [task for task in ready if task.is_free and task.device == device]
+                chosen = min(free, key=urgency, default=None)
+            if chosen is not None:
+                ready.remove(chosen)
+                start[chosen.number] = now
+                finish[chosen.number] = device_free_at[device] = now + chosen.seconds
+                moments.add(finish[chosen.number])
+        while True:
+            heads: dict[object, PricedTask] = {}
+            for task in sorted(filter(lambda task: task.is_link, ready), key=urgency):
+                heads.setdefault(task.queue, task)
+            able = [
+                task
+                for task in heads.values()
+                if all(link_free_at[link] <= now for link in task.gate)
+            ]
+            if not able:
+                break
+            chosen = min(able, key=urgency)
+            ready.remove(chosen)
+            start[chosen.number] = now
+            end = now + chosen.seconds
+            for link, held in chosen.cost.held.items():
+                if chosen.payload * held > 0.0:
+                    until = max(link_free_at[link], now) + chosen.payload * held
+                    end = max(end, until + chosen.cost.latency_s)
+                    if chosen.is_collective and link in chosen.gate:
+                        until += chosen.cost.latency_s
+                    link_free_at[link] = until
+                    moments.add(until)
+            finish[chosen.number] = end
+            moments.add(end)
+    return start, finish
+
+
+def upward_rank(tasks: list[PricedTask]) -> list[float]:
+    """Own seconds plus the longest path of seconds to the end."""
+    rank = [0.0] * len(tasks)
+    for task in reversed(tasks):
+        rank[task.number] += task.seconds
+        for needed in task.needs:
+            rank[needed] = max(rank[needed], rank[task.number])
+    return rank
+
+
+def replay(tasks: list[PricedTask], engine_start: list[float]) -> tuple[list[float], list[float]]:
+    """(start, finish) of every task by the rules of the referee."""
+    start, finish = [math.inf] * len(tasks), [math.inf] * len(tasks)
+    lines: dict[tuple[str, int], list[PricedTask]] = defaultdict(list)
+    for task in sorted(tasks, key=lambda t: (engine_start[t.number], t.number)):
+        line = ("channel", task.channel) if task.is_link else ("device", task.device)
+        lines[line].append(task)
+    left: dict[int, float] = {}  # bytes of transfers and collectives that are under way
+    busy_until: dict[tuple[str, int], float] = dict.fromkeys(lines, 0.0)
+    flow_from: dict[int, float] = {}  # when a collective's latency is over
+    now = 0.0
+    while True:
+        for line, queue in lines.items():
+            while queue and busy_until[line] <= now and _may_start(queue[0], finish, now):
+                task = queue.pop(0)
+                start[task.number] = now
+                if not task.is_link:
+                    finish[task.number] = busy_until[line] = now + task.seconds
+                    continue
+                latency = task.cost.latency_s if task.is_collective else 0.0
+                flow_from[task.number] = now + latency
+                left[task.number] = task.payload
+                busy_until[line] = math.inf
+        flowing = [tasks[n] for n in left if flow_from[n] <= now]
+        rates = progressive_filling([task.cost.held for task in flowing])
+        ends = {
+            task.number: now + (left[task.number] / rate if left[task.number] > 0.0 else 0.0)
+            for task, rate in zip(flowing, rates, strict=True)
+        }
+        later = [
+            moment
+            for moment in (*busy_until.values(), *flow_from.values(), *finish)
+            if now < moment < math.inf
+        ]
+        moment = min([*later, *ends.values()], default=math.inf)
+        if moment == math.inf:
+            return start, finish
+        for task, rate in zip(flowing, rates, strict=True):
+            number = task.number
+            if ends[number] <= moment:
+                del left[number]
+                busy_until["channel", task.channel] = moment
+                most = max(task.cost.held.values(), default=0.0)
+                rest = task.payload * (task.cost.seconds_per_byte - most)
+                rest += 0.0 if task.is_collective else task.cost.latency_s
+                finish[number] = moment + max(rest, 0.0)
+            else:
+                left[number] -= rate * (moment - now)
+        now = moment
+
+
+def _may_start(task: PricedTask, finish: list[float], now: float) -> bool:
+    return all(finish[needed] <= now for needed in task.needs)
+
+
+def progressive_filling(held: list[dict[int, float]]) -> list[float]:
+    """Max-min fair payload rates of flows: raise all in small steps from full link to full link."""
+    rates = [0.0] * len(held)
+    rising = {flow for flow, links in enumerate(held) if any(links.values())}
+    while rising:
+        room: dict[int, float] = {}
+        for link in {link for flow in rising for link in held[flow]}:
+            used = sum(links.get(link, 0.0) * rates[flow] for flow, links in enumerate(held))
+            growth = sum(held[flow].get(link, 0.0) for flow in rising)
+            if growth > 0.0:
+                room[link] = max(1.0 - used, 0.0) / growth
+        step = min(room.values())
+        full = {link for link, most in room.items() if most <= step * (1.0 + 1e-12)}
+        for flow in rising:
+            rates[flow] += step
+        rising = {f for f in rising if not any(held[f].get(link, 0.0) > 0.0 for link in full)}
+    for flow, links in enumerate(held):
+        if not any(links.values()):
+            rates[flow] = math.inf
+    return rates
+
+
+def memory(program: Program, start: Iterable[float], finish: Iterable[float]) -> list[float]:
+    """Peak bytes of each device: walk all buffers, sort by time, ends before starts."""
+    begins, ends = list(start), list(finish)
+    last_use = [ends[maker] for maker in program.buffer_maker]
+    for task in range(program.num_tasks):
+        for buffer in program.read_buffer[program.read_start[task] : program.read_start[task + 1]]:
+            last_use[buffer] = max(last_use[buffer], ends[task])
+    peaks = []
+    for device in range(program.num_devices):
+        changes: list[tuple[float, int, float]] = []
+        for buffer, maker in enumerate(program.buffer_maker):
+            if program.buffer_device[buffer] == device:
+                size = float(program.buffer_bytes[buffer])
+                changes += [(begins[maker], 1, size), (last_use[buffer], 0, -size)]
+        live = most = float(program.resident_bytes[device])
+        for _, _, change in sorted(changes):
+            live += change
+            most = max(most, live)
+        peaks.append(most)
+    return peaks
+
+
+def assert_legal(tasks: list[PricedTask], start: Iterable[float], finish: Iterable[float]) -> None:
+    """Dependencies hold, a device runs one task at a time and its ops in program order."""
+    begins, ends = list(start), list(finish)
+    for task in tasks:
+        assert 0.0 <= begins[task.number] <= ends[task.number] < math.inf
+        assert all(ends[needed] <= begins[task.number] for needed in task.needs)
+    for device in {task.device for task in tasks if not task.is_link}:
+        mine = [t for t in tasks if not t.is_link and t.device == device]
+        mine.sort(key=lambda t: (begins[t.number], t.number))
+        for first, second in zip(mine, mine[1:], strict=False):
+            assert ends[first.number] <= begins[second.number]
+        ops = [t.number for t in mine if not t.is_free]
+        assert ops == sorted(ops)
