@@ -374,12 +374,8 @@ class _Reader:
         """The rule of each op that states one, or that follows from its ``batch_dims``."""
         ops = self.spec.ops
         rules: list[tuple[tuple[Placement, ...], tuple[Placement, ...]] | None] = [None] * len(ops)
-        # Only batch_dims and ops without args need to know how their inputs lie.
-        is_bare = [
-            not op.args and op.rule is None and op.batch_dims is None and kind in RULES
-            for op, kind in zip(ops, self.kinds, strict=True)
-        ]
-        must_follow = any(is_bare) or any(op.batch_dims is not None for op in ops)
+        # Only batch_dims need to know how their inputs lie.
+        must_follow = any(op.batch_dims is not None for op in ops)
         for index in order:
             op = ops[index]
             given = [placements.get(tensor, R) for tensor in self.inputs[index]]
@@ -390,8 +386,14 @@ class _Reader:
             elif op.batch_dims is not None:
                 rules[index] = rule = self._rule_from_batch_dims(index, op.batch_dims, given)
                 outputs = rule[1]
-            elif must_follow and self.phases[index] != Phase.UPDATE:
-                outputs = self._built_in_outputs(index, given) or outputs
+            elif self.kinds[index] in RULES:
+                if given and not op.args:
+                    raise GraphError(
+                        f"{self._op(index)} has no args, which its built-in sharding rule reads; "
+                        "give args, a rule or batch_dims."
+                    )
+                if must_follow:
+                    outputs = self._built_in_outputs(index, given)
             placements.update(zip(self.outputs[index], outputs, strict=True))
         return rules
 
@@ -432,17 +434,16 @@ class _Reader:
         )
         return inputs, outputs
 
-    def _built_in_outputs(
-        self, index: int, given: list[Placement]
-    ) -> tuple[Placement, ...] | None:
+    def _built_in_outputs(self, index: int, given: list[Placement]) -> tuple[Placement, ...]:
         try:
             found = propagate(self._call(index), tuple(given), self.spec.batch_size)
         except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
             raise GraphError(
-                f"{self._op(index)} lacks arguments that its built-in rule reads "
-                f"({type(error).__name__}: {error}); give args, a rule or batch_dims."
+                f"the args of {self._op(index)} do not fit its built-in sharding rule "
+                f"({type(error).__name__}: {error})."
             ) from error
-        return None if found is None else found.outputs
+        assert found is not None
+        return found.outputs
 
     def _input_placement(self, tensor: int) -> Placement:
         record, meta = self.spec.tensors[tensor], self.metas[tensor]

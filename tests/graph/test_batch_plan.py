@@ -1,0 +1,179 @@
+"""Batch propagation: what is split, what is summed, what costs a conversion."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.capture import capture
+from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.workload import Workload
+
+
+def captured(model: Callable[[], nn.Module], x: Tensor, y: Tensor, loss: Any = None) -> OpGraph:
+    loss = loss or functional.mse_loss
+    return capture(Workload(model, (x, y), loss, torch.optim.SGD, {"lr": 0.1}))
+
+
+def conversions(graph: OpGraph) -> list[str]:
+    plan = batch_plan(graph)
+    return [
+        op.kind
+        for op, needed in zip(graph.ops, plan.needed, strict=True)
+        for tensor, place in zip(op.inputs, needed, strict=True)
+        if plan.placements[tensor].kind in "SP" and place != plan.placements[tensor]
+    ]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4))
+
+
+def test_mlp_is_batch_parallel_and_its_gradients_are_sums() -> None:
+    graph = captured(mlp, torch.zeros(8, 6), torch.zeros(8, 4))
+    plan = batch_plan(graph)
+    assert conversions(graph) == []
+    assert plan.unruled == ()
+    for _, _, gradient in graph.updates:
+        assert plan.placements[gradient].kind == "P"
+    assert plan.placements[graph.loss].kind == "P"
+    products = [i for i, op in enumerate(graph.ops) if op.kind in ("mm.default", "addmm.default")]
+    assert plan.flops_fixed[products].sum() == 0
+    assert (plan.flops_per_sample[products] * 8 == graph.flops[products]).all()
+    # The first product reads its weight and bias for any share, and 6 + 10 floats a sample.
+    first = products[0]
+    assert plan.bytes_fixed[first] == 4 * (60 + 10)
+    assert plan.bytes_per_sample[first] == 4 * (6 + 10)
+
+
+def test_equal_sizes_of_batch_and_sequence_are_not_confused() -> None:
+    model = lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)  # noqa: E731
+    graph = captured(model, torch.zeros(8, 8, 8), torch.zeros(8, 8, 8))
+    assert conversions(graph) == []
+    attention = next(op for op in graph.ops if op.kind == "attention")
+    assert str(batch_plan(graph).placements[attention.inputs[0]]) == "S(0,1)"
+
+
+def test_batch_on_the_second_dimension_stays_exact_through_views() -> None:
+    model = lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0)  # noqa: E731
+    graph = capture(
+        Workload(
+            model, (torch.zeros(3, 8, 8), torch.zeros(3, 8, 8)), functional.mse_loss,
+            torch.optim.SGD, {"lr": 0.1}, batch_dims={0: 1, 1: 1},
+        )
+    )  # fmt: skip
+    assert conversions(graph) == []
+
+
+def test_rows_expanded_to_the_batch_are_split_at_birth() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            index = torch.arange(5).unsqueeze(0).expand(x.shape[0], 5)
+            out: Tensor = x + self.table(index)
+            return out
+
+    graph = captured(Positions, torch.zeros(8, 5, 6), torch.zeros(8, 5, 6))
+    plan = batch_plan(graph)
+    lookup = next(i for i, op in enumerate(graph.ops) if op.kind == "embedding.default")
+    assert str(plan.placements[graph.outputs(lookup)[0]]) == "S(0,1)"
+    assert conversions(graph) == []
+
+
+def test_an_op_over_the_whole_batch_costs_a_gather() -> None:
+    class Ranked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cumsum(self.linear(x), 0)
+
+    graph = captured(Ranked, torch.zeros(8, 6), torch.zeros(8, 4))
+    assert "cumsum.default" in conversions(graph)
+
+
+def test_batch_norm_statistics_stay_local_and_in_one_group() -> None:
+    model = lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten())  # noqa: E731
+    graph = captured(model, torch.zeros(8, 3, 6, 6), torch.zeros(8, 64))
+    plan = batch_plan(graph)
+    local = [tensor for tensor, place in enumerate(plan.placements) if place.kind == "L"]
+    assert local
+    groups = group_ops(graph).group
+    for tensor in local:
+        users = [int(graph.producer[tensor]), *graph.consumers[tensor]]
+        assert len({int(groups[op]) for op in users if op >= 0}) == 1
+
+
+def test_groups_follow_modules_and_keep_what_belongs_together() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(11, 6)
+            self.body = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+            self.decoder = nn.Linear(6, 11, bias=False)
+            self.decoder.weight = self.embedding.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embedding(tokens)
+            for layer in self.body:
+                x = x + layer(x)
+            out: Tensor = self.decoder(x)
+            return out.flatten(0, 1)
+
+    tokens = torch.zeros(8, 3, dtype=torch.long)
+    graph = captured(
+        Tied, tokens, tokens, lambda out, y: functional.cross_entropy(out, y.flatten())
+    )
+    grouping = group_ops(graph)
+    assert len(grouping.names) == 5
+    assert set(grouping.names) == {"embedding", *(f"body.{i}" for i in range(4))}
+    for op, parameter, gradient in graph.updates:
+        group = int(grouping.group[op])
+        assert group == int(grouping.group[graph.producer[graph.storage[gradient]]])
+        readers = graph.consumers[parameter]
+        assert {int(grouping.group[reader]) for reader in readers} == {group}
+    # Every op is in a group, and groups begin in forward order.
+    assert (grouping.group >= CONSTANT_GROUP).all()
+    first = [int((grouping.group == group).argmax()) for group in range(grouping.num_groups)]
+    assert first == sorted(first)
+
+
+@pytest.mark.parametrize("depth", [2, 40])
+def test_grouping_is_deterministic_and_bounded(depth: int) -> None:
+    model = lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(depth)))  # noqa: E731
+    one = group_ops(captured(model, torch.zeros(8, 6), torch.zeros(8, 6)))
+    two = group_ops(captured(model, torch.zeros(8, 6), torch.zeros(8, 6)))
+    assert one.names == two.names
+    assert (one.group == two.group).all()
+    assert one.num_groups == depth
+
+
+def test_constants_have_no_group() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones(5, 5).tril().unsqueeze(0)
+            out: Tensor = self.linear(mask @ x)
+            return out
+
+    graph = captured(Masked, torch.zeros(8, 5, 6), torch.zeros(8, 5, 6))
+    grouping = group_ops(graph)
+    tril = next(i for i, op in enumerate(graph.ops) if op.kind == "tril.default")
+    assert grouping.group[tril] == CONSTANT_GROUP
+    updates = [op.phase == Phase.UPDATE for op in graph.ops]
+    assert (grouping.group[updates] >= 0).all()
+    assert all(
+        graph.tensors[tensor].kind != TensorKind.PARAMETER for tensor in graph.ops[tril].inputs
+    )
