@@ -1,0 +1,400 @@
+"""The timeline of a simulated step: who does what when, under names that people know.
+
+``Timeline`` joins a program and its simulated times with the cluster and the graph: a lane for
+every device's compute stream and every channel, a name and a module for every task, busy seconds,
+memory over time, and the critical path.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.strategy.channels import Channel, ChannelKind
+from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
+from heterog.strategy.tables import GraphTables, graph_tables
+
+# Two times are the same instant if they differ by less than this part of the whole: seconds are
+# added up in different orders along different paths.
+_SAME_INSTANT = 1e-9
+
+_VERBS = {
+    TaskKind.ACCUMULATE: "accumulate",
+    TaskKind.FLATTEN: "flatten",
+    TaskKind.SPLIT: "split",
+    TaskKind.CONCAT: "concat",
+    TaskKind.SUM: "sum",
+    TaskKind.UPDATE: "update",
+    TaskKind.SEND: "send",
+    TaskKind.PUSH: "push",
+    TaskKind.PULL: "pull",
+    TaskKind.REDUCE_VALUE: "all-reduce",
+    TaskKind.GATHER_VALUE: "all-gather",
+    TaskKind.ALL_REDUCE: "all-reduce",
+    TaskKind.REDUCE_SCATTER: "reduce-scatter",
+    TaskKind.ALL_GATHER: "all-gather",
+}
+_VALUE_KINDS = (
+    TaskKind.SPLIT,
+    TaskKind.CONCAT,
+    TaskKind.SEND,
+    TaskKind.REDUCE_VALUE,
+    TaskKind.GATHER_VALUE,
+)
+_BUCKET_KINDS = (
+    TaskKind.FLATTEN,
+    TaskKind.ALL_REDUCE,
+    TaskKind.REDUCE_SCATTER,
+    TaskKind.ALL_GATHER,
+)
+_COLLECTIVES = {
+    ChannelKind.ALL_REDUCE_RING: "ring all-reduce",
+    ChannelKind.ALL_REDUCE_HIERARCHICAL: "hierarchical all-reduce",
+    ChannelKind.REDUCE_SCATTER: "reduce-scatter",
+    ChannelKind.ALL_GATHER: "all-gather",
+}
+
+
+class Cause(StrEnum):
+    """What a task on the critical path had to wait for."""
+
+    BEGIN = "begin"
+    """Nothing: it is the first one."""
+    DEPENDENCY = "dependency"
+    """What it reads was made just before."""
+    STREAM = "stream"
+    """Its device ran another task."""
+    LINK = "link"
+    """Its links carried something else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One row of the timeline.
+
+    Attributes:
+        name: ``"A:0 V100-16GB compute"``, ``"A:0 -> B:0"`` or ``"ring all-reduce A:0 B:0"``.
+        device: index of the device whose compute stream it is, -1 for a channel.
+        channel: number of the channel in the program, -1 for a compute stream.
+        tasks: its tasks by start.
+    """
+
+    name: str
+    device: int
+    channel: int
+    tasks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathStep:
+    """One task on the critical path.
+
+    Attributes:
+        task: its number.
+        cause: why it did not start earlier.
+        wait_s: seconds of the path in which nothing known happened before its start.
+        seconds: seconds of the path spent in it: to its end, or to the start of the next step
+            where that begins earlier (a transfer leaves its links before it has arrived).
+    """
+
+    task: int
+    cause: Cause
+    wait_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathSummary:
+    """Where the seconds of the critical path go, each list from most to least.
+
+    Attributes:
+        by_device: compute by device name, communication by the name of its lane.
+        by_kind: ``"forward"``, ``"backward"``, ``"update"``, ``"send"``, ``"all-reduce"``, ...
+        by_module: by module path; ``"(root)"`` is the root.
+        wait_s: seconds in which nothing known happened.
+    """
+
+    by_device: tuple[tuple[str, float], ...]
+    by_kind: tuple[tuple[str, float], ...]
+    by_module: tuple[tuple[str, float], ...]
+    wait_s: float
+
+
+class Timeline:
+    """A simulated step (or several, without step barrier), ready to be shown.
+
+    Args:
+        program: the tasks.
+        start: seconds from the begin at which each task starts.  # [num_tasks]
+        finish: and ends.  # [num_tasks]
+        cluster: that the program was lowered for.
+        graph: that it was lowered from.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        start: FloatArray,
+        finish: FloatArray,
+        cluster: Cluster,
+        graph: OpGraph,
+    ) -> None:
+        assert len(start) == len(finish) == program.num_tasks
+        assert program.num_devices == cluster.num_devices
+        self.program = program
+        self.start = start
+        self.finish = finish
+        self.cluster = cluster
+        self.graph = graph
+        self._tables: GraphTables = graph_tables(graph)
+        # As lists, because single elements are looked up often.
+        self._kind: list[int] = program.kind.tolist()
+        self._subject: list[int] = program.subject.tolist()
+        self._bucket_size = np.bincount(
+            program.bucket[program.bucket >= 0], minlength=len(program.bucket)
+        )
+
+    @property
+    def seconds(self) -> float:
+        """From the begin to the last finish."""
+        return float(self.finish.max(initial=0.0))
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Compute streams in device order, then the channels in use by number."""
+        order = np.lexsort((np.arange(self.program.num_tasks), self.finish, self.start))
+        on_device: list[list[int]] = [[] for _ in self.cluster.devices]
+        on_channel: dict[int, list[int]] = {}
+        for task in order.tolist():
+            if self.is_compute(task):
+                on_device[self.program.device[task]].append(task)
+            else:
+                on_channel.setdefault(int(self.program.channel[task]), []).append(task)
+        streams = [
+            Lane(
+                name=f"{device.name} {device.type.name} compute",
+                device=index,
+                channel=-1,
+                tasks=tuple(on_device[index]),
+            )
+            for index, device in enumerate(self.cluster.devices)
+        ]
+        channels = [
+            Lane(
+                name=self._channel_name(self.program.channels[number]),
+                device=-1,
+                channel=number,
+                tasks=tuple(on_channel[number]),
+            )
+            for number in sorted(on_channel)
+        ]
+        return (*streams, *channels)
+
+    @cached_property
+    def busy_s(self) -> FloatArray:
+        """Seconds in which each device's compute stream runs a task.  # [num_devices]"""
+        compute = self.program.kind < FIRST_LINK_KIND
+        return np.bincount(
+            self.program.device[compute],
+            weights=(self.finish - self.start)[compute],
+            minlength=self.cluster.num_devices,
+        )
+
+    def is_compute(self, task: int) -> bool:
+        """Whether a task runs on a compute stream (and not on links)."""
+        return self._kind[task] < FIRST_LINK_KIND
+
+    def name(self, task: int) -> str:
+        """What a task does: ``"mm encoder.0.linear forward"``, ``"send ... A:0 -> B:1"``."""
+        kind, subject = TaskKind(self._kind[task]), self._subject[task]
+        if kind == TaskKind.COMPUTE:
+            return f"{self._op_name(self._op(task))} {self.phase(task)}"
+        if kind in _VALUE_KINDS:
+            words = f"{_VERBS[kind]} {self._op_name(self._op(task))}"
+        elif kind in _BUCKET_KINDS and self._bucket_size[subject] > 1:
+            words = f"{_VERBS[kind]} {self._bucket_size[subject]} tensors"
+        else:
+            words = f"{_VERBS[kind]} {self._parameter_name(subject)}"
+        if kind in (TaskKind.SEND, TaskKind.PUSH, TaskKind.PULL):
+            channel = self.program.channels[self.program.channel[task]]
+            words += f" {self._channel_name(channel)}"
+        return words
+
+    def kind(self, task: int) -> str:
+        """One word for what a task does: the phase of an op, else ``"send"``, ``"update"``, ..."""
+        kind = TaskKind(self._kind[task])
+        return self.phase(task) if kind == TaskKind.COMPUTE else _VERBS[kind]
+
+    def module(self, task: int) -> str:
+        """Path of the module that a task belongs to; of a bucket, its first parameter's."""
+        return self.graph.ops[self._op(task)].module
+
+    def phase(self, task: int) -> str:
+        """Phase of the op that a task belongs to: an op's own, a value's maker's, else update."""
+        return self.graph.ops[self._op(task)].phase.name.lower()
+
+    def _op(self, task: int) -> int:
+        """The graph op that a task runs, whose value it moves, or whose parameter it updates."""
+        kind, subject = TaskKind(self._kind[task]), self._subject[task]
+        if kind == TaskKind.COMPUTE:
+            return int(self._tables.op_id[subject])
+        if kind in _VALUE_KINDS:
+            return int(self._tables.op_id[self._tables.value_op[subject]])
+        return self.graph.updates[subject][0]
+
+    def _op_name(self, op: int) -> str:
+        kind = self.graph.ops[op].kind.partition(".")[0]
+        return " ".join(filter(None, (kind, self.graph.ops[op].module)))
+
+    def _parameter_name(self, parameter: int) -> str:
+        tensor = int(self._tables.parameter_tensor[parameter])
+        return self.graph.tensors[tensor].name or f"tensor {tensor}"
+
+    def _channel_name(self, channel: Channel) -> str:
+        names = [self.cluster.devices[device].name for device in channel.devices]
+        if channel.kind == ChannelKind.POINT_TO_POINT:
+            return " -> ".join(names)
+        return f"{_COLLECTIVES[channel.kind]} {' '.join(names)}"
+
+    def memory(self, device: int) -> tuple[FloatArray, FloatArray]:
+        """(seconds, bytes) of a device: the bytes hold from each time on to the next.
+
+        A buffer lives from its maker's start to its last reader's end; at one instant, ends come
+        before starts.
+        """
+        program = self.program
+        makers = program.buffer_maker
+        readers = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
+        end = self.finish[makers]
+        np.maximum.at(end, program.read_buffer, self.finish[readers])
+        mine = (program.buffer_device == device) & (program.buffer_bytes > 0.0)
+        sizes = program.buffer_bytes[mine]
+        times = np.concatenate([self.start[makers[mine]], end[mine]])
+        changes = np.concatenate([sizes, -sizes])
+        order = np.lexsort((changes, times))
+        times, changes = times[order], changes[order]
+        totals = program.resident_bytes[device] + np.cumsum(changes)
+        return (
+            np.concatenate([[0.0], times]),
+            np.concatenate([[program.resident_bytes[device]], totals]),
+        )
+
+    @cached_property
+    def critical_path(self) -> tuple[PathStep, ...]:
+        """The chain of tasks that the step's time follows from, first task first.
+
+        Walked back from the last finish: to what a task read last, or, if it was ready before it
+        started, to what its compute stream or its links did until then. The waits and seconds of
+        all steps add up to the whole time.
+        """
+        if self.program.num_tasks == 0:
+            return ()
+        task = int(np.argmax(self.finish))
+        chain: list[tuple[int, Cause, float]] = []
+        until = self.seconds
+        spent: list[float] = []
+        while task >= 0:
+            assert len(chain) < self.program.num_tasks, "the critical path runs in a circle"
+            before, cause = self._predecessor(task)
+            spent.append(until - float(self.start[task]))
+            end = min(float(self.finish[before]), float(self.start[task])) if before >= 0 else 0.0
+            chain.append((task, cause, float(self.start[task]) - end))
+            task, until = before, end
+        return tuple(
+            PathStep(task=task, cause=cause, wait_s=wait_s, seconds=seconds)
+            for (task, cause, wait_s), seconds in zip(
+                reversed(chain), reversed(spent), strict=True
+            )
+        )
+
+    def _predecessor(self, task: int) -> tuple[int, Cause]:
+        """The task that the start of ``task`` waited for, -1 if none."""
+        start = float(self.start[task])
+        tolerance = _SAME_INSTANT * self.seconds
+        needed = self.program.dependencies(task)
+        last = max(needed, key=lambda each: (self.finish[each], each), default=-1)
+        if last >= 0 and self.finish[last] >= start - tolerance:
+            return last, Cause.DEPENDENCY
+        if self.is_compute(task):
+            other, cause = self._before_on_stream[task], Cause.STREAM
+        else:
+            other, cause = self._before_on_links(task, start, tolerance), Cause.LINK
+        if other >= 0 and (last < 0 or self.finish[other] >= self.finish[last]):
+            return other, cause
+        return last, Cause.DEPENDENCY if last >= 0 else Cause.BEGIN
+
+    @cached_property
+    def _before_on_stream(self) -> IntArray:
+        """The task before each compute task on its device's stream, -1 if none."""
+        before = np.full(self.program.num_tasks, -1, np.int32)
+        for lane in self.lanes[: self.cluster.num_devices]:
+            before[list(lane.tasks[1:])] = lane.tasks[:-1]
+        return before
+
+    def _before_on_links(self, task: int, start: float, tolerance: float) -> int:
+        """The transfer whose links came free for a transfer, -1 if none.
+
+        One that ended at its start, else the last to begin of those still under way: links come
+        free before the latency has passed, and when exactly is not part of the schedule.
+        """
+        links = self._link_tasks
+        channels = self.program.channel[links]
+        begin, end = self.start[links], self.finish[links]
+        earlier = (begin < start) | ((begin == start) & (links < task))
+        candidate = earlier & self._shares_links[self.program.channel[task], channels]
+        touching = candidate & (np.abs(end - start) <= tolerance)
+        under_way = candidate & (end > start + tolerance)
+        past = candidate & (end < start - tolerance)
+        if touching.any():
+            return int(links[touching][-1])
+        if under_way.any():
+            found = links[under_way]
+            return int(found[np.lexsort((found, self.start[found]))[-1]])
+        if past.any():
+            found = links[past]
+            return int(found[np.lexsort((found, self.finish[found]))[-1]])
+        return -1
+
+    @cached_property
+    def _link_tasks(self) -> npt.NDArray[np.int64]:
+        return np.flatnonzero(self.program.kind >= FIRST_LINK_KIND)
+
+    @cached_property
+    def _shares_links(self) -> npt.NDArray[np.bool_]:
+        """Whether two channels have a link in common.  # [num_channels, num_channels]"""
+        num_resources = len(self.cluster.resources)
+        uses = np.zeros((len(self.program.channels), num_resources), np.float32)
+        for number in np.unique(self.program.channel[self._link_tasks]):
+            uses[number, list(self.program.channels[number].traffic())] = 1.0
+        shared: npt.NDArray[np.bool_] = uses @ uses.T > 0.0
+        np.fill_diagonal(shared, True)
+        return shared
+
+    def summary(self) -> PathSummary:
+        """The critical path by device, by kind and by module."""
+        path = self.critical_path
+        return PathSummary(
+            by_device=_totals((self._place(step.task), step.seconds) for step in path),
+            by_kind=_totals((self.kind(step.task), step.seconds) for step in path),
+            by_module=_totals((self.module(step.task) or "(root)", step.seconds) for step in path),
+            wait_s=sum(step.wait_s for step in path),
+        )
+
+    def _place(self, task: int) -> str:
+        """Name of the device or channel that a task occupies."""
+        if self.is_compute(task):
+            return self.cluster.devices[self.program.device[task]].name
+        return self._channel_name(self.program.channels[self.program.channel[task]])
+
+
+def _totals(entries: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    """Sums by name, largest first."""
+    totals: dict[str, float] = {}
+    for name, seconds in entries:
+        totals[name] = totals.get(name, 0.0) + seconds
+    return tuple(sorted(totals.items(), key=lambda entry: (-entry[1], entry[0])))

@@ -1,0 +1,243 @@
+"""One conformance suite for every registered method, and what each method promises."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from heterog.cluster import Cluster
+from heterog.errors import BudgetError, UnknownNameError
+from heterog.graph.capture import capture
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.workload import Workload
+from heterog.planners.data_parallel import balanced_homes, device_speeds, even_shares
+from heterog.planners.model_parallel import balanced_chain
+from heterog.planners.planner import (
+    Budget,
+    MethodRow,
+    Planner,
+    Spending,
+    Task,
+    planner_by_name,
+    planners,
+)
+from heterog.planners.portfolio import best_row, run_method, run_methods
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.lower_bound import lower_bound_s
+from heterog.strategy.space import StrategySpace, device_sets
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
+
+
+def deep_mlp() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(6)]
+    return nn.Sequential(*layers, nn.Linear(2048, 64))
+
+
+@lru_cache(maxsize=1)
+def graph() -> OpGraph:
+    batch = (torch.zeros(512, 2048), torch.zeros(512, 64))
+    return capture(
+        Workload(deep_mlp, batch, functional.mse_loss, torch.optim.Adam, name="deep_mlp")
+    )
+
+
+@lru_cache(maxsize=1)
+def evaluator() -> Evaluator:
+    return Evaluator(graph(), Cluster.load("paper_8gpu"))
+
+
+def task(budget: str = "300e", **changes: object) -> Task:
+    return replace(Task(evaluator=evaluator(), budget=Budget.parse(budget)), **changes)  # type: ignore[arg-type]
+
+
+def every_planner() -> list[Planner]:
+    import heterog.planners.portfolio  # noqa: F401 - registers all methods
+
+    return list(planners())
+
+
+@pytest.mark.parametrize("planner", every_planner(), ids=lambda planner: planner.name)
+class TestConformance:
+    def test_strategies_are_legal_and_run(self, planner: Planner) -> None:
+        result = planner.plan(task())
+        assert result.candidates
+        for candidate in result.candidates:
+            candidate.strategy.check(graph(), evaluator().cluster)
+            for order in candidate.orders:
+                assert evaluator().referee(candidate.strategy, order).step_time_s > 0
+
+    def test_same_seed_and_evaluations_give_the_same_strategy(self, planner: Planner) -> None:
+        first, second = planner.plan(task()), planner.plan(task())
+        assert first.candidates == second.candidates
+
+    def test_the_budget_is_kept(self, planner: Planner) -> None:
+        result = planner.plan(task("50e"))
+        if planner.stage != "baseline":
+            assert result.num_evaluations <= 60
+
+    def test_the_barrier_is_the_one_asked_for(self, planner: Planner) -> None:
+        result = planner.plan(task("100e", step_barrier=False))
+        assert not any(candidate.strategy.step_barrier for candidate in result.candidates)
+
+    def test_nothing_is_below_the_lower_bound(self, planner: Planner) -> None:
+        bound = lower_bound_s(graph(), evaluator().cluster, evaluator().cost_model)
+        row = run_method(planner, task())
+        assert row.step_time_s is None or row.step_time_s >= bound.seconds
+
+    def test_a_planner_is_named_and_staged(self, planner: Planner) -> None:
+        assert planner_by_name(planner.name) is planner
+        assert planner.stage in ("baseline", "search")
+
+
+def test_the_four_baselines_are_what_the_paper_says() -> None:
+    rows = {row.method: row for row in run_methods(
+        evaluator(), ["ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp"], budget=Budget(evaluations=1)
+    )}  # fmt: skip
+    everywhere = tuple(range(8))
+    for name, row in rows.items():
+        assert row.candidate is not None
+        strategy = row.candidate.strategy
+        (decision,) = set(strategy.decisions)
+        assert decision.devices == everywhere
+        assert row.order == "fifo"
+        assert strategy.num_micro_batches == 1
+        assert (strategy.bucket_bytes == DEFAULT_BUCKET_BYTES) == (name == "ddp")
+        by_server = decision.sync == Sync.PARAMETER_SERVER
+        assert by_server == name.endswith("_ps")
+        if name.startswith("cp"):
+            assert decision.shares[0] > decision.shares[-1], "a V100 gets more than a P100"
+        else:
+            assert decision.shares == (64,) * 8
+
+
+def test_proportional_shares_follow_measured_speed() -> None:
+    speeds = device_speeds(evaluator())
+    assert speeds[0] == speeds[1] > speeds[2]
+    assert even_shares(evaluator()) == (64,) * 8
+
+
+def test_homes_are_balanced_by_bytes() -> None:
+    homes = np.array(balanced_homes(evaluator(), (0, 3, 5)))
+    sizes = evaluator().tables.parameter_bytes
+    load = [sizes[homes == server].sum() for server in (0, 3, 5)]
+    assert set(homes) == {0, 3, 5}
+    assert max(load) - min(load) <= sizes.max()
+
+
+def test_ddp_accumulates_as_little_as_fits() -> None:
+    tight = Cluster.load("paper_8gpu")
+    batch = (torch.zeros(65536, 2048), torch.zeros(65536, 64))
+    large = capture(Workload(deep_mlp, batch, functional.mse_loss, torch.optim.Adam))
+    needed = max(Evaluator(large, tight).referee(
+        planner_by_name("ddp").plan(Task(evaluator=Evaluator(large, tight),
+        budget=Budget(evaluations=1))).candidates[0].strategy, Order.FIFO).peak_memory_bytes)  # fmt: skip
+    devices = tuple(
+        replace(device, usable_memory_bytes=int(needed * 0.75)) for device in tight.devices
+    )
+    small = Evaluator(large, replace(tight, devices=devices))
+    row = run_method(
+        planner_by_name("ddp_accumulate"), Task(evaluator=small, budget=Budget(evaluations=1))
+    )
+    assert row.outcome == "ok"
+    assert row.candidate is not None
+    count = row.candidate.strategy.num_micro_batches
+    assert count > 1
+    assert run_method(
+        planner_by_name("ddp"), Task(evaluator=small, budget=Budget(evaluations=1))
+    ).outcome == "out_of_memory"  # fmt: skip
+
+
+def test_balanced_chain_by_hand() -> None:
+    seconds = np.array([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]])
+    assert balanced_chain(seconds, np.zeros(3), np.full(2, 1.0)) == [0, 0, 1]
+    # Without room for two groups on the first device, the second takes more than is fast.
+    assert balanced_chain(seconds, np.ones(3), np.array([1.0, 9.0])) == [0, 1, 1]
+
+
+def test_local_search_is_not_worse_than_its_seeds_and_improves_with_budget() -> None:
+    rows = run_methods(evaluator(), ["auto"], budget=Budget(evaluations=3000))
+    winner = best_row(rows)
+    assert all(
+        winner.step_time_s <= row.step_time_s  # type: ignore[operator]
+        for row in rows
+        if row.step_time_s is not None
+    )
+    search = next(row for row in rows if row.method == "local_search")
+    baselines = [row.step_time_s for row in rows if row.stage == "baseline" and row.step_time_s]
+    assert search.step_time_s is not None
+    assert search.step_time_s < min(baselines)
+
+
+def test_a_searching_method_alone_is_seeded_by_the_baselines() -> None:
+    rows = run_methods(evaluator(), ["local_search"], budget=Budget(evaluations=50))
+    assert [row.method for row in rows] == ["local_search"]
+
+
+def test_space_rows_round_trip() -> None:
+    own = evaluator()
+    space = StrategySpace(
+        own.graph, own.cluster, own.tables, own.channels, device_speeds(own)
+    )
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        row = rng.integers(len(space.candidates), size=group_ops(graph()).num_groups)
+        strategy = space.decode(row.astype(np.int32), bucket_bytes=0, step_barrier=True)
+        strategy.check(graph(), own.cluster)
+        again = space.row_of(strategy)
+        assert again is not None
+        assert (again == row).all()
+        # The quick encoding means the same as the careful one.
+        quick = own.evaluate_choice(
+            space.encode(row.astype(np.int32), bucket_bytes=0, num_steps=1), Order.RANK
+        )
+        assert quick == own.evaluate(strategy, Order.RANK)
+
+
+def test_device_sets_are_named_by_a_stated_rule() -> None:
+    sets = device_sets(Cluster.load("paper_8gpu"))
+    assert sets[0] == tuple(range(8))
+    assert (0, 1) in sets
+    assert (2, 3, 4, 5) in sets, "all cards of one type"
+    assert {(device,) for device in range(8)} <= set(sets)
+    assert len(sets) == 8 + 15
+    assert len(device_sets(Cluster.load("hap_v100_p100"))) <= 256
+
+
+@pytest.mark.parametrize("text", ["", "30", "s", "-3s", "3.5e", "ten s"])
+def test_budgets_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(BudgetError, match=r"cannot read budget|whole number"):
+        Budget.parse(text)
+
+
+@pytest.mark.parametrize("text", ["0s", "0e", "0.0m"])
+def test_budgets_of_nothing(text: str) -> None:
+    with pytest.raises(BudgetError, match="allows no search"):
+        Budget.parse(text)
+
+
+def test_spending_counts_evaluations() -> None:
+    spending = Spending(Budget(evaluations=2), evaluator())
+    strategy = planner_by_name("ddp").plan(task()).candidates[0].strategy
+    spending = Spending(Budget(evaluations=2), evaluator())
+    evaluator().evaluate(strategy, Order.FIFO)
+    assert spending.fraction == 0.5
+    evaluator().evaluate(strategy, Order.FIFO)
+    assert spending.is_over
+
+
+def test_unknown_methods_name_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'cp_ar'"):
+        run_methods(evaluator(), ["cp_arr"], budget=Budget(evaluations=1))
+
+
+def test_best_row_prefers_what_fits() -> None:
+    rows = run_methods(evaluator(), ["ddp", "ev_ps"], budget=Budget(evaluations=1))
+    broken = replace(rows[0], step_time_s=None, outcome="out_of_memory")
+    assert isinstance(broken, MethodRow)
+    assert best_row([broken, rows[1]]).method == rows[1].method
