@@ -199,11 +199,9 @@ class Timeline:
     def busy_s(self) -> FloatArray:
         """Seconds in which each device's compute stream runs a task.  # [num_devices]"""
         compute = self.program.kind < FIRST_LINK_KIND
-        return np.bincount(
-            self.program.device[compute],
-            weights=(self.finish - self.start)[compute],
-            minlength=self.cluster.num_devices,
-        )
+        busy = np.zeros(self.cluster.num_devices)
+        np.add.at(busy, self.program.device[compute], (self.finish - self.start)[compute])
+        return busy
 
     def is_compute(self, task: int) -> bool:
         """Whether a task runs on a compute stream (and not on links)."""
@@ -284,7 +282,6 @@ class Timeline:
             np.concatenate([[program.resident_bytes[device]], totals]),
         )
 
-    @cached_property
     def critical_path(self) -> tuple[PathStep, ...]:
         """The chain of tasks that the step's time follows from, first task first.
 
@@ -377,7 +374,7 @@ class Timeline:
 
     def summary(self) -> PathSummary:
         """The critical path by device, by kind and by module."""
-        path = self.critical_path
+        path = self.critical_path()
         return PathSummary(
             by_device=_totals((self._place(step.task), step.seconds) for step in path),
             by_kind=_totals((self.kind(step.task), step.seconds) for step in path),
@@ -388,7 +385,7 @@ class Timeline:
     def _place(self, task: int) -> str:
         """Name of the device or channel that a task occupies."""
         if self.is_compute(task):
-            return self.cluster.devices[self.program.device[task]].name
+            return self.cluster.devices[int(self.program.device[task])].name
         return self._channel_name(self.program.channels[self.program.channel[task]])
 
 

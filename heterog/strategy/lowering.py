@@ -721,8 +721,19 @@ def _synchronise(
         _serve(tables, choice, scratch, tape, parameter)
         return
     if choice.first_channel[group] < 0 or tables.gradient_is_partial[parameter] == 0:
+        owner = -1
+        for device in range(num_devices):
+            if owner < 0 and scratch.gradient_buffer[parameter, device] >= 0:
+                owner = device
         for device in range(num_devices):
             if choice.member[layout, device]:
+                # A replica without samples gets the gradient that all others have.
+                if scratch.gradient_buffer[parameter, device] < 0:
+                    size = tables.parameter_bytes[parameter]
+                    channel = owner * num_devices + device
+                    _task(tape, _PUSH, parameter, device, 0, 0, channel, size)
+                    _read_gradient(scratch, tape, parameter, owner)
+                    scratch.gradient_buffer[parameter, device] = _make(tape, device, size)
                 _task(tape, _UPDATE, parameter, device, 0, 0, -1, 0.0)
                 _read_gradient(scratch, tape, parameter, device)
                 scratch.ready_buffer[parameter, device] = _make(tape, device, 0.0)
@@ -889,4 +900,7 @@ def _serve(
         if choice.member[layout, device] and device != home:
             _task(tape, _PULL, parameter, device, 0, 0, home * num_devices + device, size)
             _read(tape, done)
+            if not partial:
+                # Its gradient was not asked for, but its own ops must be done with the old weight.
+                _read_gradient(scratch, tape, parameter, device)
             scratch.ready_buffer[parameter, device] = _make(tape, device, 0.0)

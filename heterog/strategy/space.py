@@ -227,5 +227,3 @@ class StrategySpace:
         if strategy.micro_batches:
             return None
         return np.array([self.add(decision) for decision in strategy.decisions], np.int32)
-
-

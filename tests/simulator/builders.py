@@ -6,11 +6,22 @@ short lists and small numbers, and contention needs long ones.
 
 from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple
+
+import numpy as np
 
 from heterog.cluster import Cluster, Device, DeviceType, Host, Link, device_type
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
 from heterog.graph.placement import Arg, L, P, Placement, R, S, TensorRef
+from heterog.simulator.cost_model import Prices, price_channels
+from heterog.simulator.engine import Order, make_schedule, price_kernel, simulate_kernel
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.referee import replay
+from heterog.simulator.roofline import Roofline
+from heterog.strategy.channels import ChannelTable
+from heterog.strategy.lowering import Choice, make_tape
+from heterog.strategy.program import FloatArray, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 GBIT_PER_S = 1e9 / 8
@@ -384,3 +395,120 @@ def random_strategy(rng: Random, graph: OpGraph, cluster: Cluster) -> Strategy:
         bucket_bytes=rng.choice([0, 0, 100_000, 20_000_000]),
         step_barrier=rng.random() < 0.5,
     )
+
+
+# --- programs by hand ---------------------------------------------------------------------------
+
+
+class Times(NamedTuple):
+    """Starts and finishes of a program's tasks by the engine and by the referee."""
+
+    start: FloatArray
+    finish: FloatArray
+    fair_start: FloatArray
+    fair_finish: FloatArray
+
+
+class Tasks:
+    """A program written task by task, to be timed by the engine and the referee.
+
+    Methods that add a task return its number; ``after`` names the tasks that it waits for.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.channels = ChannelTable(cluster)
+        self._tasks: list[tuple[TaskKind, int, int, float]] = []
+        self._seconds: list[float] = []
+        self._after: list[tuple[int, ...]] = []
+
+    def op(self, device: int, seconds: float, *after: int) -> int:
+        """An op: keeps program order on its device."""
+        return self._add(TaskKind.COMPUTE, device, -1, 0.0, seconds, after)
+
+    def update(self, device: int, seconds: float, *after: int) -> int:
+        """A free task: runs when the next op of its device is not ready."""
+        return self._add(TaskKind.UPDATE, device, -1, 0.0, seconds, after)
+
+    def send(self, src: int, dst: int, num_bytes: float, *after: int) -> int:
+        """A transfer."""
+        channel = src * self.cluster.num_devices + dst
+        return self._add(TaskKind.SEND, dst, channel, num_bytes, 0.0, after)
+
+    def collective(self, channel: int, num_bytes: float, *after: int) -> int:
+        """A collective on a channel of ``self.channels``."""
+        return self._add(TaskKind.ALL_REDUCE, -1, channel, num_bytes, 0.0, after)
+
+    def _add(
+        self,
+        kind: TaskKind,
+        device: int,
+        channel: int,
+        num_bytes: float,
+        seconds: float,
+        after: tuple[int, ...],
+    ) -> int:
+        self._tasks.append((kind, device, channel, num_bytes))
+        self._seconds.append(seconds)
+        self._after.append(after)
+        return len(self._tasks) - 1
+
+    def run(self, order: Order = Order.FIFO) -> Times:
+        """Simulate and replay; every task must run."""
+        count = len(self._tasks)
+        tape = make_tape(4 * count + sum(map(len, self._after)), 1)
+        reads = 0
+        for number, (kind, device, channel, num_bytes) in enumerate(self._tasks):
+            # One token per task; buffers are numbered like their makers.
+            tape.tasks[number] = (num_bytes, number, device, 0, 0, channel, reads, number, kind)
+            tape.buffers[number] = (0.0, number, -1)
+            for needed in self._after[number]:
+                tape.reads[reads] = needed
+                reads += 1
+        tape.tasks[count] = (0.0, 0, 0, 0, 0, 0, reads, count, 0)
+        tape.counts[:] = (count, count, reads, 0)
+        prices = self._prices()
+        num_devices = self.cluster.num_devices
+        schedule = make_schedule(count, reads, count, prices.num_queues + num_devices)
+        price_kernel(tape, prices, schedule.seconds)
+        end, done = simulate_kernel(tape, prices, schedule, num_devices, int(order))
+        assert done == count
+        assert end == max(schedule.finish)
+        fair_end, fair_done, replayed = replay(tape, prices, schedule, num_devices)
+        assert fair_done == count
+        assert fair_end == max(replayed.finish)
+        return Times(schedule.start, schedule.finish, replayed.start, replayed.finish)
+
+    def _prices(self) -> Prices:
+        seconds = np.array([self._seconds])
+        channels = price_channels(Roofline(), self.cluster, self.channels.channels)
+        return Prices(
+            type_of_device=np.zeros(self.cluster.num_devices, np.int32),
+            op_seconds=seconds[None],
+            update_seconds=seconds,
+            copy_fixed_s=np.zeros(1),
+            copy_s_per_byte=np.zeros(1),
+            channel_latency_s=channels.latency_s,
+            channel_s_per_byte=channels.s_per_byte,
+            channel_is_collective=channels.is_collective,
+            channel_queue=channels.queue,
+            resource_start=channels.resource_start,
+            resource=channels.resource,
+            resource_s_per_byte=channels.resource_s_per_byte,
+            gate=channels.gate,
+            gated_start=channels.gated_start,
+            gated_queue=channels.gated_queue,
+            num_queues=channels.num_queues,
+            num_resources=len(self.cluster.resources),
+        )
+
+
+def random_case(rng: Random) -> tuple[Evaluator, Choice]:
+    """A random strategy of a random graph on a random cluster, one to three steps unrolled."""
+    graph, cluster = random_graph(rng), random_cluster(rng)
+    strategy = random_strategy(rng, graph, cluster)
+    evaluator = Evaluator(graph, cluster)
+    choice = evaluator.encode(strategy)
+    if not strategy.step_barrier:
+        choice = choice._replace(num_steps=rng.randint(2, 3))
+    return evaluator, choice

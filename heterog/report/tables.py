@@ -1,0 +1,162 @@
+"""Tables for people, at 100 columns: methods, models, clusters."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from heterog.cluster.topology import Cluster
+from heterog.planners.planner import MethodRow
+from heterog.units import format_bytes, format_seconds
+
+DATA_PARALLEL = ("ev_ps", "ev_ar", "cp_ps", "cp_ar")
+"""The methods whose best is what speed-ups are quoted against."""
+# More device types than this do not fit beside each other; then only the fullest device is shown.
+_MAX_MEMORY_COLUMNS = 4
+
+
+class ModelEntry(Protocol):
+    """What a table of models shows; the zoo's entries have it."""
+
+    @property
+    def name(self) -> str:
+        """What users type."""
+
+    @property
+    def family(self) -> str:
+        """Vision, language, ..."""
+
+    @property
+    def default_batch_size(self) -> int:
+        """Samples in the global batch."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable scalars."""
+
+    @property
+    def description(self) -> str:
+        """One line."""
+
+
+def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "") -> Table:
+    """What every method reached on one cluster, the best in bold.
+
+    Speed-ups are over the best of ``DATA_PARALLEL`` that can run; there are none if no such row is
+    ``ok``. Memory is that of the fullest device of each type. Why a method cannot run is said
+    below the table.
+    """
+    baseline = best_data_parallel_s(rows)
+    fastest = min((row.step_time_s for row in rows if row.step_time_s is not None), default=None)
+    table = Table(title=escape(title) or None, caption=_reasons(rows), caption_justify="left")
+    table.add_column("method", overflow="fold")
+    table.add_column("step time", justify="right", no_wrap=True)
+    table.add_column("speed-up", justify="right", no_wrap=True)
+    headers, members = _memory_columns(cluster)
+    for header in headers:
+        table.add_column(f"{header} memory", justify="right", overflow="fold")
+    table.add_column("evaluations", justify="right", no_wrap=True)
+    table.add_column("search", justify="right", no_wrap=True)
+    table.add_column("outcome", overflow="fold")
+    for row in rows:
+        seconds = row.step_time_s
+        ratio = f"{baseline / seconds:.2f}x" if baseline is not None and seconds else "-"
+        table.add_row(
+            escape(row.method),
+            "-" if seconds is None else format_seconds(seconds),
+            ratio,
+            *_memory_cells(row, members),
+            f"{row.num_evaluations:,}",
+            format_seconds(row.search_seconds),
+            row.outcome.replace("_", " "),
+            style="bold" if seconds is not None and seconds == fastest else "",
+        )
+    return table
+
+
+def best_data_parallel_s(rows: Iterable[MethodRow]) -> float | None:
+    """Seconds per step of the best of ``DATA_PARALLEL`` that can run, ``None`` if none can."""
+    return min(
+        (
+            row.step_time_s
+            for row in rows
+            if row.method in DATA_PARALLEL and row.outcome == "ok" and row.step_time_s is not None
+        ),
+        default=None,
+    )
+
+
+def models_table(entries: Iterable[ModelEntry], *, title: str = "") -> Table:
+    """The models that are built in."""
+    table = Table(title=escape(title) or None)
+    table.add_column("model", no_wrap=True)
+    table.add_column("family", no_wrap=True)
+    table.add_column("batch", justify="right", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("description", overflow="fold")
+    for entry in entries:
+        table.add_row(
+            escape(entry.name),
+            entry.family,
+            str(entry.default_batch_size),
+            f"{entry.num_parameters / 1e6:,.1f} M",
+            escape(entry.description),
+        )
+    return table
+
+
+def clusters_table(clusters: Iterable[Cluster], *, title: str = "") -> Table:
+    """Clusters with their devices and their network."""
+    table = Table(title=escape(title) or None)
+    table.add_column("cluster", overflow="fold")
+    table.add_column("hosts", justify="right", no_wrap=True)
+    table.add_column("devices", overflow="fold")
+    table.add_column("usable memory", justify="right")
+    table.add_column("NIC", justify="right", overflow="fold")
+    for cluster in clusters:
+        counts = Counter(device.type.name for device in cluster.devices)
+        usable = sum(device.usable_memory_bytes for device in cluster.devices)
+        table.add_row(
+            escape(cluster.name),
+            str(cluster.num_hosts),
+            ", ".join(f"{count} x {name}" for name, count in counts.items()),
+            format_bytes(usable),
+            _network(cluster),
+        )
+    return table
+
+
+def _network(cluster: Cluster) -> str:
+    if cluster.num_hosts == 1:
+        return "-"
+    rates = sorted({host.nic_line_rate_bytes_per_s * 8e-9 for host in cluster.hosts})
+    span = f"{rates[0]:g}" if len(rates) == 1 else f"{rates[0]:g} to {rates[-1]:g}"
+    return f"{span} Gbit/s x {cluster.efficiency:g}"
+
+
+def _memory_columns(cluster: Cluster) -> tuple[list[str], list[list[int]]]:
+    """Headers of the memory columns and the devices that each speaks for."""
+    if len(cluster.device_types) > _MAX_MEMORY_COLUMNS:
+        return ["peak"], [list(range(cluster.num_devices))]
+    members = [
+        [device for device, kind in enumerate(cluster.type_index) if kind == number]
+        for number in range(len(cluster.device_types))
+    ]
+    return [kind.name for kind in cluster.device_types], members
+
+
+def _memory_cells(row: MethodRow, members: Sequence[Sequence[int]]) -> list[str]:
+    if not row.peak_memory_bytes:
+        return ["-"] * len(members)
+    return [
+        format_bytes(max(row.peak_memory_bytes[device] for device in devices))
+        for devices in members
+    ]
+
+
+def _reasons(rows: Iterable[MethodRow]) -> Text | None:
+    lines = [f"{row.method}: {row.shortage}" for row in rows if row.shortage]
+    return Text("\n".join(lines)) if lines else None

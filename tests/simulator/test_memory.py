@@ -1,0 +1,105 @@
+"""Peak memory against a slow reference, and against answers by hand."""
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Decision, Sync
+from tests.simulator import reference
+from tests.simulator.builders import (
+    GraphBuilder,
+    cluster_of,
+    linear_chain,
+    random_case,
+    strategy_of,
+)
+
+WIDTH = 1024
+WEIGHT = 4 * WIDTH * WIDTH  # bytes of a weight
+SAMPLE = 4 * WIDTH  # bytes of one sample's activation
+ADAM = 2.0  # state bytes per parameter byte
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=150, deadline=None)
+def test_equals_the_slow_reference(seed: int) -> None:
+    rng = Random(seed)
+    evaluator, choice = random_case(rng)
+    order = rng.choice(list(Order))
+    program, start, finish = evaluator.schedule(choice, order)
+    _, peak = evaluator.simulate(choice, order)
+    np.testing.assert_allclose(peak, reference.memory(program, start, finish), rtol=1e-9)
+
+
+def test_one_device_by_hand() -> None:
+    graph = linear_chain(("a", "b"))
+    cluster = cluster_of((10.0, ["T4"]))
+    strategy = strategy_of(graph, cluster, Decision(devices=(0,), shares=(8,)))
+    resident = 2 * WEIGHT * (1 + ADAM) + 8 * SAMPLE
+    # y1, y2; gradient of b with both; then y1 goes; the gradient of y1 comes and y2 goes; then
+    # the gradient of a. Updates free gradients as soon as the stream has nothing else to do: both
+    # gradients meet, because ops come first.
+    expected = resident + 2 * WEIGHT + 8 * SAMPLE
+    (peak,) = Evaluator(graph, cluster).evaluate(strategy, Order.FIFO).peak_memory_bytes
+    assert peak == expected
+
+
+def test_a_value_lives_until_its_last_reader() -> None:
+    builder = GraphBuilder(4)
+    x = builder.batch(WIDTH)
+    weight = builder.parameter(WIDTH, WIDTH)
+    first = builder.mm(x, weight, module="a")
+    second = builder.relu(first, module="a")
+    third = builder.relu(second, module="a")
+    fourth = builder.relu(third, module="a")
+    gradient = builder.weight_gradient(x, first, weight, module="a")
+    builder.update(weight, gradient, module="a")
+    graph = builder.build(fourth, state_ratio=0.0)
+    cluster = cluster_of((10.0, ["T4"]))
+    strategy = strategy_of(graph, cluster, Decision(devices=(0,), shares=(4,)))
+    (peak,) = Evaluator(graph, cluster).evaluate(strategy, Order.FIFO).peak_memory_bytes
+    # At the gradient only the first product is alive: the last one was freed at once.
+    gradient_time = WEIGHT + 4 * SAMPLE
+    assert peak == WEIGHT + 4 * SAMPLE + max(gradient_time, 3 * 4 * SAMPLE)
+
+
+def test_resident_bytes_of_replicas() -> None:
+    graph = linear_chain(("a",), batch_size=6)
+    cluster = cluster_of((10.0, ["T4", "T4"]), (10.0, ["T4"]))
+    evaluator = Evaluator(graph, cluster)
+    decision = Decision(devices=(0, 1), shares=(4, 2))
+    program = evaluator.program(evaluator.encode(strategy_of(graph, cluster, decision)))
+    kept = WEIGHT * (1 + ADAM)
+    assert program.resident_bytes == pytest.approx([kept + 4 * SAMPLE, kept + 2 * SAMPLE, 0.0])
+
+
+@pytest.mark.parametrize("home", [0, 2])
+def test_resident_bytes_with_a_server(home: int) -> None:
+    graph = linear_chain(("a",), batch_size=6)
+    cluster = cluster_of((10.0, ["T4", "T4"]), (10.0, ["T4"]))
+    evaluator = Evaluator(graph, cluster)
+    decision = Decision(devices=(0, 1), shares=(4, 2), sync=Sync.PARAMETER_SERVER)
+    strategy = strategy_of(graph, cluster, decision, homes=home)
+    program = evaluator.program(evaluator.encode(strategy))
+    expected = np.array([WEIGHT + 4 * SAMPLE, WEIGHT + 2 * SAMPLE, 0.0])
+    # The state is the server's alone, which keeps a weight of its own if it has no replica.
+    expected[home] += WEIGHT * ADAM + (WEIGHT if home == 2 else 0)
+    assert program.resident_bytes == pytest.approx(expected)
+
+
+def test_buffers_of_received_values_count() -> None:
+    graph = linear_chain(("a", "b"), batch_size=6)
+    cluster = cluster_of((10.0, ["T4"]), (10.0, ["T4"]))
+    evaluator = Evaluator(graph, cluster)
+    decisions = [Decision(devices=(0,), shares=(6,)), Decision(devices=(1,), shares=(6,))]
+    strategy = strategy_of(graph, cluster, decisions)
+    peak = evaluator.evaluate(strategy, Order.FIFO).peak_memory_bytes
+    # Device 1: y1 received, y2, the gradient of b and (y1 gone) the gradient of y1.
+    assert peak[1] == WEIGHT * (1 + ADAM) + 6 * SAMPLE + WEIGHT + 2 * 6 * SAMPLE
+    # Device 0: its own y1 is gone once sent; then the gradient of y1 and of a.
+    assert peak[0] == WEIGHT * (1 + ADAM) + 6 * SAMPLE + WEIGHT + 6 * SAMPLE

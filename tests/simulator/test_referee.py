@@ -1,0 +1,229 @@
+"""The referee against a slow reference, and against answers by hand."""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heterog.cluster import Cluster, Link
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator, Outcome
+from heterog.simulator.referee import fair_rates, replay_kernel
+from heterog.strategy.lowering import NUM_TASKS
+from heterog.strategy.program import FloatArray
+from heterog.strategy.strategy import Decision, Sync
+from tests.simulator import reference
+from tests.simulator.builders import Tasks, cluster_of, linear_chain, random_case, strategy_of
+
+GIGA = 1e9
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=150, deadline=None)
+def test_equals_the_slow_reference(seed: int) -> None:
+    rng = Random(seed)
+    evaluator, choice = random_case(rng)
+    order = rng.choice(list(Order))
+    program, engine_start, _ = evaluator.schedule(choice, order)
+    tasks = reference.price(program, evaluator.graph, evaluator.cluster, evaluator.cost_model)
+    replayed, start, finish = evaluator.referee_schedule(choice, order)
+    assert replayed.hash == program.hash
+    reference.assert_legal(tasks, start, finish)
+    slow_start, slow_finish = reference.replay(tasks, list(engine_start))
+    np.testing.assert_allclose(start, slow_start, rtol=1e-9, atol=0)
+    np.testing.assert_allclose(finish, slow_finish, rtol=1e-9, atol=0)
+    step_time_s = evaluator.referee(choice, order).step_time_s
+    assert step_time_s == pytest.approx(max(finish) / choice.num_steps, rel=1e-12)
+    assert max(reference.upward_rank(tasks)) <= max(finish) * (1 + 1e-9)
+
+
+def rates_of(held: list[dict[int, float]]) -> FloatArray:
+    """Rates of flows by the kernel."""
+    num_links = 1 + max(link for links in held for link in links)
+    starts = np.concatenate([[0], np.cumsum([len(links) for links in held])])
+    rate = np.empty(len(held))
+    users = np.zeros(num_links, np.int32)
+    fair_rates(
+        len(held),
+        np.arange(len(held), dtype=np.int32),
+        starts.astype(np.int32),
+        np.array([link for links in held for link in links], np.int32),
+        np.array([seconds for links in held for seconds in links.values()]),
+        rate,
+        np.empty(num_links),
+        np.empty(num_links),
+        users,
+        np.empty(num_links, np.int32),
+    )
+    assert not users.any()
+    return rate
+
+
+FLOWS = st.lists(
+    st.dictionaries(
+        st.integers(0, 7), st.sampled_from([0.1, 0.5, 1.0, 1.5, 1.75]), min_size=1, max_size=4
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(FLOWS)
+@settings(max_examples=200, deadline=None)
+def test_rates_are_max_min_fair(held: list[dict[int, float]]) -> None:
+    rates = rates_of(held)
+    assert rates == pytest.approx(reference.progressive_filling(held), rel=1e-9)
+    load = {link: 0.0 for links in held for link in links}
+    for links, rate in zip(held, rates, strict=True):
+        for link, seconds in links.items():
+            load[link] += seconds * rate
+    assert max(load.values()) <= 1 + 1e-9
+    # Bertsekas & Gallager: every flow has a full link on which none is faster.
+    for links, rate in zip(held, rates, strict=True):
+        assert any(
+            load[link] > 1 - 1e-9
+            and all(
+                rate >= other * (1 - 1e-9)
+                for others, other in zip(held, rates, strict=True)
+                if link in others
+            )
+            for link in links
+        )
+
+
+def test_rates_by_hand() -> None:
+    # Flows on links {0}, {0, 1}, {1}: link 0 takes 1 s per byte, link 1 a quarter of it.
+    assert rates_of([{0: 1.0}, {0: 1.0, 1: 0.25}, {1: 0.25}]) == pytest.approx([0.5, 0.5, 3.5])
+
+
+def hosts(*gbit_per_s: float, latency_s: float = 0.0) -> Cluster:
+    return cluster_of(*((rate, ["T4"]) for rate in gbit_per_s), latency_s=latency_s)
+
+
+def test_the_longer_flow_gets_the_rest() -> None:
+    tasks = Tasks(hosts(8.0, 8.0, 8.0))  # 1 GB/s each
+    tasks.send(0, 1, GIGA)
+    tasks.send(0, 2, 2 * GIGA)
+    times = tasks.run()
+    assert times.finish == pytest.approx([1.0, 3.0])
+    assert times.fair_finish == pytest.approx([2.0, 3.0])
+
+
+def test_a_flow_that_joins_later() -> None:
+    tasks = Tasks(hosts(8.0, 8.0, 8.0))
+    tasks.send(0, 1, 2 * GIGA)
+    tasks.send(0, 2, GIGA, tasks.op(0, 1.0))
+    # One second alone, then half the rate each for two seconds.
+    assert tasks.run().fair_finish == pytest.approx([3.0, 1.0, 3.0])
+
+
+def test_one_channel_runs_one_task_at_a_time() -> None:
+    tasks = Tasks(hosts(8.0, 8.0))
+    tasks.send(0, 1, GIGA)
+    tasks.send(0, 1, GIGA)
+    times = tasks.run()
+    assert times.fair_start == pytest.approx([0.0, 1.0])
+    assert times.fair_finish == pytest.approx([1.0, 2.0])
+
+
+def test_a_collective_shares_with_a_transfer() -> None:
+    tasks = Tasks(hosts(8.0, 8.0, 8.0, latency_s=0.25))
+    ring = tasks.channels.all_reduce((0, 1), hierarchical=False)
+    tasks.collective(ring, GIGA)
+    tasks.send(0, 2, GIGA)
+    times = tasks.run(Order.PROGRAM)
+    # The engine makes the transfer wait: 2 steps of latency and 1 s; then 1 s and the latency.
+    assert times.finish == pytest.approx([1.5, 2.75])
+    # Of the replayed transfer's 1 s nothing is done by 1.5 s if it keeps the engine's order of
+    # starts on its own channel only: it flows alone for 0.5 s, shares for 1 s, and its latency.
+    assert times.fair_start == pytest.approx([0.0, 0.0])
+    assert times.fair_finish == pytest.approx([2.0, 1.75])
+
+
+def test_phases_on_different_links_free_the_communicator_early() -> None:
+    port = Link(kind="pcie3", bandwidth_bytes_per_s=GIGA, latency_s=0.0)
+    cluster = cluster_of((8.0, ["T4"] * 2), (8.0, ["T4"] * 2), latency_s=0.0, intra=port)
+    tasks = Tasks(cluster)
+    channel = tasks.channels.all_reduce((0, 1, 2, 3), hierarchical=True)
+    tasks.collective(channel, GIGA)
+    tasks.collective(channel, GIGA)
+    # Half a payload over the ports, one over the NICs, half over the ports: 2 s alone. Ports and
+    # NICs are held for 1 s each, so that the next one may follow after 1 s.
+    times = tasks.run()
+    assert times.finish == pytest.approx([2.0, 3.0])
+    assert times.fair_start == pytest.approx([0.0, 1.0])
+    assert times.fair_finish == pytest.approx([2.0, 3.0])
+
+
+def test_empty_payloads() -> None:
+    tasks = Tasks(hosts(8.0, 8.0, latency_s=0.25))
+    ring = tasks.channels.all_reduce((0, 1), hierarchical=False)
+    sent = tasks.send(0, 1, 0.0)
+    tasks.collective(ring, 0.0, sent)
+    assert tasks.run().fair_finish == pytest.approx([0.25, 0.75])
+
+
+def test_an_illegal_order_is_refused() -> None:
+    graph, cluster = linear_chain(), hosts(8.0)
+    evaluator = Evaluator(graph, cluster)
+    strategy = strategy_of(graph, cluster, Decision(devices=(0,), shares=(8,)))
+    choice = evaluator.encode(strategy)
+    evaluator.simulate(choice, Order.FIFO)
+    num_tasks = int(evaluator._tape.counts[NUM_TASKS])
+    backwards = np.arange(num_tasks, dtype=np.int32)[::-1].copy()
+    with pytest.raises(AssertionError):
+        replay_kernel(evaluator._tape, evaluator.prices(choice), evaluator._schedule, 1, backwards)
+
+
+def test_the_best_order_is_the_referees() -> None:
+    rng = Random(7)
+    for _ in range(10):
+        evaluator, choice = random_case(rng)
+        each = [evaluator.referee(choice, order) for order in Order]
+        best = evaluator.referee(choice)
+        assert best in each
+        assert best.step_time_s == min(result.step_time_s for result in each)
+
+
+def test_out_of_memory_is_an_outcome() -> None:
+    graph = linear_chain(("a",), width=2048)
+    full = hosts(8.0)
+    tight = replace(full, devices=(replace(full.devices[0], usable_memory_bytes=20_000_000),))
+    strategy = strategy_of(graph, tight, Decision(devices=(0,), shares=(8,)))
+    result = Evaluator(graph, tight).referee(strategy, Order.FIFO)
+    assert result.outcome == Outcome.OUT_OF_MEMORY
+    assert result.overflow_bytes == result.peak_memory_bytes[0] - 20_000_000
+    assert "A:0 (T4) needs" in result.shortage
+    assert "more than its" in result.shortage
+
+
+def test_memory_is_the_larger_of_both_predictions() -> None:
+    rng = Random(3)
+    for _ in range(20):
+        evaluator, choice = random_case(rng)
+        order = rng.choice(list(Order))
+        engine = evaluator.evaluate_choice(choice, order).peak_memory_bytes
+        program, start, finish = evaluator.referee_schedule(choice, order)
+        expected = np.maximum(engine, reference.memory(program, start, finish))
+        judged = evaluator.referee(choice, order).peak_memory_bytes
+        assert judged == pytest.approx(expected, rel=1e-9, abs=1.0)
+
+
+def test_sharing_shows_what_the_engine_hides() -> None:
+    """The order of the engine, three pushes one after another, is kept; the times are not."""
+    graph = linear_chain(("a", "b"), batch_size=6)
+    cluster = hosts(10.0, 10.0, 10.0, 10.0)
+    decision = Decision(devices=(0, 1, 2), shares=(2, 2, 2), sync=Sync.PARAMETER_SERVER)
+    evaluator = Evaluator(graph, cluster)
+    choice = evaluator.encode(strategy_of(graph, cluster, decision, homes=3))
+    _, start, _ = evaluator.schedule(choice, Order.FIFO)
+    program, fair_start, _ = evaluator.referee_schedule(choice, Order.FIFO)
+    for channel in set(program.channel.tolist()) - {-1}:
+        mine = np.flatnonzero(program.channel == channel)
+        assert (
+            np.argsort(start[mine], kind="stable").tolist()
+            == np.argsort(fair_start[mine], kind="stable").tolist()
+        )
