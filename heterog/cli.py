@@ -187,7 +187,7 @@ def plan(
         return
     from heterog.report.tables import methods_table
 
-    out.print(methods_table(found.rows, target, found.lower_bound_s, title=_title(found)))
+    out.print(methods_table(found.rows, target, title=_title(found)))
     out.print(_verdict(found))
     for path, what in ((output, "plan"), (trace, "trace (open it in https://ui.perfetto.dev)")):
         if path is not None:
@@ -241,7 +241,7 @@ def compare(
             documents += result.to_dicts()
             if not as_json:
                 title = f"{graph.name}, batch {graph.batch_size}, on {target.name}"
-                out.print(methods_table(result.rows, target, result.lower_bound_s, title=title))
+                out.print(methods_table(result.rows, target, title=title))
     if csv_file is not None:
         write_atomically(csv_file, _csv(documents).encode())
     if as_json:

@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from rich import box
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from heterog.cluster.topology import Cluster
 from heterog.planners.planner import MethodRow
-from heterog.units import format_bytes, format_seconds
+from heterog.units import GIB, format_bytes, format_seconds
 
 DATA_PARALLEL = ("ev_ps", "ev_ar", "cp_ps", "cp_ar")
 """The methods whose best is what speed-ups are quoted against."""
@@ -51,16 +52,18 @@ def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "
     """
     baseline = best_data_parallel_s(rows)
     fastest = min((row.step_time_s for row in rows if row.step_time_s is not None), default=None)
-    table = Table(title=escape(title) or None, caption=_reasons(rows), caption_justify="left")
-    table.add_column("method", overflow="fold")
+    table = _table(title)
+    table.caption, table.caption_justify = _reasons(rows), "left"
+    table.add_column("method", no_wrap=True)
     table.add_column("step time", justify="right", no_wrap=True)
     table.add_column("speed-up", justify="right", no_wrap=True)
     headers, members = _memory_columns(cluster)
     for header in headers:
-        table.add_column(f"{header} memory", justify="right", overflow="fold")
-    table.add_column("evaluations", justify="right", no_wrap=True)
+        # Spaces, so that long type names break between words.
+        table.add_column(f"{header.replace('-', ' ')} (GiB)", justify="right", min_width=5)
+    table.add_column("evals", justify="right", no_wrap=True)
     table.add_column("search", justify="right", no_wrap=True)
-    table.add_column("outcome", overflow="fold")
+    table.add_column("outcome", no_wrap=True)
     for row in rows:
         seconds = row.step_time_s
         ratio = f"{baseline / seconds:.2f}x" if baseline is not None and seconds else "-"
@@ -91,7 +94,7 @@ def best_data_parallel_s(rows: Iterable[MethodRow]) -> float | None:
 
 def models_table(entries: Iterable[ModelEntry], *, title: str = "") -> Table:
     """The models that are built in."""
-    table = Table(title=escape(title) or None)
+    table = _table(title)
     table.add_column("model", no_wrap=True)
     table.add_column("family", no_wrap=True)
     table.add_column("batch", justify="right", no_wrap=True)
@@ -110,7 +113,7 @@ def models_table(entries: Iterable[ModelEntry], *, title: str = "") -> Table:
 
 def clusters_table(clusters: Iterable[Cluster], *, title: str = "") -> Table:
     """Clusters with their devices and their network."""
-    table = Table(title=escape(title) or None)
+    table = _table(title)
     table.add_column("cluster", overflow="fold")
     table.add_column("hosts", justify="right", no_wrap=True)
     table.add_column("devices", overflow="fold")
@@ -127,6 +130,11 @@ def clusters_table(clusters: Iterable[Cluster], *, title: str = "") -> Table:
             _network(cluster),
         )
     return table
+
+
+def _table(title: str) -> Table:
+    """An empty table whose lines cost little width."""
+    return Table(title=escape(title) or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def _network(cluster: Cluster) -> str:
@@ -152,7 +160,7 @@ def _memory_cells(row: MethodRow, members: Sequence[Sequence[int]]) -> list[str]
     if not row.peak_memory_bytes:
         return ["-"] * len(members)
     return [
-        format_bytes(max(row.peak_memory_bytes[device] for device in devices))
+        f"{max(row.peak_memory_bytes[device] for device in devices) / GIB:.1f}"
         for devices in members
     ]
 

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
@@ -219,7 +220,7 @@ def _may_start(task: PricedTask, finish: list[float], now: float) -> bool:
 
 
 def progressive_filling(held: list[dict[int, float]]) -> list[float]:
-    """Max-min fair payload rates of flows: raise all in small steps from full link to full link."""
+    """Max-min fair payload rates of flows: all rise until a link is full, step by step."""
     rates = [0.0] * len(held)
     rising = {flow for flow, links in enumerate(held) if any(links.values())}
     while rising:
@@ -271,7 +272,7 @@ def assert_legal(tasks: list[PricedTask], start: Iterable[float], finish: Iterab
     for device in {task.device for task in tasks if not task.is_link}:
         mine = [t for t in tasks if not t.is_link and t.device == device]
         mine.sort(key=lambda t: (begins[t.number], t.number))
-        for first, second in zip(mine, mine[1:], strict=False):
+        for first, second in pairwise(mine):
             assert ends[first.number] <= begins[second.number]
         ops = [t.number for t in mine if not t.is_free]
         assert ops == sorted(ops)

@@ -1,12 +1,15 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from random import Random
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import scipy.optimize
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from heterog.cluster import Cluster, Device, DeviceType, Host, Link
@@ -22,6 +25,7 @@ from heterog.simulator.lower_bound import _balanced_seconds, lower_bound_s
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import Channel
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
+from tests.simulator import builders
 
 SLOW = DeviceType(
     name="slow",
@@ -230,6 +234,19 @@ def test_random_strategies_of_a_captured_step(captured: OpGraph) -> None:
     for _ in range(100):
         strategy = random_strategy(captured, cluster, random)
         assert evaluator.evaluate(strategy).step_time_s >= bound.seconds
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_strategies_of_random_graphs(seed: int) -> None:
+    rng = Random(seed)
+    graph, cluster = builders.random_graph(rng), builders.random_cluster(rng)
+    bound = lower_bound_s(graph, cluster, Roofline())
+    evaluator = Evaluator(graph, cluster)
+    for _ in range(5):
+        strategy = builders.random_strategy(rng, graph, cluster)
+        seconds = evaluator.evaluate(strategy).step_time_s
+        assert seconds >= (bound.seconds if strategy.step_barrier else bound.compute_s)
 
 
 def test_more_devices_never_raise_the_bound(captured: OpGraph) -> None:

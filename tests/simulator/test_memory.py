@@ -41,9 +41,8 @@ def test_one_device_by_hand() -> None:
     cluster = cluster_of((10.0, ["T4"]))
     strategy = strategy_of(graph, cluster, Decision(devices=(0,), shares=(8,)))
     resident = 2 * WEIGHT * (1 + ADAM) + 8 * SAMPLE
-    # y1, y2; gradient of b with both; then y1 goes; the gradient of y1 comes and y2 goes; then
-    # the gradient of a. Updates free gradients as soon as the stream has nothing else to do: both
-    # gradients meet, because ops come first.
+    # The gradient of y1 comes before that of b's weight, and ops before updates: at the end both
+    # weights' gradients and that of y1 are alive.
     expected = resident + 2 * WEIGHT + 8 * SAMPLE
     (peak,) = Evaluator(graph, cluster).evaluate(strategy, Order.FIFO).peak_memory_bytes
     assert peak == expected
