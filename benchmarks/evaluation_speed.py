@@ -31,9 +31,7 @@ CASES = (
 def strategies(evaluator: Evaluator) -> dict[str, Strategy]:
     """The programs that are timed."""
     devices = tuple(range(evaluator.cluster.num_devices))
-    decision = Decision(
-        devices=devices, shares=even_shares(evaluator), sync=Sync.HIERARCHICAL
-    )
+    decision = Decision(devices=devices, shares=even_shares(evaluator), sync=Sync.HIERARCHICAL)
     return {
         "all_reduce": uniform_strategy(evaluator, decision),
         "ddp": uniform_strategy(evaluator, decision, bucket_bytes=DEFAULT_BUCKET_BYTES),

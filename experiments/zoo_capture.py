@@ -1,6 +1,6 @@
 """What do the zoo's training steps look like, and how long does their capture take?
 
-    python experiments/zoo_capture.py --json
+python experiments/zoo_capture.py --json
 """
 
 import argparse

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def write_atomically(path: str | Path, content: bytes) -> None:
 
 def write_json(path: str | Path, value: Any, *, indent: int | None = None) -> None:
     """Write a value as JSON, compressed if the name ends in ``.gz``."""
-    content = json.dumps(value, indent=indent, separators=None if indent else (",", ":")).encode()
+    separators = None if indent else (",", ":")
+    content = json.dumps(value, indent=indent, separators=separators, allow_nan=False).encode()
     if str(path).endswith(".gz"):
         content = gzip.compress(content, mtime=0)
     write_atomically(path, content)
@@ -70,5 +72,5 @@ def read_json(path: str | Path, what: str) -> Any:
         return json.loads(content)
     except OSError as error:
         raise InputFileError(f"cannot read {what} {source}: {error.strerror or error}.") from error
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, RecursionError, zlib.error) as error:
         raise InputFileError(f"{what} {source} is not valid JSON: {error}.") from error

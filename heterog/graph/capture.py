@@ -573,7 +573,7 @@ def _flops(node: fx.Node, call: OpCall) -> float:
     if counter is None and call.kind in _ATTENTION_ARGS:
         return _attention_flops(call)
     if counter is None:
-        return elementwise_flops(call)
+        return float(elementwise_flops(call))
 
     def value_of(argument: Any) -> Any:
         return argument.meta["val"] if isinstance(argument, fx.Node) else argument

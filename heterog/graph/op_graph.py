@@ -24,6 +24,10 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 
 
+# Where a graph was captured is no part of what it is.
+_DEVICE_ARGS = frozenset({"device", "layout", "pin_memory"})
+
+
 class Phase(IntEnum):
     """The part of the training step that an op belongs to."""
 
@@ -278,13 +282,16 @@ class OpGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of everything a strategy depends on: ops, tensors, batch; not of costs or names."""
+        """Hash of what a strategy depends on: ops, tensors, batch; not costs, names or devices."""
         digest = hashlib.sha256()
         digest.update(json.dumps([self.batch_size, self.optimizer, self.loss]).encode())
         for tensor in self.tensors:
             digest.update(f"{tensor.shape}{tensor.dtype}{int(tensor.kind)};".encode())
         for op in self.ops:
-            digest.update(f"{op.kind}{op.inputs}{op.num_outputs}{op.module};".encode())
+            args = {name: value for name, value in op.args.items() if name not in _DEVICE_ARGS}
+            digest.update(
+                f"{op.kind}{op.inputs}{op.num_outputs}{op.module}{args}{op.rule};".encode()
+            )
         return digest.hexdigest()[:16]
 
     def describe_difference(self, other: "OpGraph") -> str | None:

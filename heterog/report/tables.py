@@ -13,7 +13,7 @@ from heterog.cluster.topology import Cluster
 from heterog.planners.planner import MethodRow
 from heterog.units import GIB, format_bytes, format_seconds
 
-DATA_PARALLEL = ("ev_ps", "ev_ar", "cp_ps", "cp_ar")
+DATA_PARALLEL = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp", "ddp_accumulate")
 """The methods whose best is what speed-ups are quoted against."""
 # More device types than this do not fit beside each other; then only the fullest device is shown.
 _MAX_MEMORY_COLUMNS = 4

@@ -6,6 +6,8 @@
 the device type, so that a cluster file or a calibration can override them.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from heterog.cluster.topology import Cluster, DeviceType
@@ -30,7 +32,8 @@ class Roofline:
         seconds = device_type.launch_overhead_s + np.maximum(
             flops / _peak(graph, device_type), num_bytes / bandwidth
         )
-        measured = _measured(graph, device_type.name, samples)
+        whole, batched = _measured(graph, device_type.name)
+        measured = whole * (1.0 - batched + batched * samples / graph.batch_size)
         return np.where(graph.is_view, 0.0, np.where(np.isnan(measured), seconds, measured))
 
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
@@ -43,6 +46,7 @@ class Roofline:
         return alpha_beta(cluster, channel)
 
 
+@lru_cache(maxsize=64)
 def _peak(graph: OpGraph, device_type: DeviceType) -> FloatArray:
     """Attainable FLOP/s of each op for its dtype.  # [num_ops]"""
     peaks = device_type.peak_flops_per_s
@@ -56,10 +60,10 @@ def _peak(graph: OpGraph, device_type: DeviceType) -> FloatArray:
     return np.array(rates, np.float64) * device_type.compute_efficiency
 
 
-def _measured(graph: OpGraph, device_type: str, samples: int) -> FloatArray:
-    """Measured seconds of ops of imported graphs, scaled linearly to a share; NaN if none."""
-    share = samples / graph.batch_size
+@lru_cache(maxsize=64)
+def _measured(graph: OpGraph, device_type: str) -> tuple[FloatArray, FloatArray]:
+    """(measured seconds for the whole batch, 1 where they follow the share); NaN if none."""
     plan = batch_plan(graph)
     batched = (plan.flops_per_sample + plan.bytes_per_sample) > 0
     columns = [dict(op.measured_s).get(device_type, np.nan) for op in graph.ops]
-    return np.array(columns, np.float64) * np.where(batched, share, 1.0)
+    return np.array(columns, np.float64), batched.astype(np.float64)

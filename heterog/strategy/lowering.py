@@ -109,7 +109,8 @@ class Scratch(NamedTuple):
     slot_done: IntArray
     gradient_buffer: IntArray  # [num_parameters, num_devices]
     gradient_token: IntArray
-    ready_buffer: IntArray  # token: the parameter of the next step has arrived
+    ready_buffer: IntArray  # token: the parameter of this step has arrived
+    next_ready_buffer: IntArray  # token: the parameter of the next step has arrived
     next_in_bucket: IntArray
     open_first: IntArray  # first parameter of the open bucket of each group's channel
     open_last: IntArray
@@ -144,6 +145,7 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
         gradient_buffer=per_device(num_parameters),
         gradient_token=per_device(num_parameters),
         ready_buffer=per_device(num_parameters),
+        next_ready_buffer=per_device(num_parameters),
         next_in_bucket=np.empty(num_parameters, np.int32),
         open_first=np.empty(tables.num_groups, np.int32),
         open_last=np.empty(tables.num_groups, np.int32),
@@ -395,9 +397,10 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     num_ops = len(tables.op_id)
     tape.counts[:] = 0
     tape.bucket[:] = -1
-    scratch.ready_buffer[:] = -1
+    scratch.next_ready_buffer[:] = -1
     _number_buckets(tables, choice, scratch)
     for _step in range(choice.num_steps):
+        scratch.ready_buffer[:] = scratch.next_ready_buffer
         scratch.gradient_buffer[:] = -1
         scratch.gradient_token[:] = -1
         scratch.open_first[:] = -1
@@ -470,8 +473,8 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                 tape.counts[NUM_TASKS] = number
                 tape.counts[NUM_BUFFERS] = made
                 tape.counts[NUM_READS] = read
-                for entry in range(tables.gradient_start[op], tables.gradient_start[op + 1]):
-                    parameter = tables.gradient_parameter[entry]
+                for entry in range(tables.finished_start[op], tables.finished_start[op + 1]):
+                    parameter = tables.finished_parameter[entry]
                     if micro == 0:
                         value = tables.parameter_gradient[parameter]
                         for device in range(num_devices):
@@ -710,6 +713,16 @@ def _read_gradient(scratch: Scratch, tape: Tape, parameter: int, device: int) ->
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
+def _read_last(
+    tables: GraphTables, scratch: Scratch, tape: Tape, parameter: int, device: int
+) -> None:
+    """Wait for the op of this step that reads the parameter last, if that is a later one."""
+    last_value = tables.parameter_last_value[parameter]
+    if last_value >= 0:
+        _read(tape, scratch.value_buffer[last_value, device])
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
 def _synchronise(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
 ) -> None:
@@ -736,7 +749,8 @@ def _synchronise(
                     scratch.gradient_buffer[parameter, device] = _make(tape, device, size)
                 _task(tape, _UPDATE, parameter, device, 0, 0, -1, 0.0)
                 _read_gradient(scratch, tape, parameter, device)
-                scratch.ready_buffer[parameter, device] = _make(tape, device, 0.0)
+                _read_last(tables, scratch, tape, parameter, device)
+                scratch.next_ready_buffer[parameter, device] = _make(tape, device, 0.0)
         return
     key = scratch.bucket_key[group]
     size = tables.parameter_bytes[parameter]
@@ -814,7 +828,7 @@ def _close_bucket(
         if (
             number + num_devices >= len(tape.tasks) - 2
             or made + num_devices >= len(tape.buffers) - 256
-            or read + 3 * num_devices >= len(tape.reads)
+            or read + 4 * num_devices >= len(tape.reads)
         ):
             tape.counts[OVERFLOW] = 1
             number, made, read = 0, 0, 0
@@ -833,6 +847,10 @@ def _close_bucket(
             task.buffer_start = made
             tape.reads[read] = token
             read += 1
+            last_value = tables.parameter_last_value[parameter]
+            if last_value >= 0 and scratch.value_buffer[last_value, device] >= 0:
+                tape.reads[read] = scratch.value_buffer[last_value, device]
+                read += 1
             if single:
                 tape.reads[read] = scratch.gradient_buffer[parameter, device]
                 read += 1
@@ -846,7 +864,7 @@ def _close_bucket(
             buffer.maker = number
             buffer.device = device
             buffer.num_bytes = 0.0
-            scratch.ready_buffer[parameter, device] = made
+            scratch.next_ready_buffer[parameter, device] = made
             made += 1
             number += 1
         parameter = scratch.next_in_bucket[parameter]
@@ -894,8 +912,9 @@ def _serve(
         _read(tape, token)
     else:
         _read_gradient(scratch, tape, parameter, home)
+    _read_last(tables, scratch, tape, parameter, home)
     done = _make(tape, home, 0.0)
-    scratch.ready_buffer[parameter, home] = done
+    scratch.next_ready_buffer[parameter, home] = done
     for device in range(num_devices):
         if choice.member[layout, device] and device != home:
             _task(tape, _PULL, parameter, device, 0, 0, home * num_devices + device, size)
@@ -903,4 +922,4 @@ def _serve(
             if not partial:
                 # Its gradient was not asked for, but its own ops must be done with the old weight.
                 _read_gradient(scratch, tape, parameter, device)
-            scratch.ready_buffer[parameter, device] = _make(tape, device, 0.0)
+            scratch.next_ready_buffer[parameter, device] = _make(tape, device, 0.0)

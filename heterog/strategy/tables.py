@@ -39,8 +39,8 @@ class GraphTables(NamedTuple):
     read_slot: IntArray  # -1: the value as it lies in the reader's own group
     parameter_read_start: IntArray  # parameters read by each compute op  # [num_compute_ops + 1]
     parameter_read: IntArray
-    gradient_start: IntArray  # parameters whose gradient each op makes  # [num_compute_ops + 1]
-    gradient_parameter: IntArray
+    finished_start: IntArray  # parameters that each op finishes: gradient made, last read done
+    finished_parameter: IntArray
     # Values.
     value_op: IntArray
     value_kind: IntArray  # KIND_NUMBER of the placement
@@ -57,6 +57,7 @@ class GraphTables(NamedTuple):
     parameter_group: IntArray
     parameter_bytes: FloatArray
     parameter_gradient: IntArray  # value that holds the gradient
+    parameter_last_value: IntArray  # value made by an op that reads it after that, -1 if none
     gradient_is_partial: IntArray  # 0: every replica already has the whole gradient
     parameter_tensor: IntArray
     # Bytes that stay on a device: what every device holds, what comes with the batch.
@@ -119,8 +120,14 @@ class _Builder:
             parameter_reads.append(parameters)
         ordered = sorted(slots)
         slot_number = {slot: number for number, slot in enumerate(ordered)}
-        gradients: list[list[int]] = [[] for _ in self.ops]
+        last_read = {
+            parameter: row
+            for row, parameters in enumerate(parameter_reads)
+            for parameter in parameters
+        }
+        finished: list[list[int]] = [[] for _ in self.ops]
         gradient_values: list[int] = []
+        last_values: list[int] = []
         for row, (_, parameter, gradient) in enumerate(graph.updates):
             storage = int(graph.storage[gradient])
             if storage not in self.value_of:
@@ -128,7 +135,13 @@ class _Builder:
                     f"the gradient of '{graph.tensors[parameter].name}' is not made by any op."
                 )
             gradient_values.append(self.value_of[storage])
-            gradients[row_of[int(graph.producer[storage])]].append(row)
+            made = row_of[int(graph.producer[storage])]
+            # An update overwrites the parameter: it must wait for ops that read it after its
+            # gradient is made (the other product of a batched matrix product, say).
+            last = max(made, last_read.get(row, -1))
+            outputs = graph.outputs(self.ops[last])
+            last_values.append(self.value_of[outputs[0]] if last > made and outputs else -1)
+            finished[last].append(row)
         kinds = [KIND_NUMBER[plan.placements[tensor].kind] for tensor in self.values]
         sizes = graph.tensor_bytes[self.values].astype(np.float64)
         split = np.array(kinds) == KIND_NUMBER["S"]
@@ -147,8 +160,8 @@ class _Builder:
             ),
             parameter_read_start=_starts([len(rows) for rows in parameter_reads]),
             parameter_read=_ints([row for rows in parameter_reads for row in rows]),
-            gradient_start=_starts([len(rows) for rows in gradients]),
-            gradient_parameter=_ints([row for rows in gradients for row in rows]),
+            finished_start=_starts([len(rows) for rows in finished]),
+            finished_parameter=_ints([row for rows in finished for row in rows]),
             value_op=_ints([row_of[int(graph.producer[tensor])] for tensor in self.values]),
             value_kind=_ints(kinds),
             value_bytes=np.where(split, 0.0, sizes),
@@ -173,6 +186,7 @@ class _Builder:
                 [float(graph.tensor_bytes[parameter]) for _, parameter, _ in graph.updates]
             ),
             parameter_gradient=_ints(gradient_values),
+            parameter_last_value=_ints(last_values),
             gradient_is_partial=_ints(
                 [int(kinds[value] == KIND_NUMBER["P"]) for value in gradient_values]
             ),

@@ -181,9 +181,7 @@ def test_a_searching_method_alone_is_seeded_by_the_baselines() -> None:
 
 def test_space_rows_round_trip() -> None:
     own = evaluator()
-    space = StrategySpace(
-        own.graph, own.cluster, own.tables, own.channels, device_speeds(own)
-    )
+    space = StrategySpace(own.graph, own.cluster, own.tables, own.channels, device_speeds(own))
     rng = np.random.default_rng(0)
     for _ in range(20):
         row = rng.integers(len(space.candidates), size=group_ops(graph()).num_groups)

@@ -26,6 +26,9 @@ from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 GBIT_PER_S = 1e9 / 8
 
+Rule = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+"""Placements of an op's inputs and outputs."""
+
 
 # --- graphs -------------------------------------------------------------------------------------
 
@@ -61,7 +64,7 @@ class GraphBuilder:
         inputs: Sequence[int],
         *shapes: tuple[int, ...],
         module: str,
-        rule: tuple[tuple[Placement, ...], tuple[Placement, ...]] | None = None,
+        rule: Rule | None = None,
         args: dict[str, Arg] | None = None,
         phase: Phase = Phase.FORWARD,
         flops: float = 1e6,
@@ -186,6 +189,7 @@ def random_graph(rng: Random) -> OpGraph:
     partials: list[int] = []
     wholes: list[int] = []
     products: list[tuple[str, int, int, int]] = []
+    rule: Rule
     modules = "abcd"
     if rng.random() < 0.5:
         wholes.append(builder.op("table", (table,), (width,), module="a", rule=((R,), (R,))))

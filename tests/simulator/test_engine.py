@@ -245,5 +245,5 @@ def test_no_barrier_is_never_slower_on_a_chain(sync: Sync) -> None:
     for step_barrier in (True, False):
         strategy = strategy_of(graph, cluster, decision, homes=homes, step_barrier=step_barrier)
         times.append(evaluator.evaluate(strategy).step_time_s)
-    # A ring cannot gain here: the first layer's gradient comes last, and its weight is needed first.
+    # A ring cannot gain here: the first weight's gradient comes last and is needed first.
     assert times[1] <= times[0] * (1 + 1e-12)
