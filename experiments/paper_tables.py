@@ -1,7 +1,7 @@
 """How do our simulated baselines compare with table 1 of the HeteroG paper (CoNEXT'20)?
 
     python experiments/paper_tables.py --budget 20s --json
-    python experiments/paper_tables.py --paper paper_tables.json    # prints the paper's beside ours
+    python experiments/paper_tables.py --paper paper_tables.json   # with the paper's numbers
 
 The paper measured real machines; we simulate the same methods on its cluster, once at 0.7 of the
 NIC's line rate and once at 0.35, which is close to what its network must have delivered.

@@ -3,7 +3,9 @@
 import csv
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,8 +45,11 @@ class Result:
         self.code, self.out, self.err = code, out, err
 
 
+Run = Callable[..., Result]
+
+
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     def call(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["heterog", *map(str, arguments)])
         code: object = 0
@@ -77,7 +82,9 @@ ROW_FIELDS = {
 }  # fmt: skip
 
 
-def test_plan_prints_one_document_and_writes_whole_files(run, model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_plan_prints_one_document_and_writes_whole_files(
+    run: Run, model: str, tmp_path: Path
+) -> None:
     plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
     result = run("plan", model, "--cluster", "paper_8gpu", "--budget", "200e", "--json",
                  "-o", plan, "--trace", trace)  # fmt: skip
@@ -98,14 +105,14 @@ def test_plan_prints_one_document_and_writes_whole_files(run, model: str, tmp_pa
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_same_seed_and_evaluations_print_the_same_strategy(run, model: str) -> None:  # type: ignore[no-untyped-def]
+def test_same_seed_and_evaluations_print_the_same_strategy(run: Run, model: str) -> None:
     call = ("plan", model, "--cluster", "paper_8gpu", "--budget", "150e", "--json", "--seed", "3")
     first, second = json.loads(run(*call).out), json.loads(run(*call).out)
     assert first["strategy"] == second["strategy"]
     assert first["step_time_s"] == second["step_time_s"]
 
 
-def test_tables_for_people(run, model: str) -> None:  # type: ignore[no-untyped-def]
+def test_tables_for_people(run: Run, model: str) -> None:
     result = run("plan", model, "--cluster", "paper_8gpu", "--method", "ddp,ev_ps")
     assert result.code == 0, result.err
     assert "ddp" in result.out
@@ -117,7 +124,7 @@ def test_tables_for_people(run, model: str) -> None:  # type: ignore[no-untyped-
     assert len(json.loads(run("clusters", "--json").out)) == 10
 
 
-def test_capture_then_plan_from_the_file(run, model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_capture_then_plan_from_the_file(run: Run, model: str, tmp_path: Path) -> None:
     graph = tmp_path / "graph.json.gz"
     result = run("capture", model, "--batch-size", 32, "-o", graph, "--json")
     assert result.code == 0, result.err
@@ -129,7 +136,7 @@ def test_capture_then_plan_from_the_file(run, model: str, tmp_path: Path) -> Non
     assert "captured with batch size 32" in wrong.err
 
 
-def test_compare_prints_rows_and_writes_csv(run, model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_compare_prints_rows_and_writes_csv(run: Run, model: str, tmp_path: Path) -> None:
     table = tmp_path / "rows.csv"
     result = run("compare", "--models", model, "--clusters", "paper_8gpu,rtx_mixed", "--budget",
                  "100e", "--csv", table, "--json")  # fmt: skip
@@ -155,10 +162,10 @@ BAD_CLUSTERS = {
 
 @pytest.mark.parametrize("case", BAD_CLUSTERS)
 def test_bad_cluster_files_name_file_line_and_field(
-    run,
+    run: Run,
     model: str,
     tmp_path: Path,
-    case: str,  # type: ignore[no-untyped-def]
+    case: str,
 ) -> None:
     nic, text = BAD_CLUSTERS[case]
     path = tmp_path / "bad.yaml"
@@ -203,10 +210,10 @@ def bad_inputs(model: str, folder: Path) -> dict[str, tuple[tuple[object, ...], 
 
 @pytest.mark.parametrize("case", bad_inputs("m.py:workload", Path(".")))
 def test_bad_input_is_one_clear_line_and_leaves_no_file(
-    run,
+    run: Run,
     model: str,
     tmp_path: Path,
-    case: str,  # type: ignore[no-untyped-def]
+    case: str,
 ) -> None:
     arguments, text = bad_inputs(model, tmp_path)[case]
     before = {path.name for path in tmp_path.iterdir() if path.name != "__pycache__"}
@@ -233,7 +240,9 @@ def test_bad_input_is_one_clear_line_and_leaves_no_file(
         (lambda plan: plan["graph"]["ops"]["kind"].pop(), "op"),
     ],
 )
-def test_damaged_plans_are_refused(run, model: str, tmp_path: Path, damage, text: str) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_plans_are_refused(
+    run: Run, model: str, tmp_path: Path, damage: Callable[[Any], object], text: str
+) -> None:
     path = tmp_path / "plan.json"
     run("plan", model, "--cluster", "paper_8gpu", "--method", "ddp", "-o", path)
     record = read_json(path, "plan")
@@ -244,7 +253,7 @@ def test_damaged_plans_are_refused(run, model: str, tmp_path: Path, damage, text
     assert "plan.json" in str(caught.value)
 
 
-def test_a_cut_off_plan_is_refused(run, model: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_cut_off_plan_is_refused(run: Run, model: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     run("plan", model, "--cluster", "paper_8gpu", "--method", "ddp", "-o", path)
     path.write_bytes(path.read_bytes()[:-100])

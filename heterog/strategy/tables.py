@@ -174,7 +174,7 @@ class _Builder:
                     int(plan.placements[t].dim == 0 and plan.placements[t].outer == 1)
                     for t in self.values
                 ]
-            ),  # fmt: skip
+            ),
             value_slot_start=np.searchsorted(
                 [slot[0] for slot in ordered], np.arange(len(self.values) + 1)
             ).astype(np.int32),

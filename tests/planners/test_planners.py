@@ -134,9 +134,11 @@ def test_ddp_accumulates_as_little_as_fits() -> None:
     tight = Cluster.load("paper_8gpu")
     batch = (torch.zeros(65536, 2048), torch.zeros(65536, 64))
     large = capture(Workload(deep_mlp, batch, functional.mse_loss, torch.optim.Adam))
-    needed = max(Evaluator(large, tight).referee(
-        planner_by_name("ddp").plan(Task(evaluator=Evaluator(large, tight),
-        budget=Budget(evaluations=1))).candidates[0].strategy, Order.FIFO).peak_memory_bytes)  # fmt: skip
+    plain = planner_by_name("ddp").plan(
+        Task(evaluator=Evaluator(large, tight), budget=Budget(evaluations=1))
+    )
+    evaluation = Evaluator(large, tight).referee(plain.candidates[0].strategy, Order.FIFO)
+    needed = max(evaluation.peak_memory_bytes)
     devices = tuple(
         replace(device, usable_memory_bytes=int(needed * 0.75)) for device in tight.devices
     )
@@ -148,9 +150,10 @@ def test_ddp_accumulates_as_little_as_fits() -> None:
     assert row.candidate is not None
     count = row.candidate.strategy.num_micro_batches
     assert count > 1
-    assert run_method(
+    without = run_method(
         planner_by_name("ddp"), Task(evaluator=small, budget=Budget(evaluations=1))
-    ).outcome == "out_of_memory"  # fmt: skip
+    )
+    assert without.outcome == "out_of_memory"
 
 
 def test_balanced_chain_by_hand() -> None:

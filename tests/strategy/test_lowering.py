@@ -26,7 +26,7 @@ from heterog.strategy.lowering import (
     micro_shares,
     program_from_tape,
 )
-from heterog.strategy.program import Program, TaskKind
+from heterog.strategy.program import FIRST_FREE_KIND, Program, TaskKind
 from heterog.strategy.strategy import (
     REPLICATED,
     Decision,
@@ -456,6 +456,83 @@ def test_next_step_waits_for_its_own_parameters_only() -> None:
     assert program.dependencies(again[0]) == [updates[0, 0]]
     assert updates[1, 0] in program.dependencies(again[1])
     assert lower(CHAIN, THREE, strategy).num_steps == 8
+
+
+# --- any strategy -------------------------------------------------------------------------------
+
+
+def ancestors(program: Program) -> list[set[int]]:
+    """For each task all tasks that are done before it starts, by reads or by program order of the
+    ops on its device."""
+    last_op: dict[int, int] = {}
+    found: list[set[int]] = []
+    for task in range(program.num_tasks):
+        direct = set(program.dependencies(task))
+        if program.kind[task] < FIRST_FREE_KIND:
+            device = int(program.device[task])
+            direct |= {last_op[device]} if device in last_op else set()
+            last_op[device] = task
+        found.append(direct.union(*(found[needed] for needed in direct)))
+    return found
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=150, deadline=None)
+def test_tasks_touch_only_memory_of_their_own_devices(seed: int) -> None:
+    rng = Random(seed)
+    graph, cluster = random_graph(rng), random_cluster(rng)
+    program = lower(graph, cluster, random_strategy(rng, graph, cluster), num_steps=1)
+    for task in range(program.num_tasks):
+        reads = program.read_buffer[program.read_start[task] : program.read_start[task + 1]]
+        made = range(program.buffer_start[task], program.buffer_start[task + 1])
+        sources = {int(program.buffer_device[b]) for b in reads if program.buffer_bytes[b] > 0}
+        targets = {int(program.buffer_device[b]) for b in made if program.buffer_bytes[b] > 0}
+        if program.channel[task] < 0:
+            assert sources | targets <= {int(program.device[task])}
+            continue
+        members = program.channels[program.channel[task]].devices
+        if program.kind[task] in (TaskKind.SEND, TaskKind.PUSH, TaskKind.PULL):
+            # A pull overwrites a weight, so it may also wait for a gradient at its destination.
+            is_pull = program.kind[task] == TaskKind.PULL
+            assert sources <= (set(members) if is_pull else {members[0]})
+            assert targets <= {members[1]}
+        else:
+            assert sources | targets <= set(members)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=150, deadline=None)
+def test_updates_follow_every_gradient_and_every_reader(seed: int) -> None:
+    rng = Random(seed)
+    graph, cluster = random_graph(rng), random_cluster(rng)
+    strategy = random_strategy(rng, graph, cluster)
+    program = lower(graph, cluster, strategy, num_steps=1)
+    tables, before = graph_tables(graph), ancestors(program)
+    ops = tasks_of(program, TaskKind.COMPUTE)
+    written = [*tasks_of(program, TaskKind.UPDATE), *tasks_of(program, TaskKind.PULL)]
+    for parameter in range(len(tables.parameter_bytes)):
+        maker = int(tables.value_op[tables.parameter_gradient[parameter]])
+        gradients = {task.number for task in ops if task.subject == maker}
+        readers = [
+            op
+            for op in range(len(tables.op_id))
+            if parameter
+            in tables.parameter_read[
+                tables.parameter_read_start[op] : tables.parameter_read_start[op + 1]
+            ]
+        ]
+        group = int(tables.parameter_group[parameter])
+        mine = [task for task in written if task.subject == parameter]
+        home = strategy.homes[parameter]
+        replicas = set(strategy.decisions[group].devices) | ({home} - {REPLICATED})
+        assert sorted(task.device for task in mine) == sorted(replicas)
+        for task in mine:
+            reading = {t.number for t in ops if t.subject in readers and t.device == task.device}
+            assert reading <= before[task.number]
+            if tables.gradient_is_partial[parameter]:
+                assert gradients <= before[task.number]
+            # No op of the step sees the new weight.
+            assert not any(task.number in before[op.number] for op in ops)
 
 
 # --- tapes and hashes ---------------------------------------------------------------------------

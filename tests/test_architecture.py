@@ -1,0 +1,94 @@
+"""The layers hold: imports go downwards only, and heavy libraries stay in their rooms."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "heterog"
+# Bottom up; a module may import from its own layer and from those before it.
+LAYERS = (
+    {"errors", "units", "files"},
+    {"graph", "cluster"},
+    {"zoo"},
+    {"strategy"},
+    {"simulator"},
+    {"planners"},
+    {"envs", "runtime", "report"},
+    {"agents"},
+    {"api", "cli"},
+)
+ROOMS = {
+    "torch": ("graph/capture.py", "zoo/", "runtime/", "agents/"),
+    "transformers": ("zoo/",),
+    "torch_geometric": ("agents/",),
+    "numba": ("strategy/lowering.py", "simulator/"),
+    "gymnasium": ("envs/", "agents/"),
+    "typer": ("cli.py",),
+    "pydantic": ("cluster/spec.py", "graph/serialize.py"),
+}
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def layer(name: str) -> int:
+    return next(number for number, members in enumerate(LAYERS) if name in members)
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file imports when it is loaded (not inside functions or type checks)."""
+    found: set[str] = set()
+
+    def visit(body: list[ast.stmt]) -> None:
+        for node in body:
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module)
+            elif isinstance(node, ast.ClassDef | ast.Try):
+                visit(node.body)
+            elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+                visit(node.body)
+
+    visit(ast.parse(path.read_text()).body)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down_and_heavy_libraries_stay_in_their_rooms(path: Path) -> None:
+    relative = path.relative_to(PACKAGE)
+    own = layer(relative.parts[0].removesuffix(".py"))
+    for module in imported(path):
+        parts = module.split(".")
+        if parts[0] == "heterog" and len(parts) > 1:
+            assert layer(parts[1]) <= own, f"{relative} imports {module}, which is above it"
+        rooms = ROOMS.get(parts[0])
+        if rooms:
+            allowed = any(str(relative).startswith(room) for room in rooms)
+            assert allowed, f"{relative} imports {parts[0]}, which belongs in {rooms}"
+
+
+def test_importing_heterog_is_quick_and_prints_nothing() -> None:
+    code = (
+        "import sys, heterog; "
+        "assert not {'torch', 'numba', 'numpy', 'rich'} & set(sys.modules), sorted(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_public_names_exist() -> None:
+    import heterog
+
+    for name in heterog.__all__:
+        assert getattr(heterog, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        heterog.nothing  # noqa: B018
+
+
+def test_root_links_lead_into_the_package() -> None:
+    root = PACKAGE.parent
+    for name in ("simulator", "envs", "agents"):
+        assert (root / name).is_symlink()
+        assert (root / name).resolve() == PACKAGE / name
