@@ -175,7 +175,7 @@ def _remove_first(priority: FloatArray, items: IntArray, base: int, size: int) -
 
 
 @nb.njit(cache=True, nogil=True)
-def _push_event(times: FloatArray, items: IntArray, size: int, time: float, item: int) -> int:
+def push_event(times: FloatArray, items: IntArray, size: int, time: float, item: int) -> int:
     """Add an event; returns the new number of events."""
     position = size
     while position > 0:
@@ -191,7 +191,7 @@ def _push_event(times: FloatArray, items: IntArray, size: int, time: float, item
 
 
 @nb.njit(cache=True, nogil=True)
-def _pop_event(times: FloatArray, items: IntArray, size: int) -> int:
+def pop_event(times: FloatArray, items: IntArray, size: int) -> int:
     """Remove the first event; returns the new number of events."""
     size -= 1
     time, item = times[size], items[size]
@@ -377,7 +377,7 @@ def simulate_kernel(
                 event = 2 * task
             if event >= 0 or time > now:
                 idle[device] = False
-                num_heap = _push_event(heap_time, heap_item, num_heap, time, event)
+                num_heap = push_event(heap_time, heap_item, num_heap, time, event)
         num_touched = 0
         # Links: start the best head that may start, until none may.
         while num_candidates > 0:
@@ -429,7 +429,7 @@ def simulate_kernel(
             for entry in range(prices.resource_start[channel], prices.resource_start[channel + 1]):
                 until = free_at[prices.resource[entry]]
                 if until < end and until > now and until != last_wake:
-                    num_heap = _push_event(
+                    num_heap = push_event(
                         heap_time, heap_item, num_heap, until, -1 - num_devices - channel
                     )
                     last_wake = until
@@ -437,13 +437,13 @@ def simulate_kernel(
             schedule.finish[best] = end
             schedule.events[num_events] = 2 * best
             num_events += 1
-            num_heap = _push_event(heap_time, heap_item, num_heap, end, 2 * best)
+            num_heap = push_event(heap_time, heap_item, num_heap, end, 2 * best)
         if num_heap == 0:
             break
         now = heap_time[0]
         while num_heap > 0 and heap_time[0] == now:
             item = heap_item[0]
-            num_heap = _pop_event(heap_time, heap_item, num_heap)
+            num_heap = pop_event(heap_time, heap_item, num_heap)
             task = item >> 1
             device = -1 - item
             released = -1

@@ -23,7 +23,7 @@ import numba as nb
 import numpy as np
 
 from heterog.simulator.cost_model import Prices
-from heterog.simulator.engine import Schedule, _pop_event, _push_event
+from heterog.simulator.engine import Schedule, pop_event, push_event
 from heterog.strategy.lowering import NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
 
@@ -166,7 +166,7 @@ def replay_kernel(
                 when, item = now + prices.channel_latency_s[channel], 2 * task + 1
             else:
                 when, item = now, 2 * task + 1
-            num_heap = _push_event(heap_time, heap_item, num_heap, when, item)
+            num_heap = push_event(heap_time, heap_item, num_heap, when, item)
         num_touched = 0
         # What happens at this moment, else at the next one; a start above may fall on this one.
         if num_heap == 0 or heap_time[0] > now:
@@ -192,7 +192,7 @@ def replay_kernel(
         num_over, num_through = 0, 0
         while num_heap > 0 and heap_time[0] == now:
             item = heap_item[0]
-            num_heap = _pop_event(heap_time, heap_item, num_heap)
+            num_heap = pop_event(heap_time, heap_item, num_heap)
             task = item >> 1
             channel = server[task] - num_devices
             if item & 1 == 0:
@@ -227,7 +227,7 @@ def replay_kernel(
             if not prices.channel_is_collective[channel]:
                 rest += prices.channel_latency_s[channel]
             if rest > 0.0:
-                num_heap = _push_event(heap_time, heap_item, num_heap, now + rest, 2 * task)
+                num_heap = push_event(heap_time, heap_item, num_heap, now + rest, 2 * task)
             else:
                 over[num_over] = task
                 num_over += 1

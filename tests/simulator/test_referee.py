@@ -137,8 +137,8 @@ def test_a_collective_shares_with_a_transfer() -> None:
     times = tasks.run(Order.PROGRAM)
     # The engine makes the transfer wait: 2 steps of latency and 1 s; then 1 s and the latency.
     assert times.finish == pytest.approx([1.5, 2.75])
-    # Of the replayed transfer's 1 s nothing is done by 1.5 s if it keeps the engine's order of
-    # starts on its own channel only: it flows alone for 0.5 s, shares for 1 s, and its latency.
+    # The referee lets it flow alone during the collective's latency, then share: 0.5 s for half
+    # of it, 1 s for the other half, its latency; the collective's other half takes 0.5 s more.
     assert times.fair_start == pytest.approx([0.0, 0.0])
     assert times.fair_finish == pytest.approx([2.0, 1.75])
 
@@ -212,8 +212,7 @@ def test_memory_is_the_larger_of_both_predictions() -> None:
         assert judged == pytest.approx(expected, rel=1e-9, abs=1.0)
 
 
-def test_sharing_shows_what_the_engine_hides() -> None:
-    """The order of the engine, three pushes one after another, is kept; the times are not."""
+def test_each_channel_keeps_the_order_of_the_engine() -> None:
     graph = linear_chain(("a", "b"), batch_size=6)
     cluster = hosts(10.0, 10.0, 10.0, 10.0)
     decision = Decision(devices=(0, 1, 2), shares=(2, 2, 2), sync=Sync.PARAMETER_SERVER)
