@@ -74,7 +74,9 @@ def test_importing_heterog_is_quick_and_prints_nothing() -> None:
         "import sys, heterog; "
         "assert not {'torch', 'numba', 'numpy', 'rich'} & set(sys.modules), sorted(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

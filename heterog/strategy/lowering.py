@@ -109,6 +109,7 @@ class Scratch(NamedTuple):
     slot_done: IntArray
     gradient_buffer: IntArray  # [num_parameters, num_devices]
     gradient_token: IntArray
+    last_read: IntArray  # made by the op that reads each parameter last  # [num_parameters, ...]
     ready_buffer: IntArray  # token: the parameter of this step has arrived
     next_ready_buffer: IntArray  # token: the parameter of the next step has arrived
     next_in_bucket: IntArray
@@ -144,6 +145,7 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
         slot_done=np.empty(len(tables.slot_value), np.int32),
         gradient_buffer=per_device(num_parameters),
         gradient_token=per_device(num_parameters),
+        last_read=per_device(num_parameters),
         ready_buffer=per_device(num_parameters),
         next_ready_buffer=per_device(num_parameters),
         next_in_bucket=np.empty(num_parameters, np.int32),
@@ -403,6 +405,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
         scratch.ready_buffer[:] = scratch.next_ready_buffer
         scratch.gradient_buffer[:] = -1
         scratch.gradient_token[:] = -1
+        scratch.last_read[:] = -1
         scratch.open_first[:] = -1
         for micro in range(choice.num_micro):
             scratch.value_buffer[:] = -1
@@ -475,6 +478,14 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                 tape.counts[NUM_READS] = read
                 for entry in range(tables.finished_start[op], tables.finished_start[op + 1]):
                     parameter = tables.finished_parameter[entry]
+                    last_value = tables.parameter_last_value[parameter]
+                    if last_value >= 0:
+                        for device in range(num_devices):
+                            if scratch.value_buffer[last_value, device] >= 0:
+                                made = scratch.value_buffer[last_value, device]
+                                scratch.last_read[parameter, device] = made
+                    if tables.gradient_is_partial[parameter] == 0:
+                        _share_whole_gradient(tables, choice, scratch, tape, parameter, micro)
                     if micro == 0:
                         value = tables.parameter_gradient[parameter]
                         for device in range(num_devices):
@@ -686,6 +697,27 @@ def _copy_whole(
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
+def _share_whole_gradient(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
+) -> None:
+    """A replica without samples gets the gradient that all others have whole."""
+    value = tables.parameter_gradient[parameter]
+    layout = choice.layout[tables.parameter_group[parameter]]
+    size = tables.parameter_bytes[parameter]
+    num_devices = choice.member.shape[1]
+    owner = -1
+    for device in range(num_devices):
+        if owner < 0 and scratch.value_buffer[value, device] >= 0:
+            owner = device
+    for device in range(num_devices):
+        if choice.member[layout, device] and scratch.value_buffer[value, device] < 0:
+            channel = owner * num_devices + device
+            _task(tape, _PUSH, parameter, device, micro, 0, channel, size)
+            _read(tape, scratch.value_buffer[value, owner])
+            scratch.value_buffer[value, device] = _make(tape, device, size)
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
 def _accumulate(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
 ) -> None:
@@ -713,16 +745,6 @@ def _read_gradient(scratch: Scratch, tape: Tape, parameter: int, device: int) ->
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
-def _read_last(
-    tables: GraphTables, scratch: Scratch, tape: Tape, parameter: int, device: int
-) -> None:
-    """Wait for the op of this step that reads the parameter last, if that is a later one."""
-    last_value = tables.parameter_last_value[parameter]
-    if last_value >= 0:
-        _read(tape, scratch.value_buffer[last_value, device])
-
-
-@nb.njit(cache=True, nogil=True, inline="always")
 def _synchronise(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
 ) -> None:
@@ -734,22 +756,11 @@ def _synchronise(
         _serve(tables, choice, scratch, tape, parameter)
         return
     if choice.first_channel[group] < 0 or tables.gradient_is_partial[parameter] == 0:
-        owner = -1
-        for device in range(num_devices):
-            if owner < 0 and scratch.gradient_buffer[parameter, device] >= 0:
-                owner = device
         for device in range(num_devices):
             if choice.member[layout, device]:
-                # A replica without samples gets the gradient that all others have.
-                if scratch.gradient_buffer[parameter, device] < 0:
-                    size = tables.parameter_bytes[parameter]
-                    channel = owner * num_devices + device
-                    _task(tape, _PUSH, parameter, device, 0, 0, channel, size)
-                    _read_gradient(scratch, tape, parameter, owner)
-                    scratch.gradient_buffer[parameter, device] = _make(tape, device, size)
                 _task(tape, _UPDATE, parameter, device, 0, 0, -1, 0.0)
                 _read_gradient(scratch, tape, parameter, device)
-                _read_last(tables, scratch, tape, parameter, device)
+                _read(tape, scratch.last_read[parameter, device])
                 scratch.next_ready_buffer[parameter, device] = _make(tape, device, 0.0)
         return
     key = scratch.bucket_key[group]
@@ -847,9 +858,8 @@ def _close_bucket(
             task.buffer_start = made
             tape.reads[read] = token
             read += 1
-            last_value = tables.parameter_last_value[parameter]
-            if last_value >= 0 and scratch.value_buffer[last_value, device] >= 0:
-                tape.reads[read] = scratch.value_buffer[last_value, device]
+            if scratch.last_read[parameter, device] >= 0:
+                tape.reads[read] = scratch.last_read[parameter, device]
                 read += 1
             if single:
                 tape.reads[read] = scratch.gradient_buffer[parameter, device]
@@ -912,14 +922,15 @@ def _serve(
         _read(tape, token)
     else:
         _read_gradient(scratch, tape, parameter, home)
-    _read_last(tables, scratch, tape, parameter, home)
+    _read(tape, scratch.last_read[parameter, home])
     done = _make(tape, home, 0.0)
     scratch.next_ready_buffer[parameter, home] = done
     for device in range(num_devices):
         if choice.member[layout, device] and device != home:
             _task(tape, _PULL, parameter, device, 0, 0, home * num_devices + device, size)
             _read(tape, done)
+            # Its own ops must be done with the old weight.
+            _read(tape, scratch.last_read[parameter, device])
             if not partial:
-                # Its gradient was not asked for, but its own ops must be done with the old weight.
                 _read_gradient(scratch, tape, parameter, device)
             scratch.next_ready_buffer[parameter, device] = _make(tape, device, 0.0)

@@ -5,7 +5,6 @@ op. A *slot* is one way in which a value is needed somewhere else than where it 
 another group, or whole although it was made in parts.
 """
 
-import heapq
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -77,7 +76,11 @@ class _Builder:
         self.graph = graph
         self.plan = plan
         self.grouping = grouping
-        self.ops = _compute_ops(graph)
+        self.ops = [
+            index
+            for index, op in enumerate(graph.ops)
+            if not graph.is_view[index] and op.phase != Phase.UPDATE
+        ]
         # An op without outputs or effects was removed by capture; imported graphs may have some.
         self.value_of: dict[int, int] = {}
         self.values: list[int] = []
@@ -240,57 +243,6 @@ class _Builder:
         seen = sum(int(self.graph.tensor_bytes[tensor]) for tensor in outside.get(storage, ()))
         size = int(self.graph.tensor_bytes[storage])
         return min(seen / size, 1.0) if size and seen else 1.0
-
-
-def _compute_ops(graph: OpGraph) -> list[int]:
-    """Ops that run, in program order, but gradients after the last reader of their parameter.
-
-    An update may follow its gradient at once. A product's backward may make the weight's gradient
-    before it reads the weight for the input's gradient, which must still be the old one; and the
-    input's gradient is what the rest of the backward pass waits for.
-    """
-    ops = [
-        index
-        for index, op in enumerate(graph.ops)
-        if not graph.is_view[index] and op.phase != Phase.UPDATE
-    ]
-    readers: dict[int, list[int]] = {}
-    for index in ops:
-        for storage in dict.fromkeys(
-            int(graph.storage[tensor]) for tensor in graph.ops[index].inputs
-        ):
-            readers.setdefault(storage, []).append(index)
-    earlier: dict[int, set[int]] = {
-        index: {int(graph.producer[graph.storage[tensor]]) for tensor in graph.ops[index].inputs}
-        for index in ops
-    }
-    for _, parameter, gradient in graph.updates:
-        maker = int(graph.producer[graph.storage[gradient]])
-        if maker in earlier:
-            earlier[maker].update(readers.get(int(graph.storage[parameter]), ()))
-    later: dict[int, list[int]] = {}
-    waits = {}
-    for index in ops:
-        earlier[index] -= {index, -1}
-        waits[index] = len(earlier[index])
-        for needed in earlier[index]:
-            later.setdefault(needed, []).append(index)
-    able = [index for index in ops if waits[index] == 0]
-    ordered: list[int] = []
-    while able:
-        index = heapq.heappop(able)
-        ordered.append(index)
-        for reader in later.get(index, ()):
-            waits[reader] -= 1
-            if waits[reader] == 0:
-                heapq.heappush(able, reader)
-    if len(ordered) < len(ops):
-        stuck = next(index for index in ops if waits[index] > 0)
-        raise StrategyError(
-            f"op {stuck} '{graph.ops[stuck].kind}' in module '{graph.ops[stuck].module}' needs a "
-            "parameter's gradient and leads to an op that still reads the parameter."
-        )
-    return ordered
 
 
 def _ints(values: list[int]) -> IntArray:

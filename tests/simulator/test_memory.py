@@ -98,7 +98,7 @@ def test_buffers_of_received_values_count() -> None:
     decisions = [Decision(devices=(0,), shares=(6,)), Decision(devices=(1,), shares=(6,))]
     strategy = strategy_of(graph, cluster, decisions)
     peak = evaluator.evaluate(strategy, Order.FIFO).peak_memory_bytes
-    # Device 1: y1 received, y2, the gradient of y1, which is being sent, and that of b's weight.
-    assert peak[1] == WEIGHT * (1 + ADAM) + 6 * SAMPLE + WEIGHT + 3 * 6 * SAMPLE
+    # Device 1: y2, b's weight's gradient, and first y1 received, then y1's own gradient.
+    assert peak[1] == WEIGHT * (1 + ADAM) + 6 * SAMPLE + WEIGHT + 2 * 6 * SAMPLE
     # Device 0: its own y1 is gone once sent; then the gradient of y1 and of a.
     assert peak[0] == WEIGHT * (1 + ADAM) + 6 * SAMPLE + WEIGHT + 6 * SAMPLE
