@@ -4,8 +4,9 @@ Rules, also those of the slow reference in the tests:
 
 - A task may start when the makers of all buffers it reads are done.
 - A device runs one compute task at a time. Ops keep program order on their device, as kernels on
-  one CUDA stream do; sums and updates (*free* tasks) run by priority whenever the next op in
-  program order is not ready.
+  one CUDA stream do, but micro by micro-batch: while the next op of an earlier micro-batch is not
+  ready, a later one goes on (so a chain of devices works as a pipeline). Sums and updates (*free*
+  tasks) run by priority whenever no next op is ready.
 - Communication waits in one queue per set of links, by priority. The head of a queue starts when
   the links of its gate are free, the best head over all queues first. Starting loads every link of
   the channel for the payload's bytes over that link's rate, behind whatever the link still has to
@@ -65,8 +66,9 @@ class Schedule(NamedTuple):
     queue_start: IntArray  # segments of ``queue_item``, one heap per queue
     queue_size: IntArray
     queue_item: IntArray
-    chain_start: IntArray  # ops of each device in program order
-    chain: IntArray
+    chain: IntArray  # ops of each device and micro-batch in program order
+    sequence_start: IntArray  # ops of each device in the order in which they ran
+    sequence: IntArray
     heap_time: FloatArray
     heap_item: IntArray
     alive: IntArray  # unfinished readers of each buffer
@@ -87,8 +89,9 @@ def make_schedule(num_tasks: int, num_reads: int, num_buffers: int, num_queues: 
         queue_start=np.empty(num_queues + 1, np.int32),
         queue_size=np.empty(num_queues, np.int32),
         queue_item=np.empty(num_tasks, np.int32),
-        chain_start=np.empty(num_queues + 1, np.int32),
         chain=np.empty(num_tasks, np.int32),
+        sequence_start=np.empty(num_queues + 1, np.int32),
+        sequence=np.empty(num_tasks, np.int32),
         heap_time=np.empty(4 * num_tasks + 64),
         heap_item=np.empty(4 * num_tasks + 64, np.int32),
         alive=np.empty(max(num_buffers, 1), np.int32),
@@ -217,8 +220,11 @@ def pop_event(times: FloatArray, items: IntArray, size: int) -> int:
 
 
 @nb.njit(cache=True, nogil=True)
-def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -> None:
-    """Successor lists, room for the queues, and the chain of each device."""
+def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -> IntArray:
+    """Successor lists, room for the queues, and the chains; returns where each chain starts.
+
+    Chain ``device * num_micro + micro`` holds the ops of one micro-batch on one device.
+    """
     num_tasks = tape.counts[NUM_TASKS]
     starts = schedule.successor_start
     starts[: num_tasks + 2] = 0
@@ -242,7 +248,10 @@ def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -
     # Queue numbers: links first, then one per device for its free tasks.
     num_queues = prices.num_queues + num_devices
     schedule.queue_size[:num_queues] = 0
-    schedule.chain_start[: num_devices + 1] = 0
+    num_micro = 1
+    for task in range(num_tasks):
+        num_micro = max(num_micro, tape.tasks[task].micro + 1)
+    chain_start = np.zeros(num_devices * num_micro + 1, np.int32)
     for task in range(num_tasks):
         kind = tape.tasks[task].kind
         if kind >= FIRST_LINK_KIND:
@@ -250,20 +259,22 @@ def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -
         elif kind >= FIRST_FREE_KIND:
             schedule.queue_size[prices.num_queues + tape.tasks[task].device] += 1
         else:
-            schedule.chain_start[tape.tasks[task].device + 1] += 1
+            chain_start[tape.tasks[task].device * num_micro + tape.tasks[task].micro + 1] += 1
     total = 0
     for queue in range(num_queues):
         schedule.queue_start[queue] = total
         total += schedule.queue_size[queue]
         schedule.queue_size[queue] = 0
-    for device in range(num_devices):
-        schedule.chain_start[device + 1] += schedule.chain_start[device]
-    filled = np.zeros(num_devices, np.int32)
+    for chain in range(num_devices * num_micro):
+        chain_start[chain + 1] += chain_start[chain]
+    schedule.sequence_start[: num_devices + 1] = chain_start[::num_micro]
+    filled = np.zeros(num_devices * num_micro, np.int32)
     for task in range(num_tasks):
         if tape.tasks[task].kind < FIRST_FREE_KIND:
-            device = tape.tasks[task].device
-            schedule.chain[schedule.chain_start[device] + filled[device]] = task
-            filled[device] += 1
+            chain = tape.tasks[task].device * num_micro + tape.tasks[task].micro
+            schedule.chain[chain_start[chain] + filled[chain]] = task
+            filled[chain] += 1
+    return chain_start
 
 
 @nb.njit(cache=True, nogil=True)
@@ -275,7 +286,8 @@ def simulate_kernel(
     ``schedule.start``, ``finish`` and ``events`` hold the details afterwards. Fewer finished tasks
     than there are means that the program cannot run: a bug in whoever made it.
     """
-    _prepare(tape, prices, schedule, num_devices)
+    chain_start = _prepare(tape, prices, schedule, num_devices)
+    num_micro = (len(chain_start) - 1) // num_devices
     num_tasks = tape.counts[NUM_TASKS]
     words = prices.gate.shape[1]
     if order == 1:
@@ -294,7 +306,9 @@ def simulate_kernel(
     is_candidate = np.zeros(num_link_queues, np.bool_)
     num_candidates = 0
     idle = np.ones(num_devices, np.bool_)
-    position = schedule.chain_start[:num_devices].copy()
+    position = chain_start[:-1].copy()  # of each chain
+    first_open = np.zeros(num_devices, np.int32)  # first micro-batch with ops left
+    ran = schedule.sequence_start[:num_devices].copy()
     touched = np.empty(num_devices, np.int32)  # devices to look at
     is_touched = np.zeros(num_devices, np.bool_)
     num_touched = 0
@@ -343,14 +357,24 @@ def simulate_kernel(
             is_touched[device] = False
             if not idle[device]:
                 continue
+            # The first micro-batch whose next op is ready.
+            picked = -1
+            for micro in range(first_open[device], num_micro):
+                chain = device * num_micro + micro
+                if position[chain] == chain_start[chain + 1]:
+                    first_open[device] += 1 if micro == first_open[device] else 0
+                elif schedule.waiting_for[schedule.chain[position[chain]]] == 0:
+                    picked = chain
+                    break
             time = now
-            last = schedule.chain_start[device + 1]
             event = -1 - device
-            while position[device] < last:
-                task = schedule.chain[position[device]]
+            while picked >= 0 and position[picked] < chain_start[picked + 1]:
+                task = schedule.chain[position[picked]]
                 if schedule.waiting_for[task] != 0:
                     break
-                position[device] += 1
+                position[picked] += 1
+                schedule.sequence[ran[device]] = task
+                ran[device] += 1
                 schedule.start[task] = time
                 time += schedule.seconds[task]
                 schedule.finish[task] = time
@@ -362,8 +386,10 @@ def simulate_kernel(
                     schedule.successor_start[task], schedule.successor_start[task + 1]
                 ):
                     schedule.waiting_for[schedule.successor[edge]] -= 1
+                if picked > device * num_micro + first_open[device]:
+                    break  # an earlier micro-batch may want the device next
             queue = num_link_queues + device
-            if time == now and event < 0 and schedule.queue_size[queue] > 0:
+            if picked < 0 and schedule.queue_size[queue] > 0:
                 task = items[schedule.queue_start[queue]]
                 schedule.queue_size[queue] -= 1
                 _remove_first(
@@ -375,7 +401,7 @@ def simulate_kernel(
                 schedule.events[num_events] = 2 * task
                 num_events += 1
                 event = 2 * task
-            if event >= 0 or time > now:
+            if event >= 0 or picked >= 0:
                 idle[device] = False
                 num_heap = push_event(heap_time, heap_item, num_heap, time, event)
         num_touched = 0
@@ -508,8 +534,8 @@ def memory_kernel(tape: Tape, schedule: Schedule, resident: FloatArray, peak: Fl
     for device in range(num_devices):
         live = resident[device]
         most = live
-        op = schedule.chain_start[device]
-        last_op = schedule.chain_start[device + 1]
+        op = schedule.sequence_start[device]
+        last_op = schedule.sequence_start[device + 1]
         is_running = False
         other = touching_start[device]
         last_other = touching_start[device + 1]
@@ -517,14 +543,14 @@ def memory_kernel(tape: Tape, schedule: Schedule, resident: FloatArray, peak: Fl
             take_op = op < last_op
             if take_op and other < last_other:
                 event = touching[other]
-                task = schedule.chain[op]
+                task = schedule.sequence[op]
                 time = schedule.finish[event >> 1] if event & 1 else schedule.start[event >> 1]
                 if is_running:
                     take_op = schedule.finish[task] <= time
                 else:
                     take_op = schedule.start[task] < time
             if take_op:
-                task = schedule.chain[op]
+                task = schedule.sequence[op]
                 is_end = is_running
                 is_running = not is_running
                 op += 1 if is_end else 0

@@ -800,7 +800,8 @@ def _close_bucket(
     if not single:
         for device in range(num_devices):
             if choice.member[layout, device]:
-                _task(tape, _FLATTEN, first, device, 0, 0, -1, 2.0 * size)
+                last = choice.num_micro - 1
+                _task(tape, _FLATTEN, first, device, last, 0, -1, 2.0 * size)
                 parameter = first
                 while parameter >= 0:
                     _read_gradient(scratch, tape, parameter, device)

@@ -32,6 +32,7 @@ class PricedTask:
     seconds: float  # alone on the cluster
     cost: ChannelSeconds  # of a link task
     needs: tuple[int, ...]
+    micro: int
 
     @property
     def is_link(self) -> bool:
@@ -82,7 +83,18 @@ def price(
                 seconds = fixed + payload * per_byte
         needs = tuple(program.dependencies(number))
         tasks.append(
-            PricedTask(number, kind, device, channel, is_collective, payload, seconds, cost, needs)
+            PricedTask(
+                number,
+                kind,
+                device,
+                channel,
+                is_collective,
+                payload,
+                seconds,
+                cost,
+                needs,
+                int(program.micro[number]),
+            )
         )
     return tasks
 
@@ -97,11 +109,12 @@ def simulate(tasks: list[PricedTask], order: Order) -> tuple[list[float], list[f
     def urgency(task: PricedTask) -> tuple[float, int]:
         return priority[task.number], task.number
 
-    ops: dict[int, list[PricedTask]] = defaultdict(list)  # of each device, in program order
-    for task in tasks:
-        if not task.is_link:
-            ops[task.device] += [] if task.is_free else [task]
-    device_free_at = dict.fromkeys(ops, 0.0)
+    # Ops of each device and micro-batch in program order, earlier micro-batches first.
+    ops: dict[tuple[int, int], list[PricedTask]] = defaultdict(list)
+    for task in sorted(tasks, key=lambda task: (task.micro, task.number)):
+        if not task.is_link and not task.is_free:
+            ops[task.device, task.micro].append(task)
+    device_free_at = dict.fromkeys((task.device for task in tasks if not task.is_link), 0.0)
     link_free_at: dict[int, float] = defaultdict(float)
     unready = list(tasks)
     ready: list[PricedTask] = []
@@ -116,9 +129,11 @@ def simulate(tasks: list[PricedTask], order: Order) -> tuple[list[float], list[f
                 priority[task.number] = now
         for device, free_at in device_free_at.items():
             chosen: PricedTask | None = None
-            if free_at <= now and ops[device] and ops[device][0] in ready:
-                chosen = ops[device].pop(0)
-            elif free_at <= now:
+            if free_at <= now:
+                for (where, _), left in ops.items():
+                    if chosen is None and where == device and left and left[0] in ready:
+                        chosen = left.pop(0)
+            if free_at <= now and chosen is None:
                 free = [task for task in ready if task.is_free and task.device == device]
                 chosen = min(free, key=urgency, default=None)
             if chosen is not None:
@@ -274,5 +289,6 @@ def assert_legal(tasks: list[PricedTask], start: Iterable[float], finish: Iterab
         mine.sort(key=lambda t: (begins[t.number], t.number))
         for first, second in pairwise(mine):
             assert ends[first.number] <= begins[second.number]
-        ops = [t.number for t in mine if not t.is_free]
-        assert ops == sorted(ops)
+        for micro in {t.micro for t in mine}:
+            ops = [t.number for t in mine if not t.is_free and t.micro == micro]
+            assert ops == sorted(ops)
