@@ -15,6 +15,7 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[zoo,dev]" "$(TORCH)"
+	$(BIN)/python -m heterog.simulator.compile_kernels
 	touch $@
 
 demo: $(STAMP)

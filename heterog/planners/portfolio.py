@@ -64,6 +64,8 @@ def run_methods(
     task = Task(
         evaluator=evaluator, budget=budget, seed=seed, step_barrier=step_barrier, orders=orders
     )
+    progress("compile kernels", 0.0, math.inf)
+    evaluator.warm_up()
     rows: list[MethodRow] = []
     seeds: list[Candidate] = []
     searching = any(planner.stage != "baseline" for planner in chosen)

@@ -32,7 +32,7 @@ from heterog.strategy.lowering import (
     resident_bytes,
 )
 from heterog.strategy.program import Program
-from heterog.strategy.strategy import Strategy
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from heterog.strategy.tables import graph_tables
 from heterog.units import format_bytes
 
@@ -111,6 +111,19 @@ class Evaluator:
         self._copy_s_per_byte = np.array([per_byte for _, per_byte in copies])
         self._type_of_device = np.array(cluster.type_index, np.int32)
         self._channel_prices: ChannelPrices | None = None
+
+    def warm_up(self) -> None:
+        """Compile the kernels (once per installation, then they come from disk); not counted."""
+        decision = Decision(devices=(0,), shares=(self.graph.batch_size,))
+        strategy = Strategy(
+            graph=self.graph.fingerprint,
+            cluster=self.cluster.fingerprint(),
+            decisions=(decision,) * self.tables.num_groups,
+            homes=(REPLICATED,) * len(self.graph.updates),
+        )
+        counted = self.num_evaluations
+        self.referee(strategy, Order.RANK)
+        self.num_evaluations = counted
 
     def evaluate(self, strategy: Strategy, order: Order | None = None) -> Evaluation:
         """Predict step time and memory of a strategy.
