@@ -8,7 +8,7 @@ collectives whose slices follow the NICs, and the order on top.
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,10 +32,11 @@ class _State:
     row: IntArray
     bucket_bytes: int
     order: Order
+    num_micro: int = 1
 
     @property
-    def key(self) -> tuple[bytes, int, int]:
-        return self.row.tobytes(), self.bucket_bytes, int(self.order)
+    def key(self) -> tuple[bytes, int, int, int]:
+        return self.row.tobytes(), self.bucket_bytes, int(self.order), self.num_micro
 
 
 class LocalSearch:
@@ -64,7 +65,7 @@ class _Search:
         )
         self.num_groups = task.evaluator.tables.num_groups
         self.num_steps = 1 if task.step_barrier else UNROLLED_STEPS
-        self.cost: dict[tuple[bytes, int, int], float] = {}
+        self.cost: dict[tuple[bytes, int, int, int], float] = {}
         self.best: list[tuple[float, _State]] = []
 
     def run(self) -> PlanResult:
@@ -81,6 +82,7 @@ class _Search:
                     state.row,
                     bucket_bytes=state.bucket_bytes,
                     step_barrier=self.task.step_barrier,
+                    num_micro=state.num_micro,
                 ),
                 orders=(state.order,),
             )
@@ -99,7 +101,12 @@ class _Search:
             row = self.space.row_of(candidate.strategy)
             if row is not None:
                 starts += [
-                    _State(row, candidate.strategy.bucket_bytes, order)
+                    _State(
+                        row,
+                        candidate.strategy.bucket_bytes,
+                        order,
+                        candidate.strategy.num_micro_batches,
+                    )
                     for order in candidate.orders
                 ]
         order = self.task.orders[min(1, len(self.task.orders) - 1)]
@@ -117,7 +124,10 @@ class _Search:
         key = state.key
         if key not in self.cost:
             choice = self.space.encode(
-                state.row, bucket_bytes=state.bucket_bytes, num_steps=self.num_steps
+                state.row,
+                bucket_bytes=state.bucket_bytes,
+                num_steps=self.num_steps,
+                num_micro=state.num_micro,
             )
             evaluation = self.evaluator.evaluate_choice(choice, state.order)
             self.cost[key] = cost = _cost(evaluation)
@@ -144,15 +154,18 @@ class _Search:
                 state, cost = neighbour, new
 
     def _neighbour(self, state: _State) -> _State:
-        """A random move: new candidate for a segment, boundary shift, share, bucket or order."""
+        """A random move: of a segment's decisions, or of what holds for the whole step."""
         kind = self.rng.random()
         row = state.row.copy()
-        if kind < 0.08:
-            bucket = BUCKETS[self.rng.integers(len(BUCKETS))]
-            return _State(row, bucket, state.order)
-        if kind < 0.12:
+        if kind < 0.06:
+            return replace(state, bucket_bytes=BUCKETS[self.rng.integers(len(BUCKETS))])
+        if kind < 0.09:
             order = self.task.orders[self.rng.integers(len(self.task.orders))]
-            return _State(row, state.bucket_bytes, order)
+            return replace(state, order=order)
+        if kind < 0.12:
+            most = self.evaluator.graph.batch_size
+            near = (max(state.num_micro // 2, 1), min(2 * state.num_micro, most))
+            return replace(state, num_micro=near[self.rng.integers(2)])
         first, last = self._segment()
         if kind < 0.45:  # the decision of a neighbouring group: shifts or removes a boundary
             neighbour = first - 1 if (self.rng.random() < 0.5 and first > 0) else last
@@ -165,7 +178,7 @@ class _Search:
             row[first:last] = self.space.add(others[self.rng.integers(len(others))])
         else:
             row[first:last] = self.rng.integers(len(self.space.candidates))
-        return _State(row, state.bucket_bytes, state.order)
+        return replace(state, row=row)
 
     def _segment(self) -> tuple[int, int]:
         """A random range of groups; short ones are as likely as long ones."""

@@ -12,7 +12,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.channels import ChannelTable, balanced_slices
-from heterog.strategy.lowering import Choice
+from heterog.strategy.lowering import Choice, micro_shares
 from heterog.strategy.program import IntArray
 from heterog.strategy.strategy import (
     REPLICATED,
@@ -93,13 +93,14 @@ class StrategySpace:
         self._numbers: dict[Decision, int] = {}
         self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         self._layout_of: list[int] = []
-        self._shares = np.zeros((16, 1, cluster.num_devices), np.int32)
+        self._layouts_by_number: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self._member = np.zeros((16, cluster.num_devices), np.bool_)
         self._reduce = np.full(16, -1, np.int32)
         self._gather = np.full(16, -1, np.int32)
         self._first: list[int] = []
         self._second: list[int] = []
         self._homes: dict[tuple[int, ...], IntArray] = {}
+        self._micro: dict[tuple[int, int], IntArray] = {}
         for devices in device_sets(cluster):
             for decision in self.decisions_on(devices):
                 self.add(decision)
@@ -141,36 +142,60 @@ class StrategySpace:
     def _add_layout(self, decision: Decision) -> None:
         layout = len(self._layouts)
         self._layouts[decision.devices, decision.shares] = layout
+        self._layouts_by_number.append((decision.devices, decision.shares))
         if layout + 1 >= len(self._member):  # the last row is kept for constants
-            self._shares = np.concatenate([self._shares, np.zeros_like(self._shares)])
             self._member = np.concatenate([self._member, np.zeros_like(self._member)])
             self._reduce = np.concatenate([self._reduce, np.full_like(self._reduce, -1)])
             self._gather = np.concatenate([self._gather, np.full_like(self._gather, -1)])
         devices = list(decision.devices)
-        self._shares[layout, 0, devices] = decision.shares
         self._member[layout, devices] = True
         if len(devices) > 1:
             self._reduce[layout] = self._channels.all_reduce(decision.devices, hierarchical=False)
             self._gather[layout] = self._channels.all_gather(decision.devices, ())
 
-    def encode(self, row: IntArray, *, bucket_bytes: int, num_steps: int) -> Choice:
-        """The kernel's arrays of a row (one micro-batch).
+    def micro_batches(self, num_micro: int) -> tuple[tuple[int, ...], ...]:
+        """``Strategy.micro_batches`` that cut the batch evenly, whatever the groups' shares."""
+        if num_micro == 1:
+            return ()
+        idle = (0,) * num_micro
+        counts = split_evenly(self.graph.batch_size, num_micro)
+        return (counts, *(idle for _ in range(self.cluster.num_devices - 1)))
+
+    def _shares(self, layout: int, num_micro: int) -> IntArray:
+        """Samples of a layout per micro-batch and device.  # [num_micro, num_devices]"""
+        key = (layout, num_micro)
+        if key not in self._micro:
+            devices, shares = self._layouts_by_number[layout]
+            table = np.zeros((num_micro, self.cluster.num_devices), np.int32)
+            table[:, list(devices)] = micro_shares(
+                shares, devices, self.micro_batches(num_micro), num_micro
+            )
+            self._micro[key] = table
+        return self._micro[key]
+
+    def encode(
+        self, row: IntArray, *, bucket_bytes: int, num_steps: int, num_micro: int = 1
+    ) -> Choice:
+        """The kernel's arrays of a row.
 
         Args:
             row: candidate number of each group.  # [num_groups]
             bucket_bytes: see ``Strategy``.
             num_steps: unrolled steps.
+            num_micro: micro-batches, even over the whole batch.
         """
         layouts = np.array(self._layout_of, np.int32)[row]
         used = np.unique(layouts)
         # Only the layouts in use, renumbered: the arrays that the kernel scans stay small.
-        shares = np.concatenate([self._shares[used], np.zeros_like(self._shares[:1])])
+        shares = np.zeros((len(used) + 1, num_micro, self.cluster.num_devices), np.int32)
+        for position, number in enumerate(used):
+            shares[position] = self._shares(int(number), num_micro)
         member = np.concatenate([self._member[used], np.zeros_like(self._member[:1])])
         shares[-1] = shares[:-1].sum(axis=0) > 0
         member[-1] = shares[-1].any(axis=0)
         layout = np.append(np.searchsorted(used, layouts), len(used)).astype(np.int32)
         return Choice(
-            num_micro=1,
+            num_micro=num_micro,
             num_steps=num_steps,
             bucket_bytes=float(bucket_bytes),
             layout=layout,
@@ -208,13 +233,16 @@ class StrategySpace:
             self._homes[devices] = homes
         return self._homes[devices]
 
-    def decode(self, row: IntArray, *, bucket_bytes: int, step_barrier: bool) -> Strategy:
+    def decode(
+        self, row: IntArray, *, bucket_bytes: int, step_barrier: bool, num_micro: int = 1
+    ) -> Strategy:
         """The strategy of a row."""
         return Strategy(
             graph=self.graph.fingerprint,
             cluster=self.cluster.fingerprint(),
             decisions=tuple(self.candidates[number] for number in row),
             homes=tuple(int(home) for home in self.homes(row)),
+            micro_batches=self.micro_batches(num_micro),
             bucket_bytes=bucket_bytes,
             step_barrier=step_barrier,
         )
@@ -222,8 +250,11 @@ class StrategySpace:
     def row_of(self, strategy: Strategy) -> IntArray | None:
         """The row of a strategy, with its decisions added; ``None`` if a row cannot express it.
 
-        Micro-batches cannot be expressed, and served parameters get the space's own homes.
+        A row expresses even micro-batches whose cut no group has chosen for itself. Served
+        parameters get the space's own homes.
         """
-        if strategy.micro_batches:
+        num_micro = strategy.num_micro_batches
+        sizes = tuple(sum(counts) for counts in zip(*strategy.micro_batches, strict=True))
+        if num_micro > 1 and sizes != split_evenly(self.graph.batch_size, num_micro):
             return None
         return np.array([self.add(decision) for decision in strategy.decisions], np.int32)
