@@ -667,7 +667,7 @@ def _reduce(
     num_devices = choice.member.shape[1]
     _task(tape, _REDUCE_VALUE, value, -1, micro, 0, channel, size)
     for device in range(num_devices):
-        if choice.shares[layout, micro, device] > 0:
+        if choice.shares[layout, micro, device] > 0 and tables.value_is_early[value] == 0:
             _read(tape, scratch.value_buffer[value, device])
     for device in range(num_devices):
         if choice.member[layout, device]:

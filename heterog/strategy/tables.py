@@ -23,6 +23,9 @@ FloatArray = npt.NDArray[np.float64]
 KIND_NUMBER = {"R": 0, "S": 1, "P": 2, "L": 3}
 
 
+_LOSSES_WITH_LABEL_COUNT = frozenset({"nll_loss_forward.default", "nll_loss2d_forward.default"})
+
+
 class GraphTables(NamedTuple):
     """Flat view of a graph for the kernels; one row per compute op, value, slot, parameter."""
 
@@ -47,6 +50,7 @@ class GraphTables(NamedTuple):
     value_bytes_per_sample: FloatArray
     value_moved_fraction: FloatArray  # part of the value that other groups read
     value_is_outermost: IntArray  # 1 if samples are contiguous in memory
+    value_is_early: IntArray  # 1 if it follows from the batch alone, before any op has run
     value_slot_start: IntArray  # slots of each value  # [num_values + 1]
     # Slots, sorted by value.
     slot_value: IntArray
@@ -178,6 +182,7 @@ class _Builder:
                     for t in self.values
                 ]
             ),
+            value_is_early=_ints([int(self._is_early(tensor)) for tensor in self.values]),
             value_slot_start=np.searchsorted(
                 [slot[0] for slot in ordered], np.arange(len(self.values) + 1)
             ).astype(np.int32),
@@ -237,6 +242,19 @@ class _Builder:
             else:
                 entries.setdefault((value, (value, group, int(whole))))
         return list(entries), list(parameters)
+
+    def _is_early(self, tensor: int) -> bool:
+        """Whether a value is the number of labels that count.
+
+        It is an output of the loss, but follows from the labels alone. Summed over the devices
+        before the step, it lets each device begin its backward pass as soon as it can; summed
+        where the loss makes it, all would wait there for the slowest.
+        """
+        maker = int(self.graph.producer[tensor])
+        return (
+            self.graph.ops[maker].kind in _LOSSES_WITH_LABEL_COUNT
+            and tensor == self.graph.outputs(maker)[1]
+        )
 
     def _moved_fraction(self, storage: int, outside: dict[int, set[int]]) -> float:
         """Part of a value that readers outside its group look at (a slice of it, say)."""

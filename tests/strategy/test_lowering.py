@@ -662,3 +662,24 @@ def test_splitting_numbers() -> None:
     assert split_in_proportion(7, (1.0, 1.0, 1.0)) == (3, 2, 2)
     assert split_in_proportion(10, (0.0, 1.0)) == (0, 10)
     assert np.sum(split_in_proportion(11, (3.0, 2.0, 2.0))) == 11
+
+
+def test_the_label_count_is_summed_before_the_step() -> None:
+    """Otherwise every device would wait for the slowest one between forward and backward."""
+    builder = GraphBuilder(8)
+    x = builder.batch(WIDTH)
+    weight = builder.parameter(WIDTH, WIDTH)
+    y = builder.mm(x, weight, module="a")
+    loss = builder.op("nll_loss_forward.default", (y,), (), (), module="a", rule=((S(0),), (P, P)))
+    above = builder.op(
+        "nll_loss_backward.default", (y, loss + 1), (8, WIDTH), module="a",
+        rule=((S(0), R), (S(0),)), phase=Phase.BACKWARD,
+    )  # fmt: skip
+    gradient = builder.weight_gradient(x, above, weight, module="a")
+    builder.update(weight, gradient, module="a")
+    graph = builder.build(loss)
+    program = lower(graph, THREE, strategy_of(graph, THREE, split((0, 1), (4, 4))))
+    (reduction,) = tasks_of(program, TaskKind.REDUCE_VALUE)
+    assert needs(program, reduction.number) == set()
+    backward = [t for t in tasks_of(program, TaskKind.COMPUTE) if t.subject == 2]
+    assert all(reduction.number in needs(program, task.number) for task in backward)
