@@ -33,7 +33,11 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from heterog.errors import CaptureError
-from heterog.graph.op_costs import bytes_read_and_written, elementwise_flops
+from heterog.graph.op_costs import (
+    bytes_read_and_written,
+    convolution_flops,
+    elementwise_flops,
+)
 from heterog.graph.op_graph import (
     GraphOp,
     GraphTensor,
@@ -570,6 +574,9 @@ def _flops(node: fx.Node, call: OpCall) -> float:
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     counter = flop_registry.get(target.overloadpacket) or flop_registry.get(target)
+    convolution = convolution_flops(call)
+    if convolution is not None:
+        return convolution
     if counter is None and call.kind in _ATTENTION_ARGS:
         return _attention_flops(call)
     if counter is None:

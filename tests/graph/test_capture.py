@@ -283,3 +283,34 @@ def test_fingerprint_follows_what_matters_and_differences_are_named() -> None:
     assert "0.weight: (10, 6)" in (graph.describe_difference(wider) or "")
     assert graph.describe_difference(captured_mlp()) is None
     assert [op.phase for op in graph.ops].count(Phase.UPDATE) == 4
+
+
+def test_grouped_convolutions_are_not_charged_for_other_groups() -> None:
+    def flops(groups: int) -> float:
+        model = lambda: nn.Sequential(  # noqa: E731
+            nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=groups, bias=False)
+        )
+        image = torch.zeros(2, 8, 5, 5)
+        graph = capture(workload(model, image, image))
+        return float(sum(op.flops for op in graph.ops if op.kind.startswith("convolution")))
+
+    first = 2 * 2 * 25 * 64 * 2  # forward and weight gradient; its input needs none
+    assert flops(1) == first + 3 * 2 * 2 * 25 * 64 * 9
+    assert flops(8) == first + 3 * 2 * 2 * 25 * 8 * 9
+
+
+def test_zoo_flops_are_the_published_ones() -> None:
+    """Forward multiply-adds per image, as the model papers state them."""
+    from heterog.zoo import build
+
+    published = {"mobilenet_v2": 0.300e9, "resnet50": 4.1e9, "vgg19": 19.6e9}
+    for name, multiply_adds in published.items():
+        graph = capture(build(name, 8))
+        products = [
+            op for op in graph.ops if op.kind.split(".")[0] in
+            ("convolution", "convolution_backward", "mm", "addmm")
+        ]  # fmt: skip
+        forward = sum(op.flops for op in products if op.phase == Phase.FORWARD)
+        assert forward / 2 / 8 == pytest.approx(multiply_adds, rel=0.05), name
+        total = sum(op.flops for op in products)
+        assert total == pytest.approx(3 * forward, rel=0.1), name
