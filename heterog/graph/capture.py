@@ -73,6 +73,8 @@ _ATTENTION_ARGS = {
         "is_causal", "scale",
     ),
 }  # fmt: skip
+ATTENTION_ALIASES = {"attn_bias": "attn_mask", "grad_out_": "grad_out"}
+"""Canonical names of attention arguments that kernels call otherwise."""
 _ATTENTION_NUM_OUTPUTS = {"attention": 2, "attention_backward": 3}
 
 
@@ -557,8 +559,7 @@ def _canonical_attention(
     kind: str, args: Mapping[str, Arg], inputs: list[int]
 ) -> tuple[dict[str, Arg], list[int]]:
     """Arguments of any attention kernel in canonical names and order."""
-    aliases = {"attn_bias": "attn_mask", "grad_out_": "grad_out"}
-    by_name = {aliases.get(name, name): value for name, value in args.items()}
+    by_name = {ATTENTION_ALIASES.get(name, name): value for name, value in args.items()}
     canonical: dict[str, Arg] = {}
     kept: list[int] = []
     for name in _ATTENTION_ARGS[kind]:

@@ -1,1 +1,1 @@
-"""See the docs."""
+"""Runs plans on real devices."""

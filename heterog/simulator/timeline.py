@@ -242,7 +242,7 @@ class Timeline:
         if kind == TaskKind.COMPUTE:
             return int(self._tables.op_id[subject])
         if kind in _VALUE_KINDS:
-            return int(self._tables.op_id[self._tables.value_op[subject]])
+            return int(self._tables.op_id[self._tables.value_op[self._tables.slot_value[subject]]])
         return self.graph.updates[subject][0]
 
     def _op_name(self, op: int) -> str:

@@ -607,15 +607,15 @@ def _move_samples(
                     break
                 continue
             if overlap < owned and not contiguous:
-                _task(tape, _SPLIT, value, other, micro, overlap, -1, 2.0 * size)
+                _task(tape, _SPLIT, slot, other, micro, overlap, -1, 2.0 * size)
                 _read(tape, mine)
                 mine = _make(tape, other, size)
-            _task(tape, _SEND, value, device, micro, overlap, other * num_devices + device, size)
+            _task(tape, _SEND, slot, device, micro, overlap, other * num_devices + device, size)
             _read(tape, mine)
             scratch.slot_buffer[slot, device] = _make(tape, device, size)
         if parts > 1:
             pieces = tape.counts[NUM_BUFFERS]
-            _task(tape, _CONCAT, value, device, micro, count, -1, 2.0 * count * per_sample)
+            _task(tape, _CONCAT, slot, device, micro, count, -1, 2.0 * count * per_sample)
             _read(tape, local)
             for piece in range(first_piece, pieces):
                 if tape.buffers[piece].device == device:
@@ -644,7 +644,7 @@ def _gather(
         largest = max(largest, count)
         members += 1 if choice.member[layout, device] else 0
     per_sample = tables.value_bytes_per_sample[value]
-    _task(tape, _GATHER_VALUE, value, -1, micro, total, channel, members * largest * per_sample)
+    _task(tape, _GATHER_VALUE, slot, -1, micro, total, channel, members * largest * per_sample)
     for device in range(num_devices):
         if choice.shares[layout, micro, device] > 0:
             _read(tape, scratch.slot_buffer[slot, device])
@@ -665,7 +665,7 @@ def _reduce(
     value = tables.slot_value[slot]
     size = tables.value_bytes[value]
     num_devices = choice.member.shape[1]
-    _task(tape, _REDUCE_VALUE, value, -1, micro, 0, channel, size)
+    _task(tape, _REDUCE_VALUE, slot, -1, micro, 0, channel, size)
     for device in range(num_devices):
         if choice.shares[layout, micro, device] > 0 and tables.value_is_early[value] == 0:
             _read(tape, scratch.value_buffer[value, device])
@@ -701,7 +701,7 @@ def _copy_whole(
             continue
         seen = True
         if choice.shares[source, micro, device] == 0:
-            _task(tape, _SEND, value, device, micro, 0, sender * num_devices + device, size)
+            _task(tape, _SEND, slot, device, micro, 0, sender * num_devices + device, size)
             _read(tape, scratch.slot_buffer[slot, sender])
             scratch.slot_buffer[slot, device] = _make(tape, device, size)
 

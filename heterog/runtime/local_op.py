@@ -1,0 +1,138 @@
+"""One op of the graph on a device's share: its arguments, its kernel, and what keeps it exact."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from heterog.errors import StrategyError
+from heterog.graph.batch_plan import BatchPlan
+from heterog.graph.capture import ATTENTION_ALIASES
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.placement import Arg, TensorRef
+from heterog.graph.sharding_rules import RuleResult, Special, local_args, local_shape
+
+_RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
+_SUM_REDUCTION = 2
+
+
+class LocalOp:
+    """Calls the kernel of one op on local tensors.
+
+    Args:
+        graph: the captured step.
+        plan: its placements along the batch.
+        index: the op.
+        node: the fx node it was read from.
+    """
+
+    def __init__(self, graph: OpGraph, plan: BatchPlan, index: int, node: fx.Node) -> None:
+        target = node.target
+        assert isinstance(target, torch._ops.OpOverload)
+        self.index = index
+        self.call = graph.call(index)
+        self.batch_size = graph.batch_size
+        special = plan.specials[index]
+        self.rule = RuleResult(
+            inputs=plan.needed[index],
+            outputs=tuple(plan.placements[tensor] for tensor in graph.outputs(index)),
+            special=Special(special) if special else None,
+        )
+        if self.rule.special in (Special.BIAS_ON_ONE_RANK, Special.SHARED_RANDOM_STREAM):
+            raise StrategyError(
+                f"op '{self.call.kind}' in module '{graph.ops[index].module}' needs "
+                f"{self.rule.special}, which cannot be executed yet."
+            )
+        self._target = target
+        self._original = _original_args(node, target)
+        meta = node.meta["val"]
+        values = list(meta) if isinstance(meta, tuple | list) else [meta]
+        self._kept = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+        self._kept = self._kept[: len(self.call.outputs)]
+        self._templates: dict[int, list[tuple[str, Arg, bool]]] = {}
+
+    def __call__(self, inputs: Sequence[Tensor], samples: int) -> list[Tensor]:
+        """Run on local inputs.
+
+        Args:
+            inputs: the op's tensor inputs, placed as its rule wants them.
+            samples: samples of the local share.
+
+        Returns:
+            The local outputs.
+        """
+        if self.call.kind in _RESHAPES or self.rule.special == Special.AS_RESHAPE:
+            # After a gather or a cut the strides may not allow a view.
+            shape = local_shape(
+                self.call.outputs[0].shape, self.rule.outputs[0], samples, self.batch_size
+            )
+            return [inputs[0].reshape(shape)]
+        positional: list[Any] = []
+        keywords: dict[str, Any] = {}
+        for name, argument, is_keyword in self._template(samples):
+            value = _fill(argument, inputs)
+            if is_keyword:
+                keywords[name] = value
+            else:
+                positional.append(value)
+        if self.rule.special == Special.NLL_GLOBAL_WEIGHT:
+            positional[3] = _SUM_REDUCTION
+        result = self._target(*positional, **keywords)
+        outputs = list(result) if isinstance(result, tuple | list) else [result]
+        kept = [outputs[position] for position in self._kept]
+        if self.rule.special == Special.MEAN_TO_SUM:
+            kept = [output * (samples / self.batch_size) for output in kept]
+        return kept
+
+    def _template(self, samples: int) -> list[tuple[str, Any, bool]]:
+        """Arguments in schema order for a number of samples, tensors still as references."""
+        if samples not in self._templates:
+            local = local_args(self.call, self.rule, samples, self.batch_size)
+            template: list[tuple[str, Any, bool]] = []
+            for argument in self._target._schema.arguments:
+                name = ATTENTION_ALIASES.get(argument.name, argument.name)
+                value: Any = local.get(name)
+                original = self._original[argument.name]
+                if not _holds_tensor(value) and value == self.call.args.get(name):
+                    # Unchanged: dtypes and devices are text in the graph, objects here.
+                    value = _Constant(original)
+                template.append((argument.name, value, bool(argument.kwarg_only)))
+            self._templates[samples] = template
+        return self._templates[samples]
+
+
+class _Constant:
+    """An argument that is passed on as it is."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(_holds_tensor(item) for item in value)
+    return isinstance(value, TensorRef)
+
+
+def _fill(argument: Any, inputs: Sequence[Tensor]) -> Any:
+    if isinstance(argument, TensorRef):
+        return inputs[argument.index]
+    if isinstance(argument, _Constant):
+        return argument.value
+    if isinstance(argument, tuple):
+        return [_fill(item, inputs) for item in argument]
+    return argument
+
+
+def _original_args(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+    """The node's own arguments by schema name, defaults filled in."""
+    values: dict[str, Any] = {}
+    for position, argument in enumerate(target._schema.arguments):
+        if not argument.kwarg_only and position < len(node.args):
+            values[argument.name] = node.args[position]
+        else:
+            values[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return values

@@ -1,0 +1,77 @@
+"""A pool of real gloo processes that stays alive across tests."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Job = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
+    """Run jobs until the parent closes the pipe."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=60),
+    )
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            break
+        try:
+            pipe.send((True, function(rank, *arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """Processes that form one process group."""
+
+    def __init__(self, num_ranks: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(num_ranks):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, num_ranks, store, there), daemon=True
+            )
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call ``function(rank, *arguments)`` on every rank; results by rank."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results = [pipe.recv() for pipe in self._pipes]
+        failures = [text for ok, text in results if not ok]
+        assert not failures, failures[0]
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.terminate()
+        self._folder.cleanup()
