@@ -5,6 +5,8 @@
     cluster = heterog.Cluster.load("cluster.yaml")
     plan = heterog.plan(workload, cluster, budget="30s")
     plan.save("plan.json")
+    step = heterog.deploy(workload, plan)        # on every rank, under torchrun
+    for batch in loader: loss = step(batch)      # same loss, same weights as on one device
 
 Names are loaded when they are first used, so that ``import heterog`` is quick.
 """
@@ -18,10 +20,11 @@ if TYPE_CHECKING:
     from heterog.graph.capture import capture
     from heterog.graph.workload import Workload
     from heterog.planners.plan import Plan, load_plan
+    from heterog.runtime.deploy import deploy
     from heterog.strategy.strategy import Strategy
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "Plan", "Strategy", "Workload", "capture", "load_plan", "plan"]
+__all__ = ["Cluster", "Plan", "Strategy", "Workload", "capture", "deploy", "load_plan", "plan"]
 
 _HOME = {
     "Cluster": "heterog.cluster",
@@ -29,6 +32,7 @@ _HOME = {
     "Strategy": "heterog.strategy.strategy",
     "Workload": "heterog.graph.workload",
     "capture": "heterog.graph.capture",
+    "deploy": "heterog.runtime.deploy",
     "load_plan": "heterog.planners.plan",
     "plan": "heterog.api",
 }

@@ -248,6 +248,44 @@ def compare(
         _print_json({"rows": documents})
 
 
+@app.command()
+def run(
+    plan: Annotated[Path, typer.Argument(help="plan.json")],
+    model: Annotated[str, typer.Option("--model", help="if the plan does not name it")] = "",
+    steps: Annotated[int, typer.Option("--steps", help="measured training steps")] = 10,
+    timeout: Annotated[str, typer.Option("--timeout", help="of the whole job")] = "300s",
+    as_json: JsonOption = False,
+) -> None:
+    """Train with a plan on local processes, one per device; under torchrun, be one rank."""
+    from heterog.planners.plan import load_plan
+    from heterog.runtime.launch import run_ranks
+    from heterog.units import parse_seconds
+
+    if steps < 1:
+        raise HeterogError(f"--steps is {steps}; measure at least one step.")
+    loaded = load_plan(plan)
+    if loaded.step_time_s is None:
+        raise HeterogError(f"{plan} does not fit into memory ({loaded.shortage}); plan again.")
+    measured = run_ranks(
+        plan,
+        loaded.cluster.num_devices,
+        model=model,
+        num_steps=steps,
+        timeout_s=parse_seconds(timeout),
+    )
+    if as_json:
+        _print_json(measured)
+        return
+    out.print(
+        f"{measured['model']} on {measured['num_ranks']} local ranks: "
+        f"{format_seconds(measured['step_time_s'])} a step (median of {steps}, "
+        f"{format_seconds(measured['step_time_min_s'])} to "
+        f"{format_seconds(measured['step_time_max_s'])}), predicted for {loaded.cluster.name} "
+        f"{format_seconds(loaded.step_time_s)}; loss {measured['losses'][0]:.4f} -> "
+        f"{measured['losses'][-1]:.4f}"
+    )
+
+
 def graph_summary(graph: "OpGraph") -> dict[str, Any]:
     """What there is to know about a graph at a glance."""
     from heterog.graph.batch_plan import batch_plan

@@ -239,7 +239,8 @@ def plan_from_rows(
     row = best_row(rows)
     assert row.candidate is not None
     strategy = row.candidate.strategy
-    choice = evaluator.encode(strategy)
+    # The order is that of one step, which is what a rank runs, also where eight were simulated.
+    choice = evaluator.encode(strategy)._replace(num_steps=1)
     program, start, _ = evaluator.schedule(choice, row.candidate.orders[0])
     sequence: IntArray = np.lexsort((np.arange(program.num_tasks), start)).astype(np.int32)
     bound = lower_bound_s(graph, cluster, evaluator.cost_model).seconds

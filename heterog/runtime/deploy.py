@@ -37,6 +37,11 @@ class DeployedStep:
                 f"the plan was made for another step than '{workload.name}': {difference}."
             )
         program = lower(graph, plan.cluster, plan.strategy, num_steps=1)
+        if program.hash != plan.program_hash:
+            raise StrategyError(
+                f"the plan's strategy lowers to program {program.hash} here, not to the plan's "
+                f"{plan.program_hash}: it was made by another version of heterog; plan again."
+            )
         _check_same_everywhere(program.hash)
         self.model = _one_model(workload)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}

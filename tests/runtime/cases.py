@@ -9,6 +9,8 @@ from torch.nn import functional
 from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
+from heterog.strategy.lowering import lower
+from heterog.strategy.program import TaskKind
 
 BATCH = 8
 STEPS = 3
@@ -128,4 +130,28 @@ def train(
     """What every rank does: deploy the plan and train."""
     step = deploy(workload_of(name, optimizer), load_plan(plan_path))
     losses = [float(step(batch_of(name, number))) for number in range(STEPS)]
+    return losses, step.state_dict()
+
+
+def count_tasks(rank: int, plan_path: str, kind: str) -> int:
+    """How many tasks of a kind the program of a plan has."""
+    plan = load_plan(plan_path)
+    program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
+    return int((program.kind == TaskKind[kind]).sum())
+
+
+def train_without(
+    rank: int, name: str, plan_path: str, kind: str
+) -> tuple[list[float], dict[str, Tensor] | None] | None:
+    """Train with all tasks of a kind left out on every rank; ``None`` if that cannot even run."""
+    step = deploy(workload_of(name), load_plan(plan_path))
+    executor = step._executor
+    executor._tasks = [
+        task for task in executor._tasks if executor.program.kind[task] != TaskKind[kind]
+    ]
+    try:
+        losses = [float(step(batch_of(name, number))) for number in range(STEPS)]
+    except (AssertionError, KeyError, IndexError, RuntimeError):
+        # The ranks stay in step: each of them fails in its own first step or none does.
+        return None
     return losses, step.state_dict()

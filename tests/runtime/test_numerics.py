@@ -18,7 +18,15 @@ from heterog.planners.planner import Candidate, MethodRow
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync, split_evenly
-from tests.runtime.cases import BATCH, MODELS, reference, train, workload_of
+from tests.runtime.cases import (
+    BATCH,
+    MODELS,
+    count_tasks,
+    reference,
+    train,
+    train_without,
+    workload_of,
+)
 from tests.runtime.ranks import Ranks
 from tests.simulator.builders import cluster_of
 
@@ -60,6 +68,7 @@ def strategy_of(
     homes: tuple[int, ...] | None = None,
     bucket_bytes: int = 0,
     micro_batches: tuple[tuple[int, ...], ...] = (),
+    step_barrier: bool = True,
 ) -> Strategy:
     return Strategy(
         graph=graph.fingerprint,
@@ -68,6 +77,7 @@ def strategy_of(
         homes=homes or (REPLICATED,) * len(graph.updates),
         bucket_bytes=bucket_bytes,
         micro_batches=micro_batches,
+        step_barrier=step_barrier,
     )
 
 
@@ -144,6 +154,49 @@ def test_micro_batches_with_uneven_counts(ranks: Ranks, tmp_path: Path, name: st
         graph, [decision] * group_ops(graph).num_groups, micro_batches=micro, bucket_bytes=600
     )
     assert_trains_like_one_device(ranks, tmp_path, name, strategy, graph, "SGD")
+
+
+@pytest.mark.distributed
+def test_a_plan_without_step_barrier_gives_the_same_numbers(ranks: Ranks, tmp_path: Path) -> None:
+    graph = graph_of("mlp")
+    decisions = [SYNCS["ring"]] * group_ops(graph).num_groups
+    strategy = strategy_of(graph, decisions, step_barrier=False)
+    assert_trains_like_one_device(ranks, tmp_path, "mlp", strategy, graph, "SGD")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["ALL_REDUCE", "PULL", "ACCUMULATE", "UPDATE"])
+def test_a_program_without_one_kind_of_task_is_noticed(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    """The comparison above would see a task that is missing: it ablates itself."""
+    graph = graph_of("mlp")
+    groups = group_ops(graph).num_groups
+    decisions = [SYNCS["ring"]] * groups
+    homes = [REPLICATED] * len(graph.updates)
+    micro: tuple[tuple[int, ...], ...] = ()
+    if kind == "PULL":
+        decisions = [SYNCS["server"]] * groups
+        homes = [0] * len(graph.updates)
+    if kind == "ACCUMULATE":
+        micro = ((3, 2), (1, 1), (0, 1))
+    strategy = strategy_of(graph, decisions, homes=tuple(homes), micro_batches=micro)
+    path = tmp_path / "plan.json"
+    plan_of(graph, strategy).save(path)
+    assert ranks.run(count_tasks, str(path), kind)[0] > 0
+    results = ranks.run(train_without, "mlp", str(path), kind)
+    losses, weights = reference("mlp", "SGD")
+    outcomes = [result for result in results if result is not None]
+    same = [
+        result[0] == pytest.approx(losses, rel=1e-5)
+        and result[1] is not None
+        and all(
+            torch.allclose(result[1][key], wanted, rtol=1e-4, atol=2e-5)
+            for key, wanted in weights.items()
+        )
+        for result in outcomes
+    ]
+    assert not all(same) or len(outcomes) < NUM_RANKS
 
 
 def random_strategy(rng: Random, graph: OpGraph) -> Strategy:
