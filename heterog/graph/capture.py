@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -117,7 +118,7 @@ def capture_step(workload: Workload) -> CapturedStep:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(action="ignore"), mode:
         with _clear_errors(workload, None):
-            model = workload.make_model()
+            model = _make_model(workload)
             batch = workload.make_batch()
         parameters = {
             name: _fake(mode, value)
@@ -137,7 +138,24 @@ def capture_step(workload: Workload) -> CapturedStep:
     return _Reader(workload, traced, parameters, buffers, frozen, batch).read()
 
 
+def _make_model(workload: Workload) -> nn.Module:
+    """The model without memory: fake, or on the meta device where fake tensors cannot follow.
+
+    Fake parameters cannot be converted (``model.double()``) nor initialised by code that looks at
+    its own values (``trunc_normal_``); meta ones can, but attributes that are plain tensors would
+    be on the wrong device, so fake ones come first.
+    """
+    try:
+        return workload.make_model()
+    except (RuntimeError, *_DATA_DEPENDENT):
+        with unset_fake_temporarily(), torch.device("meta"):
+            return workload.make_model()
+
+
 def _fake(mode: FakeTensorMode, value: Tensor) -> Tensor:
+    if value.is_meta:
+        twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+        return twin.requires_grad_(value.requires_grad)
     if isinstance(value, FakeTensor):
         return value
     return mode.from_tensor(value, static_shapes=True)

@@ -314,3 +314,19 @@ def test_zoo_flops_are_the_published_ones() -> None:
         assert forward / 2 / 8 == pytest.approx(multiply_adds, rel=0.05), name
         total = sum(op.flops for op in products)
         assert total == pytest.approx(3 * forward, rel=0.1), name
+
+
+def test_models_that_convert_or_look_at_their_weights_are_captured() -> None:
+    def converted() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).to(torch.float64)
+
+    def truncated() -> nn.Module:
+        model = nn.Linear(6, 4)
+        nn.init.trunc_normal_(model.weight)
+        return model
+
+    for model, dtype in ((converted, torch.float64), (truncated, torch.float32)):
+        batch = (torch.zeros(8, 6, dtype=dtype), torch.zeros(8, 4, dtype=dtype))
+        graph = capture(workload(model, *batch))
+        assert graph.num_parameters in (28, 36)
+        assert graph.tensors[graph.parameters[0]].dtype == str(dtype).removeprefix("torch.")

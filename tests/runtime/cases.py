@@ -56,6 +56,24 @@ class Residual(nn.Module):
         return out
 
 
+class Normalised(nn.Module):
+    """A VGG-like network with BatchNorm, in double precision: few samples a replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
+        )  # fmt: skip
+        self.head = nn.Linear(6, 5)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.features(x).mean((2, 3)))
+        return out
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)
@@ -71,6 +89,7 @@ MODELS: dict[str, Any] = {
     "language": (TinyLanguageModel, token_loss),
     "residual": (Residual, functional.cross_entropy),
 }
+NORMALISED = {"normalised": (Normalised, functional.cross_entropy)}
 
 
 def batch_of(name: str, step: int) -> tuple[Tensor, Tensor]:
@@ -80,9 +99,10 @@ def batch_of(name: str, step: int) -> tuple[Tensor, Tensor]:
             torch.randn(BATCH, 6, generator=generator),
             torch.randn(BATCH, 4, generator=generator),
         )
-    if name == "residual":
+    if name in ("residual", "normalised"):
+        dtype = torch.float64 if name == "normalised" else torch.float32
         return (
-            torch.randn(BATCH, 3, 8, 8, generator=generator),
+            torch.randn(BATCH, 3, 8, 8, generator=generator, dtype=dtype),
             torch.randint(0, 5, (BATCH,), generator=generator),
         )
     tokens = torch.randint(0, 13, (BATCH, 5), generator=generator)
@@ -94,7 +114,7 @@ def batch_of(name: str, step: int) -> tuple[Tensor, Tensor]:
 def workload_of(name: str, optimizer: str = "SGD") -> Workload:
     def seeded() -> nn.Module:
         torch.manual_seed(0)
-        made = MODELS[name][0]()
+        made = (MODELS | NORMALISED)[name][0]()
         assert isinstance(made, nn.Module)
         return made
 
@@ -102,7 +122,7 @@ def workload_of(name: str, optimizer: str = "SGD") -> Workload:
     return Workload(
         seeded,
         batch_of(name, 0),
-        MODELS[name][1],
+        (MODELS | NORMALISED)[name][1],
         getattr(torch.optim, optimizer),
         options,
         name=name,
@@ -122,6 +142,34 @@ def reference(name: str, optimizer: str) -> tuple[list[float], dict[str, Tensor]
         stepper.step()
         losses.append(float(loss.detach()))
     return losses, model.state_dict()
+
+
+def reference_with_local_statistics(
+    name: str, shares: tuple[int, ...]
+) -> tuple[list[float], dict[str, Tensor]]:
+    """One device that normalises each replica's samples on their own; buffers of replica 0."""
+    workload = workload_of(name)
+    model = workload.make_model()
+    parameters = dict(model.named_parameters())
+    buffers = [{k: v.clone() for k, v in model.named_buffers()} for _ in shares]
+    stepper = workload.optimizer(model.parameters(), **dict(workload.optimizer_options))
+    losses = []
+    for step in range(STEPS):
+        x, y = batch_of(name, step)
+        stepper.zero_grad()
+        total = 0.0
+        begin = 0
+        for share, own in zip(shares, buffers, strict=True):
+            if share:
+                part = slice(begin, begin + share)
+                output = torch.func.functional_call(model, {**parameters, **own}, (x[part],))
+                loss = functional.cross_entropy(output, y[part], reduction="sum") / BATCH
+                torch.autograd.backward(loss)
+                total += float(loss.detach())
+            begin += share
+        stepper.step()
+        losses.append(total)
+    return losses, {**{k: v.detach() for k, v in parameters.items()}, **buffers[0]}
 
 
 def train(

@@ -23,6 +23,7 @@ from tests.runtime.cases import (
     MODELS,
     count_tasks,
     reference,
+    reference_with_local_statistics,
     train,
     train_without,
     workload_of,
@@ -154,6 +155,25 @@ def test_micro_batches_with_uneven_counts(ranks: Ranks, tmp_path: Path, name: st
         graph, [decision] * group_ops(graph).num_groups, micro_batches=micro, bucket_bytes=600
     )
     assert_trains_like_one_device(ranks, tmp_path, name, strategy, graph, "SGD")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", ["ring", "uneven slices", "zero share", "server"])
+def test_batch_norm_keeps_local_statistics(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    graph = graph_of("normalised")
+    homes = None
+    if case == "server":
+        homes = tuple(index % 3 for index in range(len(graph.updates)))
+    decisions = [SYNCS[case]] * group_ops(graph).num_groups
+    path = tmp_path / "plan.json"
+    plan_of(graph, strategy_of(graph, decisions, homes=homes, bucket_bytes=600)).save(path)
+    results = ranks.run(train, "normalised", "SGD", str(path))
+    losses, weights = reference_with_local_statistics("normalised", SYNCS[case].shares)
+    assert results[0][0] == pytest.approx(losses, rel=1e-9)
+    state = results[0][1]
+    assert state is not None
+    for key, wanted in weights.items():
+        torch.testing.assert_close({key: state[key]}, {key: wanted}, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.distributed
