@@ -122,6 +122,10 @@ class StepExecutor:
         for row, value in enumerate(self.tables.parameter_gradient):
             self._parameters_of_value.setdefault(int(value), []).append(row)
         self._maker = program.buffer_maker
+        self._buffer_start: list[int] = program.buffer_start.tolist()
+        self._reads_of: dict[int, list[int]] = {}
+        self._near_of: dict[int, dict[tuple[int, bool], int]] = {}
+        self._value_in_buffer: dict[int, tuple[int, bool]] = {}
         # Label counts need nothing: first on every rank, so that the loss finds them there.
         order = sorted(
             (int(task) for task in task_order), key=lambda task: not self._is_early(task)
@@ -163,13 +167,24 @@ class StepExecutor:
         return bool(self.tables.value_is_early[value])
 
     def _reads(self, task: int) -> list[int]:
-        program = self.program
-        span = slice(program.read_start[task], program.read_start[task + 1])
-        return [int(buffer) for buffer in program.read_buffer[span]]
+        """Buffers that a task reads; looked up once."""
+        reads = self._reads_of.get(task)
+        if reads is None:
+            span = slice(self.program.read_start[task], self.program.read_start[task + 1])
+            reads = self._reads_of[task] = [int(b) for b in self.program.read_buffer[span]]
+        return reads
 
     def _made(self, task: int) -> range:
-        program = self.program
-        return range(int(program.buffer_start[task]), int(program.buffer_start[task + 1]))
+        """Buffers that a task makes."""
+        return range(self._buffer_start[task], self._buffer_start[task + 1])
+
+    def _near(self, task: int) -> dict[tuple[int, bool], int]:
+        """Buffer of each value that a task reads, by (value, made whole); looked up once."""
+        near = self._near_of.get(task)
+        if near is None:
+            near = {self._value_in(buffer): buffer for buffer in self._reads(task)}
+            self._near_of[task] = near
+        return near
 
     def _count_reads(self) -> dict[int, int]:
         """Local readers of each buffer, so that it is dropped after the last one."""
@@ -271,11 +286,7 @@ class StepExecutor:
         op = int(self.tables.op_id[row])
         layout = self._layout_of_op(op)
         begin, count = layout.range(micro, self.rank) if layout else (0, 0)
-        near = {}
-        for buffer in self._reads(task):
-            value, whole = self._value_in(buffer)
-            if value >= 0:
-                near[value, whole] = buffer
+        near = self._near(task)
         inputs = [
             self._input(tensor, needed, near, layout, micro)
             for tensor, needed in zip(self.graph.ops[op].inputs, self.plan.needed[op], strict=True)
@@ -297,6 +308,12 @@ class StepExecutor:
 
     def _value_in(self, buffer: int) -> tuple[int, bool]:
         """(value, whether it was made whole by a collective) of a buffer; -1 for tokens."""
+        known = self._value_in_buffer.get(buffer)
+        if known is None:
+            known = self._value_in_buffer[buffer] = self._look_up_value(buffer)
+        return known
+
+    def _look_up_value(self, buffer: int) -> tuple[int, bool]:
         maker = int(self._maker[buffer])
         kind, subject = TaskKind(self.program.kind[maker]), int(self.program.subject[maker])
         if kind == TaskKind.COMPUTE:

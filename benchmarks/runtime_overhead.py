@@ -1,0 +1,181 @@
+"""What does our executor cost beside plain PyTorch?
+
+    python benchmarks/runtime_overhead.py --json
+
+On two even gloo ranks: our step against the real DistributedDataParallel for the same split. On
+one device: our step against plain eager. Both are measured in turn in one run, and the ratio is
+that of the medians.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture
+from heterog.graph.workload import Workload
+from heterog.planners.plan import load_plan, make_plan
+from heterog.runtime.deploy import deploy
+
+SAMPLES = 64
+
+
+class CausalLanguageModel(nn.Module):
+    """A GPT-like model of 4.2 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4096, 256)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True, norm_first=True)
+            for _ in range(4)
+        )
+        self.head = nn.Linear(256, 4096, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of every position, ``[samples x tokens, vocabulary]``."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out.flatten(0, 1)
+
+
+def mlp() -> nn.Module:
+    """A multi-layer perceptron of 3.7 M parameters."""
+    return nn.Sequential(
+        nn.Linear(1024, 1408), nn.ReLU(), nn.Linear(1408, 1408), nn.ReLU(), nn.Linear(1408, 256)
+    )
+
+
+def workload_of(name: str) -> Workload:
+    """One of the two measured workloads, with the same weights on every call."""
+    torch.manual_seed(0)
+    if name == "mlp":
+        batch = (torch.randn(SAMPLES, 1024), torch.randn(SAMPLES, 256))
+        return Workload(mlp, batch, functional.mse_loss, torch.optim.SGD, {"lr": 0.01}, name=name)
+    tokens = torch.randint(0, 4096, (16, 32))
+    return Workload(
+        CausalLanguageModel,
+        (tokens, tokens),
+        lambda out, y: functional.cross_entropy(out, y.flatten()),
+        torch.optim.SGD,
+        {"lr": 0.01},
+        name=name,
+    )
+
+
+def cluster_of(num_devices: int) -> Cluster:
+    """Equal CPUs, one per host."""
+    hosts = [
+        {
+            "name": f"h{i}",
+            "devices": [{"type": "CPU", "count": 1}],
+            "nic": {"line_rate": "10 Gbit/s"},
+        }
+        for i in range(num_devices)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.yaml"
+        document = {"schema_version": 1, "name": "even", "hosts": hosts}
+        path.write_text(json.dumps(document))  # JSON is YAML
+        return Cluster.load(path)
+
+
+def serve(rank: int, folder: str, name: str, num_ranks: int, num_steps: int) -> None:
+    """One rank: both steps in turn; rank 0 writes the seconds."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
+    )
+    workload = workload_of(name)
+    ours = deploy(workload, load_plan(f"{folder}/plan.json"))
+    batch = workload.make_batch()
+    assert isinstance(batch, tuple)
+    model = workload.make_model()
+    plain = DistributedDataParallel(model) if num_ranks > 1 else model
+    optimizer = workload.optimizer(model.parameters(), **dict(workload.optimizer_options))
+    part = SAMPLES if name == "mlp" else 16
+    begin = rank * part // num_ranks
+    local = tuple(each[begin : begin + part // num_ranks] for each in batch)
+
+    def step() -> None:
+        loss = workload.step_loss(plain, local)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+
+    contenders: dict[str, Callable[[], Any]] = {"ours": lambda: ours(batch), "plain": step}
+    seconds: dict[str, list[float]] = {key: [] for key in contenders}
+    for number in range(num_steps + 3):
+        for key, run in contenders.items():
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            dist.barrier()
+            if number >= 3:
+                seconds[key].append(time.perf_counter() - start)
+    if rank == 0:
+        Path(f"{folder}/seconds.json").write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(name: str, num_ranks: int, num_steps: int) -> dict[str, Any]:
+    """Medians of both, and their ratio."""
+    graph = capture(workload_of(name))
+    with tempfile.TemporaryDirectory() as folder:
+        method = "ddp" if num_ranks > 1 else "single_device"
+        plan = make_plan(graph, cluster_of(num_ranks), methods=[method], budget="1e")
+        plan.save(f"{folder}/plan.json")
+        multiprocessing.spawn(serve, (folder, name, num_ranks, num_steps), num_ranks)  # type: ignore[no-untyped-call]
+        seconds = json.loads(Path(f"{folder}/seconds.json").read_text())
+    ours, plain = (statistics.median(seconds[key]) for key in ("ours", "plain"))
+    return {
+        "model": name,
+        "num_ranks": num_ranks,
+        "ours_s": ours,
+        "ratio_to_ddp" if num_ranks > 1 else "ratio_to_eager": ours / plain,
+        "plain_s": plain,
+        "num_steps": num_steps,
+    }
+
+
+def main() -> None:
+    """Measure both workloads on one and on two ranks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--steps", type=int, default=40)
+    arguments = parser.parse_args()
+    rows = [
+        measure(name, num_ranks, arguments.steps)
+        for name in ("mlp", "gpt")
+        for num_ranks in (1, 2)
+    ]
+    if arguments.json:
+        print(json.dumps({"rows": rows}, indent=2))
+        return
+    for row in rows:
+        ratio = row.get("ratio_to_ddp", row.get("ratio_to_eager"))
+        print(
+            f"{row['model']:4} {row['num_ranks']} ranks: ours {row['ours_s'] * 1e3:.1f} ms, "
+            f"plain {row['plain_s'] * 1e3:.1f} ms, ratio {ratio:.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
