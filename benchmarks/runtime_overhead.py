@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing, nn
-from torch.nn import functional
+from torch import multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
 from heterog.cluster import Cluster
@@ -28,54 +27,15 @@ from heterog.graph.capture import capture
 from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan, make_plan
 from heterog.runtime.deploy import deploy
+from heterog.zoo import load_workload
 
-SAMPLES = 64
-
-
-class CausalLanguageModel(nn.Module):
-    """A GPT-like model of 4.2 M parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(4096, 256)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True, norm_first=True)
-            for _ in range(4)
-        )
-        self.head = nn.Linear(256, 4096, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of every position, ``[samples x tokens, vocabulary]``."""
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        out: Tensor = self.head(x)
-        return out.flatten(0, 1)
-
-
-def mlp() -> nn.Module:
-    """A multi-layer perceptron of 3.7 M parameters."""
-    return nn.Sequential(
-        nn.Linear(1024, 1408), nn.ReLU(), nn.Linear(1408, 1408), nn.ReLU(), nn.Linear(1408, 256)
-    )
+WORKLOADS = Path(__file__).parents[1] / "experiments" / "testbed_workloads.py"
+BATCH_SIZES = {"mlp": 64, "gpt": 16}
 
 
 def workload_of(name: str) -> Workload:
-    """One of the two measured workloads, with the same weights on every call."""
-    torch.manual_seed(0)
-    if name == "mlp":
-        batch = (torch.randn(SAMPLES, 1024), torch.randn(SAMPLES, 256))
-        return Workload(mlp, batch, functional.mse_loss, torch.optim.SGD, {"lr": 0.01}, name=name)
-    tokens = torch.randint(0, 4096, (16, 32))
-    return Workload(
-        CausalLanguageModel,
-        (tokens, tokens),
-        lambda out, y: functional.cross_entropy(out, y.flatten()),
-        torch.optim.SGD,
-        {"lr": 0.01},
-        name=name,
-    )
+    """One of the measured workloads."""
+    return load_workload(f"{WORKLOADS}:{name}", BATCH_SIZES[name])
 
 
 def cluster_of(num_devices: int) -> Cluster:
@@ -109,7 +69,7 @@ def serve(rank: int, folder: str, name: str, num_ranks: int, num_steps: int) -> 
     model = workload.make_model()
     plain = DistributedDataParallel(model) if num_ranks > 1 else model
     optimizer = workload.optimizer(model.parameters(), **dict(workload.optimizer_options))
-    part = SAMPLES if name == "mlp" else 16
+    part = BATCH_SIZES[name]
     begin = rank * part // num_ranks
     local = tuple(each[begin : begin + part // num_ranks] for each in batch)
 

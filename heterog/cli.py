@@ -23,6 +23,7 @@ from heterog.errors import HeterogError, UnknownNameError
 from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from heterog.cluster import Cluster
     from heterog.graph.op_graph import OpGraph
 
 app = typer.Typer(
@@ -150,7 +151,6 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Find how to train a model on a cluster."""
-    from heterog.cluster import Cluster
     from heterog.files import check_writable
     from heterog.planners.plan import check_batch, make_plan, parse_orders
     from heterog.planners.planner import Budget
@@ -161,7 +161,7 @@ def plan(
     parsed = Budget.parse(budget)
     parse_orders(order)
     methods = _methods(method)
-    target = Cluster.load(cluster)
+    target = _cluster(cluster)
     with _progress(as_json) as progress:
         progress("capture", 0.0, float("inf"))
         graph = _graph(model, batch_size)
@@ -207,7 +207,6 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Compare methods over models and clusters; every method gets the full budget."""
-    from heterog.cluster import Cluster
     from heterog.files import check_writable, write_atomically
     from heterog.planners.compare import compare_methods
     from heterog.planners.plan import check_batch, parse_orders
@@ -219,7 +218,7 @@ def compare(
     parsed = Budget.parse(budget)
     orders = parse_orders(order)
     names = _methods(methods)
-    targets = [Cluster.load(name) for name in _names(clusters)]
+    targets = [_cluster(name) for name in _names(clusters)]
     documents: list[dict[str, Any]] = []
     for model in _names(models):
         with _progress(as_json) as progress:
@@ -253,12 +252,19 @@ def run(
     plan: Annotated[Path, typer.Argument(help="plan.json")],
     model: Annotated[str, typer.Option("--model", help="if the plan does not name it")] = "",
     steps: Annotated[int, typer.Option("--steps", help="measured training steps")] = 10,
+    testbed: Annotated[
+        str,
+        typer.Option("--testbed", help="shaped CPUs and links: a shipped name or a YAML file"),
+    ] = "",
     timeout: Annotated[str, typer.Option("--timeout", help="of the whole job")] = "300s",
     as_json: JsonOption = False,
 ) -> None:
-    """Train with a plan on local processes, one per device; under torchrun, be one rank."""
+    """Train with a plan on local processes, one per device, or on a local testbed."""
+    from contextlib import ExitStack
+
     from heterog.planners.plan import load_plan
     from heterog.runtime.launch import run_ranks
+    from heterog.runtime.testbed import Testbed, load_testbed
     from heterog.units import parse_seconds
 
     if steps < 1:
@@ -266,18 +272,32 @@ def run(
     loaded = load_plan(plan)
     if loaded.step_time_s is None:
         raise HeterogError(f"{plan} does not fit into memory ({loaded.shortage}); plan again.")
-    measured = run_ranks(
-        plan,
-        loaded.cluster.num_devices,
-        model=model,
-        num_steps=steps,
-        timeout_s=parse_seconds(timeout),
-    )
+    with ExitStack() as stack:
+        options: dict[str, Any] = {}
+        if testbed:
+            cluster = load_testbed(testbed)
+            difference = loaded.cluster.describe_difference(cluster)
+            if difference is not None:
+                raise HeterogError(
+                    f"{plan} was made for another cluster than the testbed: {difference}; plan "
+                    f"with --cluster {testbed}."
+                )
+            bed = stack.enter_context(Testbed(cluster))
+            options = {"wrap": bed.command, "environment": bed.environment}
+        measured = run_ranks(
+            plan,
+            loaded.cluster.num_devices,
+            model=model,
+            num_steps=steps,
+            timeout_s=parse_seconds(timeout),
+            **options,
+        )
     if as_json:
         _print_json(measured)
         return
     out.print(
-        f"{measured['model']} on {measured['num_ranks']} local ranks: "
+        f"{measured['model']} on {measured['num_ranks']} "
+        f"{'ranks of testbed ' + testbed if testbed else 'local ranks'}: "
         f"{format_seconds(measured['step_time_s'])} a step (median of {steps}, "
         f"{format_seconds(measured['step_time_min_s'])} to "
         f"{format_seconds(measured['step_time_max_s'])}), predicted for {loaded.cluster.name} "
@@ -329,6 +349,14 @@ def _graph(model: str, batch_size: int | None) -> "OpGraph":
 
     captured: OpGraph = capturing.capture(workload)
     return captured
+
+
+def _cluster(source: str) -> "Cluster":
+    """A preset, a YAML file, or a shipped testbed."""
+    from heterog.cluster import Cluster
+    from heterog.runtime.testbed import load_testbed, shipped_testbeds
+
+    return load_testbed(source) if source in shipped_testbeds() else Cluster.load(source)
 
 
 def _names(text: str) -> list[str]:

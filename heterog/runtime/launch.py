@@ -60,35 +60,53 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="heterog-") as folder:
         output = Path(folder) / "measured.json"
-        command = [
-            sys.executable, "-m", "heterog.runtime.rank", str(plan.resolve()),
-            "--model", model, "--steps", str(num_steps), "--timeout", str(timeout_s),
-            "-o", str(output),
-        ]  # fmt: skip
-        common = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(num_ranks),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-        }
-        processes: list[subprocess.Popen[bytes]] = []
+        run_commands(
+            ["-m", "heterog.runtime.rank", str(plan.resolve()), "--model", model, "--steps",
+             str(num_steps), "--timeout", str(timeout_s), "-o", str(output)],
+            num_ranks,
+            timeout_s=timeout_s,
+            wrap=wrap,
+            environment=environment,
+        )  # fmt: skip
+        measured = read_json(output, "measurement")
+        assert isinstance(measured, dict)
+        return measured
+
+
+def run_commands(
+    arguments: Sequence[str],
+    num_ranks: int,
+    *,
+    timeout_s: float = 300.0,
+    wrap: Wrap = lambda rank, command: command,
+    environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
+) -> None:
+    """Run this Python with the same arguments once per rank, under torchrun's variables.
+
+    Raises:
+        LaunchError: as ``run_ranks``.
+    """
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(num_ranks),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="heterog-") as folder:
         words = [Path(folder) / f"rank{rank}.err" for rank in range(num_ranks)]
         try:
             for rank in range(num_ranks):
                 variables = {**os.environ, **common, **environment(rank), "RANK": str(rank)}
+                command = wrap(rank, [sys.executable, *arguments])
                 with words[rank].open("wb") as sink:
                     processes.append(
-                        subprocess.Popen(
-                            wrap(rank, command), env=variables, stdout=sink, stderr=sink
-                        )
+                        subprocess.Popen(command, env=variables, stdout=sink, stderr=sink)
                     )
             _wait(processes, words, timeout_s)
         finally:
             _end(processes)
-        measured = read_json(output, "measurement")
-        assert isinstance(measured, dict)
-        return measured
 
 
 def _wait(

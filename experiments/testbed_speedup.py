@@ -1,0 +1,157 @@
+"""Does a searched plan beat the real DistributedDataParallel on unequal machines?
+
+    python experiments/testbed_speedup.py --json        # Linux, as root
+
+On each testbed and workload, in one job and in turn: the plan of ``auto``, DDP with even batches,
+and DDP with batches in proportion to the CPU quotas. Measured, not simulated.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from heterog.graph.capture import capture
+from heterog.planners.plan import load_plan, make_plan
+from heterog.runtime.deploy import deploy
+from heterog.runtime.launch import run_commands
+from heterog.runtime.testbed import Testbed, load_testbed
+from heterog.strategy.strategy import split_evenly, split_in_proportion
+from heterog.zoo import load_workload
+
+TESTBEDS = ("skew_compute", "skew_network", "skew_both")
+MODELS = ("mlp", "vgg", "gpt", "encoder")
+WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
+WARM_UP = 1
+
+
+def serve(folder: Path, model: str, num_pairs: int) -> None:
+    """One rank: all contenders in turn; rank 0 writes the seconds."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    workload = load_workload(f"{WORKLOADS}:{model}", None)
+    plan = load_plan(folder / "plan.json")
+    ours = deploy(workload, plan)
+    batch = workload.make_batch()
+    assert isinstance(batch, tuple)
+    size = plan.graph.batch_size
+    quotas = tuple(host.cpu_quota or 1.0 for host in plan.cluster.hosts)
+    contenders: dict[str, Callable[[], Any]] = {"auto": lambda: ours(batch)}
+    for key, shares in (
+        ("ddp", split_evenly(size, len(quotas))),
+        ("proportional_ddp", split_in_proportion(size, quotas)),
+    ):
+        contenders[key] = _ddp_step(model, shares, rank)
+    seconds: dict[str, list[float]] = {key: [] for key in contenders}
+    for number in range(num_pairs + WARM_UP):
+        for key, step in contenders.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            dist.barrier()
+            if number >= WARM_UP:
+                seconds[key].append(time.perf_counter() - begin)
+    if rank == 0:
+        (folder / "seconds.json").write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _ddp_step(model: str, shares: tuple[int, ...], rank: int) -> Callable[[], None]:
+    """A training step of the real DDP on this rank's part of the batch."""
+    workload = load_workload(f"{WORKLOADS}:{model}", None)
+    replica = DistributedDataParallel(workload.make_model())
+    optimizer = workload.optimizer(replica.parameters(), **dict(workload.optimizer_options))
+    batch = workload.make_batch()
+    assert isinstance(batch, tuple)
+    begin = sum(shares[:rank])
+    local = tuple(each[begin : begin + shares[rank]] for each in batch)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(workload.step_loss(replica, local))
+        optimizer.step()
+
+    return step
+
+
+def measure(testbed: str, model: str, budget: str, num_pairs: int) -> dict[str, Any]:
+    """Plan, then run all contenders on the testbed."""
+    cluster = load_testbed(testbed)
+    graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
+    plan = make_plan(graph, cluster, budget=budget)
+    with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
+        folder = Path(name)
+        plan.save(folder / "plan.json")
+        arguments = ["--rank-folder", name, "--models", model, "--pairs", str(num_pairs)]
+        run_commands(
+            [str(Path(__file__).resolve()), *arguments],
+            cluster.num_devices,
+            wrap=bed.command,
+            environment=bed.environment,
+            timeout_s=1200,
+        )
+        seconds = json.loads((folder / "seconds.json").read_text())
+    medians = {key: statistics.median(values) for key, values in seconds.items()}
+    return {
+        "testbed": testbed,
+        "model": model,
+        "method": plan.method,
+        "predicted_step_time_s": plan.step_time_s,
+        "step_time_s": medians["auto"],
+        "ddp_step_time_s": medians["ddp"],
+        "proportional_ddp_step_time_s": medians["proportional_ddp"],
+        "speedup_over_ddp": medians["ddp"] / medians["auto"],
+        "speedup_over_proportional_ddp": medians["proportional_ddp"] / medians["auto"],
+        "num_pairs": num_pairs,
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    """Measure every testbed and workload."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--testbeds", default=",".join(TESTBEDS))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--budget", default="1000e")
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_folder:
+        serve(Path(arguments.rank_folder), arguments.models, arguments.pairs)
+        return
+    rows = []
+    for testbed in arguments.testbeds.split(","):
+        for model in arguments.models.split(","):
+            row = measure(testbed, model, arguments.budget, arguments.pairs)
+            rows.append(row)
+            if not arguments.json:
+                print(
+                    f"{testbed:13} {model:8} {row['method']:15} {row['step_time_s']:.3f} s "
+                    f"(predicted {row['predicted_step_time_s']:.3f}), DDP "
+                    f"{row['ddp_step_time_s']:.3f}, proportional "
+                    f"{row['proportional_ddp_step_time_s']:.3f}: "
+                    f"{row['speedup_over_ddp']:.2f}x",
+                    flush=True,
+                )
+    gains = [row["speedup_over_ddp"] for row in rows]
+    mean = math.exp(statistics.fmean(map(math.log, gains)))
+    if arguments.json:
+        print(json.dumps({"rows": rows, "geometric_mean_over_ddp": mean}, indent=2))
+    else:
+        print(f"geometric mean over DDP {mean:.2f}x, least {min(gains):.2f}x")
+
+
+if __name__ == "__main__":
+    main()
