@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from heterog.cluster import Cluster
@@ -102,7 +102,7 @@ def measure(name: str, num_ranks: int, num_steps: int) -> dict[str, Any]:
         method = "ddp" if num_ranks > 1 else "single_device"
         plan = make_plan(graph, cluster_of(num_ranks), methods=[method], budget="1e")
         plan.save(f"{folder}/plan.json")
-        multiprocessing.spawn(serve, (folder, name, num_ranks, num_steps), num_ranks)  # type: ignore[no-untyped-call]
+        spawn(serve, (folder, name, num_ranks, num_steps), num_ranks)  # type: ignore[no-untyped-call]
         seconds = json.loads(Path(f"{folder}/seconds.json").read_text())
     ours, plain = (statistics.median(seconds[key]) for key in ("ours", "plain"))
     return {

@@ -144,7 +144,7 @@ class Strategy:
                 )
             decision = self.decisions[int(group[op])]
             by_server = decision.sync == Sync.PARAMETER_SERVER
-            if by_server and home == REPLICATED:
+            if by_server and home == REPLICATED and len(decision.devices) > 1:
                 raise StrategyError(f"parameter '{name}' is served, but has no home device.")
             if not by_server and home != REPLICATED and len(decision.devices) > 1:
                 raise StrategyError(

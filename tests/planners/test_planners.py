@@ -32,6 +32,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 from heterog.strategy.space import StrategySpace, device_sets
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
+from tests.simulator.builders import cluster_of
 
 
 def deep_mlp() -> nn.Module:
@@ -243,3 +244,13 @@ def test_best_row_prefers_what_fits() -> None:
     broken = replace(rows[0], step_time_s=None, outcome="out_of_memory")
     assert isinstance(broken, MethodRow)
     assert best_row([broken, rows[1]]).method == rows[1].method
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_every_method_works_on_the_smallest_clusters(num_devices: int) -> None:
+    small = Evaluator(graph(), cluster_of((1.0, ["T4"] * num_devices)))
+    rows = run_methods(small, ["auto"], budget=Budget(evaluations=200))
+    assert [row.method for row in rows if row.outcome != "ok"] == []
+    if num_devices == 1:
+        times = {row.step_time_s for row in rows if row.method in ("ev_ar", "ev_ps", "cp_ar")}
+        assert len(times) == 1, "without others there is nothing to synchronise"
