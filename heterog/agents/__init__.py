@@ -1,1 +1,1 @@
-"""See the docs."""
+"""Planners that learn."""

@@ -1,1 +1,1 @@
-"""See the docs."""
+"""Gymnasium environments around the simulator."""

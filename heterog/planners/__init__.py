@@ -1,1 +1,1 @@
-"""See the docs."""
+"""Methods that propose strategies, one file each."""

@@ -1,1 +1,1 @@
-"""See the docs."""
+"""Tables and traces for people."""

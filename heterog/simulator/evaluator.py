@@ -12,10 +12,10 @@ from heterog.simulator.engine import (
     Order,
     Schedule,
     make_schedule,
-    memory_kernel,
     price_kernel,
     simulate_kernel,
 )
+from heterog.simulator.memory import memory_kernel
 from heterog.simulator.referee import replay
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import ChannelTable

@@ -1,1 +1,1 @@
-"""See the docs."""
+"""Strategies and what they mean."""

@@ -1,0 +1,116 @@
+"""Memory of a simulated step, by liveness.
+
+A buffer is alive from the start of the task that makes it to the end of its last reader. What
+stays for the whole step (parameters, optimizer state, the batch) comes from
+``strategy.lowering.resident_bytes``. Kernel workspaces, fragmentation and the device's context are
+not modelled; a cluster's ``reserved_memory`` stands for them.
+"""
+
+import numba as nb
+import numpy as np
+
+from heterog.simulator.engine import Schedule
+from heterog.strategy.lowering import NUM_BUFFERS, NUM_READS, Tape
+from heterog.strategy.program import FloatArray, IntArray
+
+
+@nb.njit(cache=True, nogil=True)
+def memory_kernel(tape: Tape, schedule: Schedule, resident: FloatArray, peak: FloatArray) -> None:
+    """Peak bytes of each device: a buffer lives from its maker's start to its last reader's end.
+
+    Each device is followed on its own: its ops, whose order is fixed, are merged in time with the
+    link and free tasks that touch its memory. At one instant, ends come before starts.
+    """
+    alive = schedule.alive
+    alive[: tape.counts[NUM_BUFFERS]] = 0
+    for read in range(tape.counts[NUM_READS]):
+        alive[tape.reads[read]] += 1
+    num_devices = len(resident)
+    touching, touching_start = _events_by_device(tape, schedule, num_devices)
+    for device in range(num_devices):
+        live = resident[device]
+        most = live
+        op = schedule.sequence_start[device]
+        last_op = schedule.sequence_start[device + 1]
+        is_running = False
+        other = touching_start[device]
+        last_other = touching_start[device + 1]
+        while op < last_op or other < last_other:
+            take_op = op < last_op
+            if take_op and other < last_other:
+                event = touching[other]
+                task = schedule.sequence[op]
+                time = schedule.finish[event >> 1] if event & 1 else schedule.start[event >> 1]
+                if is_running:
+                    take_op = schedule.finish[task] <= time
+                else:
+                    take_op = schedule.start[task] < time
+            if take_op:
+                task = schedule.sequence[op]
+                is_end = is_running
+                is_running = not is_running
+                op += 1 if is_end else 0
+            else:
+                task = touching[other] >> 1
+                is_end = touching[other] & 1 == 1
+                other += 1
+            for made in range(tape.tasks[task].buffer_start, tape.tasks[task + 1].buffer_start):
+                buffer = tape.buffers[made]
+                if buffer.device != device:
+                    continue
+                if not is_end:
+                    live += buffer.num_bytes
+                elif alive[made] == 0:
+                    live -= buffer.num_bytes
+            most = max(most, live)
+            if is_end:
+                for read in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
+                    needed = tape.reads[read]
+                    buffer = tape.buffers[needed]
+                    if buffer.device == device:
+                        alive[needed] -= 1
+                        if alive[needed] == 0:
+                            live -= buffer.num_bytes
+        peak[device] = most
+
+
+@nb.njit(cache=True, nogil=True)
+def _events_by_device(
+    tape: Tape, schedule: Schedule, num_devices: int
+) -> tuple[IntArray, IntArray]:
+    """Starts and ends of link and free tasks that touch each device's memory, in time order."""
+    start = np.zeros(num_devices + 1, np.int32)
+    seen = np.full(num_devices, -1, np.int64)
+    touching = np.empty(0, np.int32)
+    filled = np.zeros(num_devices, np.int32)
+    for writing in range(2):
+        seen[:] = -1
+        index = 0
+        while schedule.events[index] >= 0:
+            event = schedule.events[index]
+            task = event >> 1
+            for edge in range(tape.tasks[task].buffer_start, tape.tasks[task + 1].buffer_start):
+                device = tape.buffers[edge].device
+                if device >= 0 and seen[device] != index:
+                    seen[device] = index
+                    if writing == 1:
+                        touching[start[device] + filled[device]] = event
+                        filled[device] += 1
+                    else:
+                        start[device + 1] += 1
+            if event & 1 == 1:
+                for edge in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
+                    device = tape.buffers[tape.reads[edge]].device
+                    if device >= 0 and seen[device] != index:
+                        seen[device] = index
+                        if writing == 1:
+                            touching[start[device] + filled[device]] = event
+                            filled[device] += 1
+                        else:
+                            start[device + 1] += 1
+            index += 1
+        if writing == 0:
+            for device in range(num_devices):
+                start[device + 1] += start[device]
+            touching = np.empty(start[num_devices], np.int32)
+    return touching, start
