@@ -259,3 +259,29 @@ def test_a_cut_off_plan_is_refused(run: Run, model: str, tmp_path: Path) -> None
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(InputFileError, match="not valid JSON"):
         heterog.load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--steps", "0"), "measure at least one step"),
+        (("--testbed", "skew_bth"), "did you mean 'skew_both'"),
+        (("--testbed", "skew_both"), "made for another cluster than the testbed"),
+        (("--timeout", "soon"), "soon"),
+    ],
+)
+def test_run_refuses_what_cannot_run(
+    run: Run, model: str, tmp_path: Path, options: tuple[str, ...], text: str
+) -> None:
+    path = tmp_path / "plan.json"
+    run("plan", model, "--cluster", "paper_8gpu", "--method", "ddp", "-o", path)
+    result = run("run", path, *options)
+    assert result.code == 2
+    assert text in result.err
+    assert result.err.count("heterog: ") == 1
+
+
+def test_run_refuses_a_missing_plan(run: Run, tmp_path: Path) -> None:
+    result = run("run", tmp_path / "no.json")
+    assert result.code == 2
+    assert "no.json" in result.err
