@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KERNELS := $(VENV)/.kernels
 TORCH ?= torch==2.13.0
 
 .PHONY: setup demo test lint types check format clean
 
-setup: $(STAMP)
+setup: $(KERNELS)
 
 # torch comes first and alone: the exact version resolves to the CPU build where one is configured,
 # and keeps the packages that depend on torch from choosing another.
@@ -15,13 +16,19 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[zoo,dev]" "$(TORCH)"
+	touch $@
+
+# numba looks only at a kernel's own file to see whether its cache is stale, but kernels call and
+# unpack what other files define: after any change all of them are compiled anew.
+$(KERNELS): $(STAMP) $(wildcard heterog/strategy/*.py heterog/simulator/*.py)
+	find heterog -name '*.nbi' -delete -o -name '*.nbc' -delete
 	$(BIN)/python -m heterog.simulator.compile_kernels
 	touch $@
 
-demo: $(STAMP)
+demo: $(KERNELS)
 	$(BIN)/heterog plan bert_large_24l --cluster paper_8gpu --budget 10s -o plan.json --trace trace.json
 
-test: $(STAMP)
+test: $(KERNELS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
