@@ -8,7 +8,7 @@ from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import row_to_dict
 from heterog.planners.planner import Budget, MethodRow, planners
-from heterog.planners.portfolio import AUTO, Progress, best_row, run_methods
+from heterog.planners.portfolio import AUTO, Progress, assert_not_below, best_row, run_methods
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -94,8 +94,7 @@ def compare_methods(
         )
     bound = lower_bound_s(graph, cluster, evaluator.cost_model).seconds
     if step_barrier:
-        for row in rows:
-            assert row.step_time_s is None or row.step_time_s >= bound * (1.0 - 1e-9), row
+        assert_not_below(rows, bound)
     return Comparison(
         graph=graph,
         cluster=cluster,

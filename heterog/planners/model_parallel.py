@@ -119,7 +119,7 @@ def _group_costs(evaluator: Evaluator) -> tuple[FloatArray, FloatArray]:
     # Values of forward ops that backward ops read stay until then.
     kept = [
         value
-        for value, tensor in enumerate(_value_tensors(evaluator))
+        for value, tensor in enumerate(tables.value_tensor.tolist())
         if graph.ops[graph.producer[tensor]].phase == 0
         and any(graph.ops[reader].phase == 1 for reader in graph.consumers[tensor])
     ]
@@ -129,11 +129,6 @@ def _group_costs(evaluator: Evaluator) -> tuple[FloatArray, FloatArray]:
         if owners[value] >= 0:
             memory[owners[value]] += sizes[value]
     return seconds, memory
-
-
-def _value_tensors(evaluator: Evaluator) -> list[int]:
-    graph, tables = evaluator.graph, evaluator.tables
-    return [tensor for op in tables.op_id for tensor in graph.outputs(int(op))]
 
 
 def _placed(task: Task, device_of_group: tuple[int, ...], num_micro: int) -> Strategy:
@@ -167,7 +162,7 @@ def _ranked(task: Task, strategies: list[Strategy]) -> PlanResult:
         tried = [task.evaluator.evaluate_choice(choice, order) for order in task.orders]
         best = tried[best_of(tried)]
         found.append((best, Candidate(strategy=strategy, orders=(best.order,))))
-    found.sort(key=lambda pair: (pair[0].overflow_bytes, pair[0].step_time_s))
+    found.sort(key=lambda pair: pair[0].preference)
     return PlanResult(
         candidates=tuple(candidate for _, candidate in found[:3]),
         num_evaluations=spending.evaluations,

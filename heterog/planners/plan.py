@@ -15,7 +15,7 @@ from heterog.files import read_json, write_json
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.planners.planner import Budget, MethodRow
-from heterog.planners.portfolio import Progress, best_row, run_methods
+from heterog.planners.portfolio import Progress, assert_not_below, best_row, run_methods
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -245,10 +245,7 @@ def plan_from_rows(
     sequence: IntArray = np.lexsort((np.arange(program.num_tasks), start)).astype(np.int32)
     bound = lower_bound_s(graph, cluster, evaluator.cost_model).seconds
     if strategy.step_barrier:
-        for each in rows:
-            assert each.step_time_s is None or each.step_time_s >= bound * (1.0 - 1e-9), (
-                f"{each.method} claims {each.step_time_s} s, below the lower bound of {bound} s"
-            )
+        assert_not_below(rows, bound)
     return Plan(
         graph=graph,
         cluster=cluster,

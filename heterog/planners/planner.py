@@ -213,11 +213,4 @@ def planners() -> Iterator[Planner]:
 
 def best_of(evaluations: list[Evaluation]) -> int:
     """Index of the best evaluation: those that fit first, then the shortest step."""
-    return min(
-        range(len(evaluations)),
-        key=lambda index: (
-            not evaluations[index].is_ok,
-            evaluations[index].overflow_bytes,
-            evaluations[index].step_time_s,
-        ),
-    )
+    return min(range(len(evaluations)), key=lambda index: evaluations[index].preference)

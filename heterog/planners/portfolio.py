@@ -105,9 +105,7 @@ def run_method(planner: Planner, task: Task) -> MethodRow:
             search_seconds=result.search_seconds,
             shortage=result.reason,
         )
-    best, strategy = min(
-        judged, key=lambda pair: (not pair[0].is_ok, pair[0].overflow_bytes, pair[0].step_time_s)
-    )
+    best, strategy = min(judged, key=lambda pair: pair[0].preference)
     return MethodRow(
         method=planner.name,
         stage=planner.stage,
@@ -127,6 +125,14 @@ def best_row(rows: Sequence[MethodRow]) -> MethodRow:
     applicable = [row for row in rows if row.candidate is not None]
     assert applicable, "every set of methods holds one that applies"
     return min(applicable, key=lambda row: (row.step_time_s is None, row.step_time_s or 0.0))
+
+
+def assert_not_below(rows: Sequence[MethodRow], bound_s: float) -> None:
+    """No row may beat the lower bound of a step with barrier: a search finds holes in metrics."""
+    for row in rows:
+        assert row.step_time_s is None or row.step_time_s >= bound_s * (1.0 - 1e-9), (
+            f"{row.method} claims {row.step_time_s} s, below the lower bound of {bound_s} s"
+        )
 
 
 def _chosen(methods: Sequence[str]) -> list[Planner]:

@@ -81,13 +81,14 @@ class DeployedStep:
         A replicated parameter comes from its first replica, BatchNorm statistics from rank 0.
         """
         graph = self.captured.graph
+        named = dict(self.model.named_parameters())
         state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         for row, (_, parameter, _) in enumerate(graph.updates):
             owner = self._owner(row)
             if owner == 0:
                 continue
             name = self._names[parameter]
-            value = dict(self.model.named_parameters())[name].detach()
+            value = named[name].detach()
             if self.rank == owner:
                 dist.send(value.contiguous(), 0)
             elif self.rank == 0:

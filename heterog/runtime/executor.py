@@ -112,15 +112,13 @@ class StepExecutor:
         }
         self._layouts = self._make_layouts()
         self._micro_begin = self._micro_begins()
-        self._row_of_op = {int(op): row for row, op in enumerate(self.tables.op_id)}
         self._value_of = {
-            tensor: int(self.tables.value_start[row]) + position
-            for row, op in enumerate(self.tables.op_id)
-            for position, tensor in enumerate(self.graph.outputs(int(op)))
+            int(tensor): value for value, tensor in enumerate(self.tables.value_tensor)
         }
         self._parameters_of_value: dict[int, list[int]] = {}
         for row, value in enumerate(self.tables.parameter_gradient):
             self._parameters_of_value.setdefault(int(value), []).append(row)
+        self._bucket_members, self._bucket_begin = self._find_bucket_members()
         self._maker = program.buffer_maker
         self._buffer_start: list[int] = program.buffer_start.tolist()
         self._reads_of: dict[int, list[int]] = {}
@@ -149,6 +147,19 @@ class StepExecutor:
                 known[key] = Layout(decision.devices, shares.tolist())
             layouts.append(known[key])
         return layouts
+
+    def _find_bucket_members(self) -> tuple[dict[int, list[int]], dict[int, int]]:
+        """(parameters of each bucket, first element of each parameter in its bucket)."""
+        members: dict[int, list[int]] = {}
+        begins: dict[int, int] = {}
+        filled: dict[int, int] = {}
+        for row, (_, parameter, _) in enumerate(self.graph.updates):
+            bucket = int(self.program.bucket[row])
+            if bucket >= 0:
+                members.setdefault(bucket, []).append(row)
+                begins[row] = filled.get(bucket, 0)
+                filled[bucket] = begins[row] + self.graph.tensors[parameter].meta.num_elements
+        return members, begins
 
     def _micro_begins(self) -> list[int]:
         sizes = [sum(row.values()) for row in self._layouts[0].shares]
@@ -261,7 +272,7 @@ class StepExecutor:
             self._flat[subject] = self._flatten(subject)
         elif kind == TaskKind.SUM:
             parts = [pending.wait() for pending in self._received[subject]]
-            own = self._own_gradient(subject)
+            own = self._gradient.get(subject)
             total = parts[0].clone() if own is None else own + parts[0]
             for part in parts[1:]:
                 total += part
@@ -300,7 +311,7 @@ class StepExecutor:
                 outputs[1] = weight
         for buffer, output in zip(self._made(task), outputs, strict=True):
             self._held[buffer] = Held(output, begin, count)
-        self._keep_gradients(task, row, layout, micro)
+        self._keep_gradients(task, layout, micro)
         self._keep_loss(task, op, layout, micro)
         for buffer in self._made(task):
             if not self._left.get(buffer):
@@ -480,7 +491,7 @@ class StepExecutor:
 
     # --- gradients ---------------------------------------------------------------------------
 
-    def _keep_gradients(self, task: int, row: int, layout: Layout | None, micro: int) -> None:
+    def _keep_gradients(self, task: int, layout: Layout | None, micro: int) -> None:
         for buffer in self._made(task):
             value, _ = self._value_in(buffer)
             for parameter in self._parameters_of_value.get(value, ()):
@@ -501,11 +512,8 @@ class StepExecutor:
         fresh = self._fresh.pop(parameter)
         return fresh.wait() if isinstance(fresh, Pending) else fresh
 
-    def _own_gradient(self, parameter: int) -> Tensor | None:
-        return self._gradient.get(parameter)
-
     def _gradient_or_zeros(self, parameter: int) -> Tensor:
-        gradient = self._own_gradient(parameter)
+        gradient = self._gradient.get(parameter)
         if gradient is None:
             gradient = torch.zeros_like(self._parameter(parameter))
         return gradient
@@ -513,11 +521,8 @@ class StepExecutor:
     def _parameter(self, row: int) -> nn.Parameter:
         return self.parameters[self.graph.updates[row][1]]
 
-    def _members_of_bucket(self, bucket: int) -> list[int]:
-        return [row for row, own in enumerate(self.program.bucket) if own == bucket]
-
     def _flatten(self, bucket: int) -> Tensor:
-        members = self._members_of_bucket(bucket)
+        members = self._bucket_members[bucket]
         return torch.cat([self._gradient_or_zeros(row).reshape(-1) for row in members])
 
     def _synchronise(self, task: int, kind: TaskKind, bucket: int) -> None:
@@ -546,12 +551,8 @@ class StepExecutor:
         bucket = int(self.program.bucket[parameter])
         if bucket >= 0:
             flat = self._totals[bucket].wait()
-            begin = 0
-            for row in self._members_of_bucket(bucket):
-                size = self._parameter(row).numel()
-                if row == parameter:
-                    return flat[begin : begin + size].view(shape)
-                begin += size
+            begin = self._bucket_begin[parameter]
+            return flat[begin : begin + shape.numel()].view(shape)
         if parameter in self._sums:
             return self._sums[parameter].view(shape)
         received = self._received.get(parameter)
@@ -603,9 +604,8 @@ class StepExecutor:
 
     def _convert(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
         value = int(self.tables.slot_value[slot])
-        row = int(self.tables.value_op[value])
-        op = int(self.tables.op_id[row])
-        tensor = self.graph.outputs(op)[value - int(self.tables.value_start[row])]
+        op = int(self.tables.op_id[self.tables.value_op[value]])
+        tensor = int(self.tables.value_tensor[value])
         source = self._layout_of_op(op)
         target = self._layouts[int(self.tables.slot_group[slot])]
         placement = self.plan.placements[tensor]

@@ -73,6 +73,11 @@ class Evaluation:
         """Whether the strategy can run."""
         return self.outcome == Outcome.OK
 
+    @property
+    def preference(self) -> tuple[float, float]:
+        """Smaller is better: what fits comes first (it overflows by 0), then the shorter step."""
+        return self.overflow_bytes, self.step_time_s
+
 
 class Evaluator:
     """Scores strategies of one graph on one cluster by the fast engine.

@@ -34,7 +34,6 @@ class GraphTables(NamedTuple):
     # Compute ops: neither views nor updates, in program order.
     op_id: IntArray  # graph op of each compute op
     op_group: IntArray  # CONSTANT_GROUP for constants
-    op_is_batched: IntArray  # 1: work follows the local samples
     value_start: IntArray  # values made by each compute op  # [num_compute_ops + 1]
     read_start: IntArray  # value reads of each compute op  # [num_compute_ops + 1]
     read_value: IntArray
@@ -45,6 +44,7 @@ class GraphTables(NamedTuple):
     finished_parameter: IntArray
     # Values.
     value_op: IntArray
+    value_tensor: IntArray  # graph tensor of each value
     value_kind: IntArray  # KIND_NUMBER of the placement
     value_bytes: FloatArray  # size where it does not depend on the share
     value_bytes_per_sample: FloatArray
@@ -152,13 +152,11 @@ class _Builder:
         kinds = [KIND_NUMBER[plan.placements[tensor].kind] for tensor in self.values]
         sizes = graph.tensor_bytes[self.values].astype(np.float64)
         split = np.array(kinds) == KIND_NUMBER["S"]
-        per_sample = plan.flops_per_sample + plan.bytes_per_sample
         return GraphTables(
             batch_size=graph.batch_size,
             num_groups=self.grouping.num_groups,
             op_id=_ints(self.ops),
             op_group=_ints([int(self.grouping.group[index]) for index in self.ops]),
-            op_is_batched=(per_sample[self.ops] > 0).astype(np.int32),
             value_start=_starts([graph.ops[index].num_outputs for index in self.ops]),
             read_start=_starts([len(entries) for entries in reads]),
             read_value=_ints([value for entries in reads for value, _ in entries]),
@@ -170,6 +168,7 @@ class _Builder:
             finished_start=_starts([len(rows) for rows in finished]),
             finished_parameter=_ints([row for rows in finished for row in rows]),
             value_op=_ints([row_of[int(graph.producer[tensor])] for tensor in self.values]),
+            value_tensor=_ints(self.values),
             value_kind=_ints(kinds),
             value_bytes=np.where(split, 0.0, sizes),
             value_bytes_per_sample=np.where(split, sizes / graph.batch_size, 0.0),
