@@ -2,7 +2,8 @@
 
 Ranks issue communication in the plan's order, so they cannot deadlock. What gloo gets wrong is
 avoided: waiting twice on a point-to-point work hangs, blocking sends rendezvous, list collectives
-with uneven shapes fail (so all-gathers are padded), and coalescing silently drops later work.
+with uneven shapes fail (uneven slices travel by all-to-all), and coalescing silently drops later
+work.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -75,18 +76,22 @@ class Communicator:
     def reduce_scatter(
         self, tensor: Tensor, devices: tuple[int, ...], counts: Sequence[int]
     ) -> Pending:
-        """Sum a flat tensor over devices and keep this rank's slice of ``counts`` elements."""
+        """Sum a flat tensor over devices and keep this rank's slice of ``counts`` elements.
+
+        Every rank sends each other rank its slice and adds up what it receives: the slices may be
+        uneven, and nothing is padded (gloo's own reduce-scatter is an all-reduce).
+        """
         own = counts[devices.index(self.rank)]
-        most = max(counts)
-        padded = tensor.new_zeros(len(counts) * most)
-        begin = 0
-        for index, count in enumerate(counts):
-            padded[index * most : index * most + count] = tensor[begin : begin + count]
-            begin += count
-        out = tensor.new_empty(most)
-        chunks = list(padded.chunk(len(counts)))
-        work = dist.reduce_scatter(out, chunks, group=self._groups[devices], async_op=True)
-        return Pending(work, lambda: out[:own])
+        received = tensor.new_empty(len(counts) * own)
+        work = dist.all_to_all_single(
+            received,
+            tensor,
+            [own] * len(counts),
+            list(counts),
+            group=self._groups[devices],
+            async_op=True,
+        )
+        return Pending(work, lambda: received.view(len(counts), own).sum(0))
 
     def all_gather(
         self,
@@ -96,15 +101,17 @@ class Communicator:
         combine: Callable[[list[Tensor]], Tensor],
     ) -> Pending:
         """Collect flat parts of uneven sizes from all devices and combine them."""
-        padded = part.new_zeros(max(counts))
-        padded[: part.numel()] = part
-        parts = [torch.empty_like(padded) for _ in counts]
-        work = dist.all_gather(parts, padded, group=self._groups[devices], async_op=True)
-
-        def finish() -> Tensor:
-            return combine([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-        return Pending(work, finish)
+        copies = part.repeat(len(counts))
+        received = part.new_empty(sum(counts))
+        work = dist.all_to_all_single(
+            received,
+            copies,
+            list(counts),
+            [part.numel()] * len(counts),
+            group=self._groups[devices],
+            async_op=True,
+        )
+        return Pending(work, lambda: combine(list(received.split(list(counts)))))
 
     def flush(self) -> None:
         """Wait for everything that was sent."""

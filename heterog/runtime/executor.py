@@ -7,7 +7,7 @@ and waited for where its result is needed.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,22 @@ class Held:
         return self.value.wait() if isinstance(self.value, Pending) else self.value
 
 
+class Recorder(Protocol):
+    """Hears when a rank begins and ends its tasks."""
+
+    def begin_task(self, task: int) -> None:
+        """A task of the program is about to run."""
+
+    def end_task(self, task: int) -> None:
+        """It has run; communication has only been issued."""
+
+    def begin_update(self, parameters: Sequence[int]) -> None:
+        """The optimizer is about to step these rows of ``graph.updates``, all in one call."""
+
+    def end_update(self, parameters: Sequence[int]) -> None:
+        """It has stepped them."""
+
+
 class Layout:
     """Which samples each device owns, per micro-batch."""
 
@@ -78,6 +94,9 @@ class StepExecutor:
         parameters: this rank's parameters by tensor id.
         buffers: the model's buffers and constants by tensor id.
         optimizer: steps the parameters that this rank updates.
+
+    Attributes:
+        recorder: told about every task of the next steps; ``None`` where nobody asks.
     """
 
     def __init__(
@@ -105,6 +124,7 @@ class StepExecutor:
         self.buffers = buffers
         self.optimizer = optimizer
         self.device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        self.recorder: Recorder | None = None
         self.num_micro = strategy.num_micro_batches
         self._ops = {
             index: LocalOp(self.graph, self.plan, index, node)
@@ -240,8 +260,12 @@ class StepExecutor:
         self._loss = self._zeros(self.graph.loss, ())
         with torch.no_grad():
             for task in self._tasks:
+                if self.recorder is not None:
+                    self.recorder.begin_task(task)
                 self._run(task)
                 self._drop(task)
+                if self.recorder is not None:
+                    self.recorder.end_task(task)
             self._step_optimizer()
             for pending in self._arriving:
                 pending.wait()
@@ -569,7 +593,11 @@ class StepExecutor:
         """Step the parameters that have a gradient; the others are left alone by ``None``."""
         if self._updating:
             assert self.optimizer is not None
+            if self.recorder is not None:
+                self.recorder.begin_update(self._updating)
             self.optimizer.step()
+            if self.recorder is not None:
+                self.recorder.end_update(self._updating)
             for parameter in self._updating:
                 self._parameter(parameter).grad = None
             self._updating.clear()
