@@ -14,7 +14,7 @@ VOCABULARY = 4096
 TOKENS = 32
 
 
-def mlp(batch_size: int = 512) -> heterog.Workload:
+def mlp(batch_size: int = 4096) -> heterog.Workload:
     """A multi-layer perceptron of 3.8 M parameters: much communication, little compute."""
 
     def model() -> nn.Module:
@@ -35,7 +35,7 @@ def mlp(batch_size: int = 512) -> heterog.Workload:
     return heterog.Workload(model, batch, functional.mse_loss, torch.optim.SGD, {"lr": 0.01})
 
 
-def vgg(batch_size: int = 192) -> heterog.Workload:
+def vgg(batch_size: int = 384) -> heterog.Workload:
     """A VGG-like network with BatchNorm on 32 x 32 images: much compute, little communication."""
 
     def model() -> nn.Module:
@@ -83,7 +83,7 @@ class LanguageModel(nn.Module):
         return out.flatten(0, 1)
 
 
-def gpt(batch_size: int = 48) -> heterog.Workload:
+def gpt(batch_size: int = 96) -> heterog.Workload:
     """A tied language model of 4.2 M parameters."""
 
     def model() -> nn.Module:
@@ -93,7 +93,7 @@ def gpt(batch_size: int = 48) -> heterog.Workload:
     return _tokens(model, batch_size)
 
 
-def encoder(batch_size: int = 48) -> heterog.Workload:
+def encoder(batch_size: int = 72) -> heterog.Workload:
     """A deeper Transformer encoder of 7.4 M parameters."""
 
     def model() -> nn.Module:

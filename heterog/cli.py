@@ -257,6 +257,29 @@ def run(
         typer.Option("--testbed", help="shaped CPUs and links: a shipped name or a YAML file"),
     ] = "",
     timeout: Annotated[str, typer.Option("--timeout", help="of the whole job")] = "300s",
+    step_timeout: Annotated[
+        str, typer.Option("--step-timeout", help="after which a step counts as hung")
+    ] = "300s",
+    save: Annotated[
+        Path | None, typer.Option("--save", help="folder for a checkpoint at the end")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", help="checkpoint to begin with, also of another plan"),
+    ] = None,
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port",
+            min=0,
+            max=65535,
+            envvar="MASTER_PORT",
+            help="where ranks meet; 0 is any that is free",
+        ),
+    ] = 0,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="go on when the loss is not finite")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train with a plan on local processes, one per device, or on a local testbed."""
@@ -284,26 +307,76 @@ def run(
                 )
             bed = stack.enter_context(Testbed(cluster))
             options = {"wrap": bed.command, "environment": bed.environment}
+        show = stack.enter_context(_progress(as_json))
         measured = run_ranks(
             plan,
             loaded.cluster.num_devices,
             model=model,
             num_steps=steps,
             timeout_s=parse_seconds(timeout),
+            step_timeout_s=parse_seconds(step_timeout),
+            port=port,
+            save=save,
+            resume=resume,
+            allow_nonfinite=allow_nonfinite,
+            progress=lambda stage: show(*_stage(stage)),
             **options,
         )
     if as_json:
         _print_json(measured)
         return
+    first, last = (
+        float("nan") if loss is None else loss
+        for loss in (measured["losses"][0], measured["losses"][-1])
+    )
     out.print(
         f"{measured['model']} on {measured['num_ranks']} "
         f"{'ranks of testbed ' + testbed if testbed else 'local ranks'}: "
         f"{format_seconds(measured['step_time_s'])} a step (median of {steps}, "
         f"{format_seconds(measured['step_time_min_s'])} to "
         f"{format_seconds(measured['step_time_max_s'])}), predicted for {loaded.cluster.name} "
-        f"{format_seconds(loaded.step_time_s)}; loss {measured['losses'][0]:.4f} -> "
-        f"{measured['losses'][-1]:.4f}"
+        f"{format_seconds(loaded.step_time_s)}; loss {first:.4f} -> {last:.4f}"
     )
+    if save is not None:
+        out.print(f"checkpoint: {save}", soft_wrap=True)
+
+
+@app.command()
+def export(
+    plan: Annotated[Path, typer.Argument(help="plan.json")],
+    target: Annotated[
+        str, typer.Option("--to", help="ddp, torchrun, slurm, kubernetes or deepspeed")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="folder to make")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="renew an export; an edited user.py is kept")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a plan as a folder for another launcher or framework."""
+    from heterog.export import check_folder, check_target, make_export, write_folder
+    from heterog.planners.plan import load_plan
+
+    check_target(target)
+    check_folder(output, target, overwrite=overwrite)
+    made = make_export(load_plan(plan), target)
+    written = write_folder(made, output, overwrite=overwrite)
+    if as_json:
+        _print_json(
+            {
+                "target": target,
+                "folder": str(output),
+                "files": [str(path) for path in written],
+                "not_expressed": list(made.not_expressed),
+            }
+        )
+        return
+    out.print(
+        f"{target}: {len(written)} files in {output}; its README.md says how to start it.",
+        soft_wrap=True,
+    )
+    for remark in made.not_expressed:
+        out.print(f"not expressed: {remark}", soft_wrap=True, markup=False)
 
 
 def graph_summary(graph: "OpGraph") -> dict[str, Any]:
@@ -401,6 +474,14 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, float, float], None]]:
             bar.update(line, completed=min(fraction, 1.0), description=f"{method}{found}")
 
         yield show
+
+
+def _stage(stage: str) -> tuple[str, float, float]:
+    """What a rank says it does, as progress: steps are a bar, the rest is a word."""
+    match stage.split():
+        case ["step", number, "of", last]:
+            return "training", int(number) / int(last), float("inf")
+    return stage, 0.0, float("inf")
 
 
 def _title(found: Any) -> str:

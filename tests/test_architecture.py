@@ -16,7 +16,7 @@ LAYERS = (
     {"strategy"},
     {"simulator"},
     {"planners"},
-    {"envs", "runtime", "report"},
+    {"envs", "runtime", "report", "export"},
     {"agents"},
     {"api", "cli"},
 )

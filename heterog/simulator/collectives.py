@@ -8,19 +8,31 @@ A channel's phases follow one another; within a phase the most loaded link decid
 own bytes over its own rate only.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from heterog.cluster.topology import Cluster
 from heterog.simulator.cost_model import ChannelSeconds
 from heterog.strategy.channels import Channel
 
 
-def alpha_beta(cluster: Cluster, channel: Channel) -> ChannelSeconds:
-    """Seconds of a channel from the cluster's effective rates and latencies."""
+def alpha_beta(
+    cluster: Cluster, channel: Channel, measured: Mapping[str, float] = MappingProxyType({})
+) -> ChannelSeconds:
+    """Seconds of a channel from the cluster's effective rates and latencies.
+
+    Args:
+        cluster: the links.
+        channel: over them.
+        measured: bytes/s of link resources by name, instead of the cluster's own.
+    """
     seconds_per_byte = 0.0
     held: dict[int, float] = {}
     for phase in channel.phases:
         slowest = 0.0
         for resource, multiple in phase:
-            seconds = multiple / cluster.resources[resource].bandwidth_bytes_per_s
+            link = cluster.resources[resource]
+            seconds = multiple / measured.get(link.name, link.bandwidth_bytes_per_s)
             held[resource] = held.get(resource, 0.0) + seconds
             slowest = max(slowest, seconds)
         seconds_per_byte += slowest

@@ -1,5 +1,7 @@
 """What a cost model answers, and its answers as arrays for the simulator."""
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -10,12 +12,16 @@ from heterog.graph.op_graph import OpGraph
 from heterog.strategy.channels import Channel, ChannelKind
 from heterog.strategy.program import FloatArray, IntArray
 
+_MOST_DRAG = 0.9
+"""Compute never stops altogether while bytes move."""
+
 
 class CostModel(Protocol):
     """Seconds of compute tasks on a device type and of communication over a channel."""
 
-    name: str
-    """Shown with every prediction: ``"roofline"`` or the calibration it comes from."""
+    @property
+    def name(self) -> str:
+        """Shown with every prediction: ``"roofline"`` or the calibration it comes from."""
 
     def op_seconds(self, graph: OpGraph, device_type: DeviceType, samples: int) -> FloatArray:
         """Seconds of every op at a local share.
@@ -40,12 +46,14 @@ class ChannelSeconds(NamedTuple):
     """Cost of a channel: ``latency_s + payload x seconds_per_byte`` from start to end.
 
     Each link resource is held for ``payload x held`` only: a 100 Gbit/s NIC that talks to one of
-    50 Gbit/s is busy half the time.
+    50 Gbit/s is busy half the time. Members of the channel lose compute time to it: ``drag``
+    seconds per payload byte, by device type.
     """
 
     latency_s: float
     seconds_per_byte: float
     held: dict[int, float]
+    drag: Mapping[str, float] = MappingProxyType({})
 
 
 class Prices(NamedTuple):
@@ -59,6 +67,10 @@ class Prices(NamedTuple):
     channel_latency_s: FloatArray
     channel_s_per_byte: FloatArray
     channel_is_collective: npt.NDArray[np.bool_]
+    channel_drag: FloatArray  # share of compute speed that members lose  # [channels, num_types]
+    member_start: IntArray  # devices of each channel  # [num_channels + 1]
+    member: IntArray
+    has_drag: bool
     channel_queue: IntArray  # channels over the same links wait in one queue
     resource_start: IntArray  # link resources of each channel  # [num_channels + 1]
     resource: IntArray
@@ -76,6 +88,9 @@ class ChannelPrices(NamedTuple):
     latency_s: FloatArray
     s_per_byte: FloatArray
     is_collective: npt.NDArray[np.bool_]
+    drag: FloatArray
+    member_start: IntArray
+    member: IntArray
     queue: IntArray
     resource_start: IntArray
     resource: IntArray
@@ -112,12 +127,17 @@ def price_channels(
                 gate[number, resource // 64] |= np.uint64(1 << (resource % 64))
                 gated[resource].setdefault(int(queue[number]))
     counts = [len(cost.held) for cost in costs]
+    num_members = [len(channel.devices) for channel in channels]
+    names = [kind.name for kind in cluster.device_types]
     return ChannelPrices(
         latency_s=np.array([cost.latency_s for cost in costs]),
         s_per_byte=np.array([cost.seconds_per_byte for cost in costs]),
         is_collective=np.array(
             [channel.kind != ChannelKind.POINT_TO_POINT for channel in channels]
         ),
+        drag=np.array([_lost_speed(cost, names) for cost in costs]),
+        member_start=np.concatenate([[0], np.cumsum(num_members)]).astype(np.int32),
+        member=np.array([d for channel in channels for d in channel.devices], np.int32),
         queue=queue,
         resource_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
         resource=np.array([r for cost in costs for r in cost.held], np.int32),
@@ -129,3 +149,12 @@ def price_channels(
         gated_queue=np.array([number for queues_ in gated for number in queues_], np.int32),
         num_queues=len(queues),
     )
+
+
+def _lost_speed(cost: ChannelSeconds, device_types: Sequence[str]) -> list[float]:
+    """Share of its compute speed that a device of each type loses while a channel is busy."""
+    if cost.seconds_per_byte <= 0.0:
+        return [0.0] * len(device_types)
+    return [
+        min(cost.drag.get(name, 0.0) / cost.seconds_per_byte, _MOST_DRAG) for name in device_types
+    ]

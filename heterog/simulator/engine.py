@@ -13,6 +13,10 @@ Rules, also those of the slow reference in the tests:
   do. A collective also holds its gate for its latency: its many small steps follow one another on
   the same links, where a single transfer's latency overlaps with the next transfer.
 
+- Communication drags on compute: while a channel is busy, its members compute at ``1 - drag`` of
+  their speed (threads that move bytes share a CPU with kernels; NCCL takes multiprocessors). What
+  an op already under way loses to communication that starts later, the next op on its device pays.
+
 Priority is the order of getting ready (``fifo``), the upward rank (``rank``: own seconds plus the
 longest path of seconds to the end, HeteroG section 4.2), or program order (``program``).
 """
@@ -276,6 +280,16 @@ def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -
 
 
 @nb.njit(cache=True, nogil=True)
+def dragged(seconds: float, window: float, share: float) -> float:
+    """Seconds of work at full speed when a share of the speed is lost for a window from now on."""
+    if window <= 0.0 or share == 0.0:
+        return seconds
+    if seconds <= window * (1.0 - share):
+        return seconds / (1.0 - share)
+    return seconds + share * window
+
+
+@nb.njit(cache=True, nogil=True)
 def simulate_kernel(
     tape: Tape, prices: Prices, schedule: Schedule, num_devices: int, order: int
 ) -> tuple[float, int]:
@@ -304,6 +318,10 @@ def simulate_kernel(
     is_candidate = np.zeros(num_link_queues, np.bool_)
     num_candidates = 0
     idle = np.ones(num_devices, np.bool_)
+    busy_until = np.zeros(num_devices)
+    drag_until = np.zeros(num_devices)
+    drag_share = np.zeros(num_devices)
+    debt = np.zeros(num_devices)
     position = chain_start[:-1].copy()  # of each chain
     first_open = np.zeros(num_devices, np.int32)  # first micro-batch with ops left
     ran = schedule.sequence_start[:num_devices].copy()
@@ -374,9 +392,16 @@ def simulate_kernel(
                 schedule.sequence[ran[device]] = task
                 ran[device] += 1
                 schedule.start[task] = time
+                if prices.has_drag:
+                    schedule.seconds[task] = dragged(
+                        schedule.seconds[task] + debt[device],
+                        drag_until[device] - time,
+                        drag_share[device],
+                    )
+                    debt[device] = 0.0
                 time += schedule.seconds[task]
                 schedule.finish[task] = time
-                if not schedule.is_local[task]:
+                if prices.has_drag or not schedule.is_local[task]:
                     event = 2 * task
                     break
                 done += 1
@@ -394,6 +419,13 @@ def simulate_kernel(
                     priority, items, schedule.queue_start[queue], schedule.queue_size[queue]
                 )
                 schedule.start[task] = now
+                if prices.has_drag:
+                    schedule.seconds[task] = dragged(
+                        schedule.seconds[task] + debt[device],
+                        drag_until[device] - now,
+                        drag_share[device],
+                    )
+                    debt[device] = 0.0
                 time = now + schedule.seconds[task]
                 schedule.finish[task] = time
                 schedule.events[num_events] = 2 * task
@@ -401,6 +433,7 @@ def simulate_kernel(
                 event = 2 * task
             if event >= 0 or picked >= 0:
                 idle[device] = False
+                busy_until[device] = time
                 num_heap = push_event(heap_time, heap_item, num_heap, time, event)
         num_touched = 0
         # Links: start the best head that may start, until none may.
@@ -448,6 +481,16 @@ def simulate_kernel(
                         until += latency
                     free_at[resource] = until
                     busy[resource // 64] |= bit
+            if prices.has_drag:
+                for entry in range(prices.member_start[channel], prices.member_start[channel + 1]):
+                    device = prices.member[entry]
+                    share = prices.channel_drag[channel, prices.type_of_device[device]]
+                    begin = max(now, drag_until[device])
+                    debt[device] += share * max(min(end, busy_until[device]) - begin, 0.0)
+                    if drag_until[device] > now:
+                        share = max(share, drag_share[device])
+                    drag_share[device] = share
+                    drag_until[device] = max(end, drag_until[device])
             # Links that come free before the end wake the queues, links that end together once.
             last_wake = end
             for entry in range(prices.resource_start[channel], prices.resource_start[channel + 1]):

@@ -7,6 +7,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray, OpGraph
+from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.cost_model import ChannelPrices, CostModel, Prices, price_channels
 from heterog.simulator.engine import (
     Order,
@@ -17,7 +18,6 @@ from heterog.simulator.engine import (
 )
 from heterog.simulator.memory import memory_kernel
 from heterog.simulator.referee import replay
-from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.lowering import (
     NUM_BUFFERS,
@@ -87,7 +87,8 @@ class Evaluator:
     Args:
         graph: one training step.
         cluster: the devices and links.
-        cost_model: seconds of tasks; the roofline prior by default.
+        cost_model: seconds of tasks; by default the calibration that the cluster names, else the
+            roofline prior.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Evaluator:
     ) -> None:
         self.graph = graph
         self.cluster = cluster
-        self.cost_model: CostModel = cost_model or Roofline()
+        self.cost_model: CostModel = cost_model or cost_model_of(cluster)
         self.tables = graph_tables(graph)
         self.channels = ChannelTable(cluster)
         self.num_evaluations = 0
@@ -257,6 +258,10 @@ class Evaluator:
             channel_latency_s=channel.latency_s,
             channel_s_per_byte=channel.s_per_byte,
             channel_is_collective=channel.is_collective,
+            channel_drag=channel.drag,
+            member_start=channel.member_start,
+            member=channel.member,
+            has_drag=bool(channel.drag.any()),
             channel_queue=channel.queue,
             resource_start=channel.resource_start,
             resource=channel.resource,

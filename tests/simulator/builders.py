@@ -14,12 +14,12 @@ from heterog.cluster import Cluster, Device, DeviceType, Host, Link, device_type
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
 from heterog.graph.placement import Arg, L, P, Placement, R, S, TensorRef
-from heterog.simulator.cost_model import Prices, price_channels
+from heterog.simulator.cost_model import ChannelSeconds, CostModel, Prices, price_channels
 from heterog.simulator.engine import Order, make_schedule, price_kernel, simulate_kernel
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import replay
 from heterog.simulator.roofline import Roofline
-from heterog.strategy.channels import ChannelTable
+from heterog.strategy.channels import Channel, ChannelTable
 from heterog.strategy.lowering import Choice, make_tape
 from heterog.strategy.program import FloatArray, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
@@ -413,14 +413,30 @@ class Times(NamedTuple):
     fair_finish: FloatArray
 
 
+class DraggingRoofline(Roofline):
+    """A roofline whose communication takes compute time from its members.
+
+    Args:
+        drag: seconds per payload byte by device type.
+    """
+
+    def __init__(self, drag: dict[str, float]) -> None:
+        self._drag = drag
+
+    def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
+        """As by the roofline, with drag."""
+        return super().channel_seconds(cluster, channel)._replace(drag=self._drag)
+
+
 class Tasks:
     """A program written task by task, to be timed by the engine and the referee.
 
     Methods that add a task return its number; ``after`` names the tasks that it waits for.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, cost_model: CostModel | None = None) -> None:
         self.cluster = cluster
+        self._cost_model = cost_model or Roofline()
         self.channels = ChannelTable(cluster)
         self._tasks: list[tuple[TaskKind, int, int, float]] = []
         self._seconds: list[float] = []
@@ -485,7 +501,7 @@ class Tasks:
 
     def _prices(self) -> Prices:
         seconds = np.array([self._seconds])
-        channels = price_channels(Roofline(), self.cluster, self.channels.channels)
+        channels = price_channels(self._cost_model, self.cluster, self.channels.channels)
         return Prices(
             type_of_device=np.zeros(self.cluster.num_devices, np.int32),
             op_seconds=seconds[None],
@@ -495,6 +511,10 @@ class Tasks:
             channel_latency_s=channels.latency_s,
             channel_s_per_byte=channels.s_per_byte,
             channel_is_collective=channels.is_collective,
+            channel_drag=channels.drag,
+            member_start=channels.member_start,
+            member=channels.member,
+            has_drag=bool(channels.drag.any()),
             channel_queue=channels.queue,
             resource_start=channels.resource_start,
             resource=channels.resource,
@@ -511,7 +531,11 @@ def random_case(rng: Random) -> tuple[Evaluator, Choice]:
     """A random strategy of a random graph on a random cluster, one to three steps unrolled."""
     graph, cluster = random_graph(rng), random_cluster(rng)
     strategy = random_strategy(rng, graph, cluster)
-    evaluator = Evaluator(graph, cluster)
+    cost_model = Roofline()
+    if rng.random() < 0.5:
+        drag = {kind.name: rng.choice([0.0, 1e-11, 1e-9]) for kind in cluster.device_types}
+        cost_model = DraggingRoofline(drag)
+    evaluator = Evaluator(graph, cluster, cost_model)
     choice = evaluator.encode(strategy)
     if not strategy.step_barrier:
         choice = choice._replace(num_steps=rng.randint(2, 3))

@@ -33,6 +33,7 @@ class PricedTask:
     cost: ChannelSeconds  # of a link task
     needs: tuple[int, ...]
     micro: int
+    drag: dict[int, float]  # of a link task: share of compute speed that each member loses
 
     @property
     def is_link(self) -> bool:
@@ -66,10 +67,15 @@ def price(
         channel = int(program.channel[number])
         cost = ChannelSeconds(0.0, 0.0, {})
         is_collective = False
+        drag: dict[int, float] = {}
         if kind >= FIRST_LINK_KIND:
             cost = model.channel_seconds(cluster, program.channels[channel])
             is_collective = program.channels[channel].kind != ChannelKind.POINT_TO_POINT
             seconds = cost.latency_s + payload * cost.seconds_per_byte
+            for member in program.channels[channel].devices:
+                lost = cost.drag.get(cluster.devices[member].type.name, 0.0)
+                if cost.seconds_per_byte > 0.0:
+                    drag[member] = min(lost / cost.seconds_per_byte, 0.9)
         else:
             device_type = cluster.devices[device].type
             if kind == TaskKind.COMPUTE:
@@ -94,13 +100,24 @@ def price(
                 cost,
                 needs,
                 int(program.micro[number]),
+                drag,
             )
         )
     return tasks
 
 
-def simulate(tasks: list[PricedTask], order: Order) -> tuple[list[float], list[float]]:
-    """(start, finish) of every task by the rules of the engine."""
+def simulate(
+    tasks: list[PricedTask], order: Order, seconds: list[float] | None = None
+) -> tuple[list[float], list[float]]:
+    """(start, finish) of every task by the rules of the engine.
+
+    ``seconds`` gets what each compute task took with the drag of communication.
+    """
+    seconds = [] if seconds is None else seconds
+    seconds[:] = [task.seconds for task in tasks]
+    debt: dict[int, float] = defaultdict(float)
+    drag_until: dict[int, float] = defaultdict(float)
+    drag_share: dict[int, float] = defaultdict(float)
     start, finish = [math.inf] * len(tasks), [math.inf] * len(tasks)
     priority = [float(task.number) for task in tasks]
     if order == Order.RANK:
@@ -139,7 +156,13 @@ def simulate(tasks: list[PricedTask], order: Order) -> tuple[list[float], list[f
             if chosen is not None:
                 ready.remove(chosen)
                 start[chosen.number] = now
-                finish[chosen.number] = device_free_at[device] = now + chosen.seconds
+                work = chosen.seconds + debt.pop(device, 0.0)
+                window, share = max(drag_until[device] - now, 0.0), drag_share[device]
+                if window > 0.0:
+                    in_window = window * (1.0 - share)
+                    work = work / (1.0 - share) if work <= in_window else work + share * window
+                seconds[chosen.number] = work
+                finish[chosen.number] = device_free_at[device] = now + work
                 moments.add(finish[chosen.number])
         while True:
             heads: dict[object, PricedTask] = {}
@@ -166,6 +189,14 @@ def simulate(tasks: list[PricedTask], order: Order) -> tuple[list[float], list[f
                     moments.add(until)
             finish[chosen.number] = end
             moments.add(end)
+            for device, share in chosen.drag.items():
+                covered = max(now, drag_until[device])
+                overlap = min(end, device_free_at.get(device, 0.0)) - covered
+                debt[device] += share * max(overlap, 0.0)
+                drag_share[device] = (
+                    max(share, drag_share[device]) if drag_until[device] > now else share
+                )
+                drag_until[device] = max(end, drag_until[device])
     return start, finish
 
 
@@ -179,8 +210,13 @@ def upward_rank(tasks: list[PricedTask]) -> list[float]:
     return rank
 
 
-def replay(tasks: list[PricedTask], engine_start: list[float]) -> tuple[list[float], list[float]]:
-    """(start, finish) of every task by the rules of the referee."""
+def replay(
+    tasks: list[PricedTask], engine_start: list[float], seconds: list[float]
+) -> tuple[list[float], list[float]]:
+    """(start, finish) of every task by the rules of the referee.
+
+    ``seconds`` is what each compute task took in the engine.
+    """
     start, finish = [math.inf] * len(tasks), [math.inf] * len(tasks)
     lines: dict[tuple[str, int], list[PricedTask]] = defaultdict(list)
     for task in sorted(tasks, key=lambda t: (engine_start[t.number], t.number)):
@@ -196,7 +232,7 @@ def replay(tasks: list[PricedTask], engine_start: list[float]) -> tuple[list[flo
                 task = queue.pop(0)
                 start[task.number] = now
                 if not task.is_link:
-                    finish[task.number] = busy_until[line] = now + task.seconds
+                    finish[task.number] = busy_until[line] = now + seconds[task.number]
                     continue
                 latency = task.cost.latency_s if task.is_collective else 0.0
                 flow_from[task.number] = now + latency

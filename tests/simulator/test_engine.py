@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 from heterog.cluster import Cluster, Link
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.roofline import Roofline
+from heterog.strategy.channels import ChannelTable
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator import reference
 from tests.simulator.builders import (
     GBIT_PER_S,
+    DraggingRoofline,
     Tasks,
     cluster_of,
     linear_chain,
@@ -41,6 +44,28 @@ def test_equals_the_slow_reference(seed: int) -> None:
     assert step_time_s == pytest.approx(max(finish) / choice.num_steps, rel=1e-12)
     # No order and no link model can beat the longest chain of dependencies.
     assert max(reference.upward_rank(tasks)) <= max(finish) * (1 + 1e-12)
+
+
+def test_communication_drags_on_compute() -> None:
+    """One second of bytes takes a quarter of the compute speed of both ends away."""
+    cluster = pair()
+    second = Roofline().channel_seconds(cluster, ChannelTable(cluster).channels[1])
+    num_bytes = 1.0 / second.seconds_per_byte
+    tasks = Tasks(cluster, DraggingRoofline({"T4": 0.25 * second.seconds_per_byte}))
+    first = tasks.op(0, 0.5)
+    tasks.send(0, 1, num_bytes, first)
+    during = tasks.op(0, 3.0, first)
+    then = tasks.op(0, 1.0)
+    early = tasks.op(1, 0.7)
+    late = tasks.op(1, 0.1)
+    times = tasks.run()
+    # What runs already when it starts keeps its end; the next op pays.
+    assert times.finish[during] == pytest.approx(3.5)
+    assert times.finish[then] == pytest.approx(3.5 + 1.0 + 0.25 * (1.0 + LATENCY))
+    assert times.finish[early] == pytest.approx(0.7)
+    # An op that starts while it lasts is slower until it ends.
+    assert times.finish[late] == pytest.approx(0.7 + (0.1 + 0.25 * 0.2) / 0.75)
+    assert times.fair_finish[late] == pytest.approx(times.finish[late])
 
 
 def pair(gbit_per_s: float = 10.0) -> Cluster:

@@ -32,7 +32,9 @@ def test_equals_the_slow_reference(seed: int) -> None:
     replayed, start, finish = evaluator.referee_schedule(choice, order)
     assert replayed.hash == program.hash
     reference.assert_legal(tasks, start, finish)
-    slow_start, slow_finish = reference.replay(tasks, list(engine_start))
+    seconds: list[float] = []
+    reference.simulate(tasks, order, seconds)
+    slow_start, slow_finish = reference.replay(tasks, list(engine_start), seconds)
     np.testing.assert_allclose(start, slow_start, rtol=1e-9, atol=0)
     np.testing.assert_allclose(finish, slow_finish, rtol=1e-9, atol=0)
     step_time_s = evaluator.referee(choice, order).step_time_s

@@ -1,0 +1,212 @@
+"""How far are predicted step times and memory from measured ones?
+
+    python experiments/simulator_fidelity.py --json        # Linux, as root
+
+Each testbed is calibrated on the workloads of ``calibration_workloads.py``. Then six strategies of
+each workload of ``testbed_workloads.py``, none of which was calibrated on, are predicted and run
+in turn on the testbed: median of the steps, and the most bytes that each rank's allocator held.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from scipy.stats import spearmanr
+
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture, capture_step
+from heterog.planners.plan import load_plan, make_plan
+from heterog.runtime.deploy import DeployedStep
+from heterog.runtime.launch import run_commands
+from heterog.runtime.profiler import peak_bytes, profile_cluster
+from heterog.runtime.testbed import Testbed, load_testbed
+from heterog.simulator.calibration import Measurements, calibrate
+from heterog.zoo import load_workload
+
+TESTBEDS = ("skew_compute", "skew_network", "skew_both")
+MODELS = ("mlp", "vgg", "gpt", "encoder")
+METHODS = ("ddp", "cp_ar", "cp_ps", "single_device", "model_parallel", "local_search")
+HERE = Path(__file__).parent
+CALIBRATED_ON = ("mlp_small", "mlp_wide", "vgg_narrow", "vgg_wide", "text_small", "text_wide")
+WARM_UP = 1
+
+
+def serve(folder: Path, model: str, num_steps: int) -> None:
+    """One rank: all plans in turn; writes seconds and peak bytes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    workload = load_workload(f"{HERE / 'testbed_workloads.py'}:{model}", None)
+    batch = workload.make_batch()
+    captured = capture_step(workload)
+    steps = {
+        method: DeployedStep(workload, load_plan(folder / f"{method}.json"), captured=captured)
+        for method in METHODS
+    }
+    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+    for number in range(num_steps + WARM_UP):
+        for method, step in steps.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            step(batch)
+            dist.barrier()
+            if number >= WARM_UP:
+                seconds[method].append(time.perf_counter() - begin)
+    peaks = {method: peak_bytes(step, batch) for method, step in steps.items()}
+    (folder / f"rank{rank}.json").write_text(json.dumps({"seconds": seconds, "peaks": peaks}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def calibrated(testbed: str, folder: Path) -> Cluster:
+    """The testbed's cluster with a calibration of its own; measured once per folder.
+
+    Ops are not measured again on types of devices that another testbed has had measured.
+    """
+    cluster = load_testbed(testbed)
+    path = folder / f"{testbed}.calibration.json"
+    if not path.exists():
+        known = [Measurements.load(each) for each in sorted(folder.glob("*.measurements.json"))]
+        types = {kind.name for kind in cluster.device_types}
+        ops = tuple(row for part in known for row in part.ops if row.device_type in types)
+        is_known = types <= {row.device_type for row in ops}
+        sources = [f"{HERE / 'calibration_workloads.py'}:{name}" for name in CALIBRATED_ON]
+        measured = profile_cluster(
+            [] if is_known else sources, cluster, folder / f"{testbed}.journal"
+        )
+        measured.save(folder / f"{testbed}.measurements.json")
+        if is_known:
+            measured = replace(measured, ops=ops)
+        calibrate(measured, cluster, name=f"calibrated on {testbed}").save(path)
+    return replace(cluster, calibration=str(path))
+
+
+def measure(cluster: Cluster, model: str, num_steps: int) -> list[dict[str, Any]]:
+    """Rows of one model on one testbed."""
+    graph = capture(load_workload(f"{HERE / 'testbed_workloads.py'}:{model}", None))
+    plans = {
+        method: make_plan(graph, cluster, methods=(method,), budget="500e") for method in METHODS
+    }
+    with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
+        folder = Path(name)
+        for method, plan in plans.items():
+            plan.save(folder / f"{method}.json")
+        run_commands(
+            [
+                *(str(Path(__file__).resolve()), "--rank-folder", name),
+                *("--models", model, "--steps", str(num_steps)),
+            ],
+            cluster.num_devices,
+            wrap=bed.command,
+            environment=bed.environment,
+            timeout_s=1800,
+        )
+        parts = [
+            json.loads((folder / f"rank{rank}.json").read_text())
+            for rank in range(cluster.num_devices)
+        ]
+    return [
+        {
+            "testbed": cluster.name,
+            "model": model,
+            "method": method,
+            "predicted_step_time_s": plan.step_time_s,
+            "step_time_s": statistics.median(parts[0]["seconds"][method]),
+            "step_times_s": parts[0]["seconds"][method],
+            "predicted_peak_memory_bytes": list(plan.peak_memory_bytes),
+            "peak_memory_bytes": [part["peaks"][method] for part in parts],
+        }
+        for method, plan in plans.items()
+    ]
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    predicted, measured = row["predicted_step_time_s"], row["step_time_s"]
+    memory = " ".join(
+        f"{p / max(m, 1):.2f}"
+        for p, m in zip(row["predicted_peak_memory_bytes"], row["peak_memory_bytes"], strict=True)
+    )
+    return (
+        f"{row['testbed']:13} {row['model']:8} {row['method']:15} predicted {predicted:.3f} s, "
+        f"measured {measured:.3f}, ratio {predicted / measured:.2f}, memory {memory}"
+    )
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The errors over all rows, and over the strategies of each testbed and model."""
+    predicted = np.array([row["predicted_step_time_s"] for row in rows])
+    measured = np.array([row["step_time_s"] for row in rows])
+    error = predicted / measured - 1.0
+    settings = sorted({(row["testbed"], row["model"]) for row in rows})
+    correlations, regrets = [], []
+    for setting in settings:
+        chosen = [i for i, row in enumerate(rows) if (row["testbed"], row["model"]) == setting]
+        correlations.append(float(spearmanr(predicted[chosen], measured[chosen]).statistic))
+        best = chosen[int(np.argmin(predicted[chosen]))]
+        regrets.append(float(measured[best] / measured[chosen].min() - 1.0))
+    memory = np.array(
+        [
+            p / m
+            for row in rows
+            for p, m in zip(
+                row["predicted_peak_memory_bytes"], row["peak_memory_bytes"], strict=True
+            )
+            if m > 0
+        ]
+    )
+    return {
+        "mape_step_time": float(np.abs(error).mean()),
+        "bias": float(error.mean()),
+        "spearman": float(spearmanr(predicted, measured).statistic),
+        "spearman_within_setting": float(np.mean(correlations)),
+        "top1_regret": float(np.mean(regrets)),
+        "top1_regret_max": float(np.max(regrets)),
+        "mape_peak_memory": float(np.abs(memory - 1.0).mean()),
+        "memory_ratio_min": float(memory.min()),
+        "memory_ratio_max": float(memory.max()),
+    }
+
+
+def main() -> None:
+    """Calibrate, predict, measure, compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--testbeds", default=",".join(TESTBEDS))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
+    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_folder:
+        serve(Path(arguments.rank_folder), arguments.models, arguments.steps)
+        return
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(arguments.folder or name)
+        for testbed in arguments.testbeds.split(","):
+            cluster = calibrated(testbed, folder)
+            for model in arguments.models.split(","):
+                found = measure(cluster, model, arguments.steps)
+                rows += found
+                for row in found:
+                    print(line(row), file=sys.stderr, flush=True)
+    result = summary(rows)
+    if arguments.json:
+        print(json.dumps({**result, "rows": rows}, indent=2))
+    else:
+        for key, value in result.items():
+            print(f"{key:25} {value:.3f}")
+
+
+if __name__ == "__main__":
+    main()

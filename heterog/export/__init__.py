@@ -1,0 +1,80 @@
+"""Exports a plan as a folder that other launchers and frameworks can run.
+
+    export_plan(load_plan("plan.json"), "ddp", Path("job"))
+
+Each target says by name what of the plan it cannot express, or refuses.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from heterog.errors import UnknownNameError
+from heterog.export.ddp import export_ddp
+from heterog.export.deepspeed import export_deepspeed
+from heterog.export.folder import Export, ExportError, check_folder, write_folder
+from heterog.export.kubernetes import export_kubernetes
+from heterog.export.slurm import export_slurm
+from heterog.export.torchrun import export_torchrun
+from heterog.planners.plan import Plan
+
+TARGETS: Mapping[str, Callable[[Plan], Export]] = {
+    "ddp": export_ddp,
+    "torchrun": export_torchrun,
+    "slurm": export_slurm,
+    "kubernetes": export_kubernetes,
+    "deepspeed": export_deepspeed,
+}
+"""What makes the folder of each target."""
+
+__all__ = [
+    "TARGETS",
+    "Export",
+    "ExportError",
+    "check_folder",
+    "check_target",
+    "export_plan",
+    "make_export",
+    "write_folder",
+]
+
+
+def check_target(target: str) -> None:
+    """Refuse a target that does not exist.
+
+    Raises:
+        UnknownNameError: names the closest one.
+    """
+    if target not in TARGETS:
+        raise UnknownNameError("export target", target, TARGETS)
+
+
+def make_export(plan: Plan, target: str) -> Export:
+    """The files of an export, not written yet, and what they cannot express.
+
+    Raises:
+        UnknownNameError: there is no such target.
+        ExportError: the plan does not fit into memory, or the target cannot express it.
+    """
+    check_target(target)
+    if plan.step_time_s is None:
+        raise ExportError(f"the plan does not fit into memory ({plan.shortage}); plan again.")
+    return TARGETS[target](plan)
+
+
+def export_plan(plan: Plan, target: str, folder: Path, *, overwrite: bool = False) -> list[Path]:
+    """Write a plan as a folder for another launcher or framework.
+
+    Args:
+        plan: what to export.
+        target: one of ``TARGETS``.
+        folder: new or empty.
+        overwrite: renew an earlier export to the same target; an edited ``user.py`` is kept.
+
+    Returns:
+        The files written.
+
+    Raises:
+        UnknownNameError: there is no such target.
+        ExportError: the target cannot express the plan, or the folder holds something else.
+    """
+    return write_folder(make_export(plan, target), folder, overwrite=overwrite)

@@ -1,0 +1,56 @@
+"""Target ``ddp``: a stock DistributedDataParallel script for uniform plans, without heterog."""
+
+from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill
+from heterog.export.ranks import (
+    launch_script,
+    ranks_document,
+    ranks_of,
+)
+from heterog.export.readme import launch_command, readme
+from heterog.export.uniform import uniform_micro_batches, uniform_remarks
+from heterog.planners.plan import Plan
+
+TARGET = "ddp"
+_WHAT = (
+    "A stock DistributedDataParallel script (torch only) with the plan's batch size per rank. A "
+    "communication hook weighs each rank's gradients by what its loss is a mean over, so that "
+    "they are the gradients of the mean over the whole batch."
+)
+
+
+def export_ddp(plan: Plan) -> Export:
+    """The folder of a uniform plan.
+
+    Raises:
+        ExportError: names the first group that is not as the others.
+    """
+    ranks = ranks_of(plan.cluster, uniform_micro_batches(plan, TARGET))
+    remarks = uniform_remarks(plan, TARGET)
+    user = stock_user(plan)
+    files = {
+        "train.py": fill("ddp_train.py.tmpl"),
+        USER_FILE: user,
+        RANKS_FILE: ranks_document(plan, TARGET, ranks, digest(user)),
+        "launch.sh": launch_script(ranks),
+        "README.md": readme(
+            plan,
+            TARGET,
+            what=_WHAT,
+            start=launch_command(ranks),
+            user="`build()`: model, optimizer, loss and data",
+            num_ranks=len(ranks),
+            not_expressed=remarks,
+        ),
+    }
+    return Export(target=TARGET, files=files, not_expressed=tuple(remarks))
+
+
+def stock_user(plan: Plan) -> bytes:
+    """``user.py`` of a folder that runs without heterog: a person fills it in."""
+    return fill(
+        "ddp_user.py.tmpl",
+        model=" ".join(plan.graph.name.split()),
+        source=" ".join(plan.graph.source.split()) or "not named in the plan",
+        optimizer=plan.graph.optimizer,
+        batch_size=plan.graph.batch_size,
+    )

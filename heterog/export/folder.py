@@ -1,0 +1,138 @@
+"""An exported folder: which files it has, and writing them whole or not at all."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from heterog.errors import HeterogError, InputFileError
+from heterog.files import read_json, write_atomically
+
+RANKS_FILE = "ranks.json"
+USER_FILE = "user.py"
+_TEMPLATES = resources.files("heterog.export") / "templates"
+
+
+class ExportError(HeterogError):
+    """A plan that a target cannot express, or a folder that cannot be written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """What an exported folder holds, before anything is written.
+
+    Attributes:
+        target: its name.
+        files: content by file name; ``user.py`` is the one that people edit.
+        not_expressed: what of the plan the target leaves out, a sentence each.
+    """
+
+    target: str
+    files: Mapping[str, bytes]
+    not_expressed: tuple[str, ...] = ()
+
+
+class _Text(Template):
+    """A template whose placeholders cannot be mistaken for the shell's: ``%%{name}``."""
+
+    delimiter = "%%"
+
+
+def fill(template: str, **values: object) -> bytes:
+    """A file of ``templates/`` with its ``%%{name}`` placeholders replaced."""
+    text = (_TEMPLATES / template).read_text(encoding="utf-8")
+    return _Text(text).substitute(values).encode()
+
+
+def digest(content: bytes) -> str:
+    """Tells an edited file from the one that was exported."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def check_folder(folder: Path, target: str, *, overwrite: bool) -> None:
+    """Refuse a folder whose content an export would mix with or destroy.
+
+    Raises:
+        ExportError: it is a file, not empty, or holds something else than this target's export.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ExportError(f"cannot export to {folder}: it is not a folder; name another one.")
+    parent = folder.absolute().parent
+    if not parent.is_dir():
+        raise ExportError(f"cannot export to {folder}: the folder {parent} does not exist.")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise ExportError(
+            f"{folder} is not empty; name another folder, or pass --overwrite to renew an export."
+        )
+    found = _exported(folder).get("target")
+    if found != target:
+        what = f"an export to {found}" if found else f"no export (no {RANKS_FILE})"
+        raise ExportError(
+            f"{folder} holds {what}, which an export to {target} does not overwrite; name another "
+            "folder."
+        )
+
+
+def write_folder(export: Export, folder: Path, *, overwrite: bool = False) -> list[Path]:
+    """Write an export; a new folder appears with all its files or not at all.
+
+    An existing export is renewed file by file. Its ``user.py`` stays as it is if somebody edited
+    it, and so does every file that the export does not have.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ExportError: as ``check_folder``.
+        InputFileError: the system refuses.
+    """
+    check_folder(folder, export.target, overwrite=overwrite)
+    if folder.exists() and any(folder.iterdir()):
+        return _renew(export, folder)
+    try:
+        work = Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}."))
+        try:
+            for name, content in export.files.items():
+                (work / name).write_bytes(content)
+                (work / name).chmod(_mode(name))
+            work.chmod(0o755)
+            os.replace(work, folder)  # takes the place of an empty folder as well
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise InputFileError(f"cannot write {folder}: {error.strerror or error}.") from error
+    return [folder / name for name in export.files]
+
+
+def _renew(export: Export, folder: Path) -> list[Path]:
+    user = folder / USER_FILE
+    edited = user.exists() and digest(user.read_bytes()) != _exported(folder).get("user_digest")
+    written = []
+    for name, content in export.files.items():
+        if name == USER_FILE and edited:
+            continue
+        write_atomically(folder / name, content)
+        (folder / name).chmod(_mode(name))
+        written.append(folder / name)
+    return written
+
+
+def _exported(folder: Path) -> dict[str, Any]:
+    """The rank map of an exported folder; empty if it is none."""
+    if not (folder / RANKS_FILE).is_file():
+        return {}
+    record = read_json(folder / RANKS_FILE, "rank map")
+    return record if isinstance(record, dict) else {}
+
+
+def _mode(name: str) -> int:
+    return 0o755 if name.endswith(".sh") else 0o644

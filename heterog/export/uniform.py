@@ -1,0 +1,133 @@
+"""Uniform plans: one share of the batch per device for the whole model, as stock frameworks do."""
+
+from collections.abc import Mapping
+
+from heterog.export.folder import ExportError
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import Phase
+from heterog.planners.plan import Plan
+from heterog.strategy.lowering import micro_shares
+from heterog.strategy.strategy import Decision, Sync
+
+_OTHER_COMMUNICATION = {
+    Sync.PARAMETER_SERVER: "Parameter servers",
+    Sync.HIERARCHICAL: "Hierarchical all-reduce",
+    Sync.REDUCE_SCATTER_ALL_GATHER: "Reduce-scatter and all-gather with the plan's slices",
+}
+
+
+def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]:
+    """Micro-batches of each device with samples, if every group has the same ones.
+
+    Raises:
+        ExportError: names the first group that differs, or the op that needs the whole batch.
+    """
+    strategy, graph = plan.strategy, plan.graph
+    names = group_ops(graph).names
+    first = _samples(strategy.decisions[0])
+    for name, decision in zip(names, strategy.decisions, strict=True):
+        if (samples := _samples(decision)) != first:
+            raise ExportError(
+                f"{target} keeps the whole model on every rank with one share of the batch, but "
+                f"group '{name or '(root)'}' runs on {_in_words(plan, samples)} and "
+                f"'{names[0] or '(root)'}' on {_in_words(plan, first)}. Export with --to "
+                "torchrun, or plan with --method cp_ar."
+            )
+    _refuse_whole_batch_ops(plan, target)
+    decision = strategy.decisions[0]
+    shares = micro_shares(
+        decision.shares, decision.devices, strategy.micro_batches, strategy.num_micro_batches
+    )
+    by_device = zip(decision.devices, shares.T.tolist(), strict=True)
+    return {
+        device: tuple(count for count in counts if count)
+        for device, counts in by_device
+        if sum(counts)
+    }
+
+
+def uniform_remarks(plan: Plan, target: str) -> list[str]:
+    """What a stock data-parallel framework leaves out of a uniform plan."""
+    remarks = []
+    names = group_ops(plan.graph).names
+    for sync, what in _OTHER_COMMUNICATION.items():
+        groups = [
+            name or "(root)"
+            for name, decision in zip(names, plan.strategy.decisions, strict=True)
+            if decision.sync == sync and len(decision.devices) > 1
+        ]
+        if groups:
+            remarks.append(
+                f"{what} ({len(groups)} of {len(names)} groups, first '{groups[0]}'): {target} "
+                "all-reduces these gradients in its own way; same numbers, other times."
+            )
+    homes = [home for home in plan.strategy.homes if home >= 0]
+    if homes and len(_samples(plan.strategy.decisions[0])) == 1:
+        remarks.append(
+            f"{len(homes)} parameters are updated on other devices than the one that trains: "
+            f"{target} updates them where they are used."
+        )
+    remarks.append(
+        f"The plan's order of tasks ('{plan.order}'): {target} runs backward as torch does and "
+        "communicates bucket by bucket as gradients are born."
+    )
+    if not plan.strategy.step_barrier:
+        remarks.append(
+            f"No step barrier: {target} finishes all updates before the next step begins, so the "
+            "predicted step time is not reached."
+        )
+    return [*remarks, *_global_values(plan, target)]
+
+
+def _samples(decision: Decision) -> dict[int, int]:
+    pairs = zip(decision.devices, decision.shares, strict=True)
+    return {device: share for device, share in pairs if share}
+
+
+def _in_words(plan: Plan, samples: Mapping[int, int]) -> str:
+    """Shares as ``A:0 (5 samples), B:0 (3)``."""
+    devices = plan.cluster.devices
+    words = [f"{devices[device].name} ({share})" for device, share in samples.items()]
+    return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
+
+
+def _refuse_whole_batch_ops(plan: Plan, target: str) -> None:
+    strategy, graph = plan.strategy, plan.graph
+    if len(_samples(strategy.decisions[0])) == strategy.num_micro_batches == 1:
+        return
+    batch = batch_plan(graph)
+    for index, op in enumerate(graph.ops):
+        for tensor, needed in zip(op.inputs, batch.needed[index], strict=True):
+            if needed.kind == "R" and batch.placements[tensor].kind == "S":
+                raise ExportError(
+                    f"op {op.kind} in module '{op.module or '(root)'}' needs the whole batch, but "
+                    f"{target} runs it on the samples of one rank and micro-batch. Export with "
+                    "--to torchrun."
+                )
+
+
+def _global_values(plan: Plan, target: str) -> list[str]:
+    """Sums over the batch that a part of the step reads, which each rank has of its own only."""
+    graph = plan.graph
+    batch = batch_plan(graph)
+    remarks: dict[str, None] = {}
+    for index, op in enumerate(graph.ops):
+        if op.phase == Phase.UPDATE:
+            continue
+        for tensor, needed in zip(op.inputs, batch.needed[index], strict=True):
+            if needed.kind != "R" or batch.placements[tensor].kind != "P":
+                continue
+            where = f"in module '{op.module or '(root)'}'"
+            if op.kind.startswith("nll_loss"):
+                remarks[
+                    f"The mean over counted labels {where}: let loss_weight() in user.py return "
+                    "their number if some are ignored (-100)."
+                ] = None
+            else:
+                remarks[
+                    f"A sum over the whole batch that {op.kind} {where} reads: each rank has only "
+                    "its own. The numbers stay exact only if it is the denominator of the loss, "
+                    "returned by loss_weight() in user.py."
+                ] = None
+    return list(remarks)

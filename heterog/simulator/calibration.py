@@ -1,0 +1,699 @@
+"""The calibrated cost model: what has been measured on real devices corrects the roofline.
+
+Seconds of an op at a local share come from the first of these that exists:
+
+1. its *curve*: this very op was measured at several shares, and seconds are interpolated between
+   them (piecewise linear over the samples);
+2. its *kind*: ops of the same kind were measured at other sizes. ``a + b FLOPs + c bytes`` with
+   a, b, c >= 0 is fitted to their relative errors, then multiplied by what the measurements
+   nearest in size (Gaussian weights in log FLOPs and log bytes) say about the fit;
+3. the *device*: the same fit over the measurements of all kinds.
+
+2 outside the measured sizes and 3 are *extrapolated*, and ``extrapolated`` says for which ops.
+
+Links: a NIC's rate is what transfers over it reached. A collective takes ``latency x l + bytes x
+b`` where the factors l and b of its kind are fitted to measured collectives over those rates.
+Communication also takes compute time from its members (*drag*): on a CPU the time of the threads
+that move bytes, measured while nothing else ran.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from heterog.cluster.topology import Cluster, DeviceType
+from heterog.errors import ClusterError, InputFileError
+from heterog.files import read_json, write_json
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.simulator.collectives import alpha_beta
+from heterog.simulator.cost_model import ChannelSeconds, CostModel
+from heterog.simulator.roofline import Roofline
+from heterog.strategy.channels import Channel, ChannelKind, ChannelTable
+from heterog.strategy.strategy import REPLICATED, Strategy
+
+SCHEMA_VERSION = 1
+_NEAR = math.log(2.0)  # sizes within a factor of 2 speak for each other
+_FAR = math.log(3.0)  # beyond this factor from anything measured, a size is extrapolated
+_SHRINK = 0.1  # weight of "the fit is right" against that of one measurement of the same size
+_LEAST_SECONDS = 1e-7  # no clock tells less apart
+_JITTER_S = 1e-3  # of one transfer between processes: smaller ones say little about the fit
+_COPY = "copy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpMeasurement:
+    """One op (or copy) measured at one local share on one device type.
+
+    Attributes:
+        device_type: name of the type.
+        model: workload that it was measured in.
+        signature: of the op at global size, see ``op_signature``.
+        kind: ATen kind, ``update.CLASS`` or ``copy``.
+        samples: local share.
+        flops: of the share.
+        num_bytes: moved for the share.
+        seconds: mean over calls.
+        count: calls.
+    """
+
+    device_type: str
+    model: str
+    signature: str
+    kind: str
+    samples: int
+    flops: float
+    num_bytes: float
+    seconds: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMeasurement:
+    """One transfer or collective measured on a cluster.
+
+    Attributes:
+        kind: ``ChannelKind`` by name, lower case.
+        devices: names; source and destination, or the members.
+        slices: relative slice of each member (reduce-scatter and all-gather).
+        num_bytes: payload.
+        seconds: median.
+        device_seconds: compute time that it took from each device, in the order of ``devices``.
+    """
+
+    kind: str
+    devices: tuple[str, ...]
+    slices: tuple[int, ...]
+    num_bytes: int
+    seconds: float
+    device_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """What ``heterog profile`` measured.
+
+    Attributes:
+        environment: versions and processors, for people.
+        ops: ops and copies.
+        links: transfers and collectives.
+        cluster: whose links these are, as ``Cluster.to_dict`` describes it; ``None`` if nothing
+            was measured between devices.
+    """
+
+    environment: Mapping[str, str]
+    ops: tuple[OpMeasurement, ...]
+    links: tuple[LinkMeasurement, ...] = ()
+    cluster: Mapping[str, Any] | None = None
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        record = {
+            "schema_version": SCHEMA_VERSION,
+            "environment": dict(self.environment),
+            "ops": [asdict(row) for row in self.ops],
+            "links": [asdict(row) for row in self.links],
+            "cluster": self.cluster,
+        }
+        write_json(path, record)
+
+    @staticmethod
+    def load(path: str | Path) -> "Measurements":
+        """Read what ``save`` wrote.
+
+        Raises:
+            InputFileError: the file is missing, broken or of another version.
+        """
+        record = _checked(read_json(path, "measurements"), path, "measurements")
+        try:
+            return Measurements(
+                environment=record["environment"],
+                ops=tuple(OpMeasurement(**row) for row in record["ops"]),
+                links=tuple(link_measurement(row) for row in record["links"]),
+                cluster=record.get("cluster"),
+            )
+        except (KeyError, TypeError) as error:
+            raise InputFileError(
+                f"measurements {path}: missing or wrong field {error}."
+            ) from error
+
+
+def link_measurement(record: Mapping[str, Any]) -> LinkMeasurement:
+    """The inverse of ``asdict``, from JSON."""
+    tuples = {key: tuple(record[key]) for key in ("devices", "slices", "device_seconds")}
+    return LinkMeasurement(**{**record, **tuples})
+
+
+def merge(parts: Sequence[Measurements]) -> Measurements:
+    """All rows of several measurements; the environment of the first.
+
+    Raises:
+        ClusterError: the links of several clusters were measured.
+    """
+    clusters = [Cluster.from_dict(part.cluster) for part in parts if part.cluster is not None]
+    for other in clusters[1:]:
+        difference = clusters[0].describe_difference(other)
+        if difference is not None:
+            raise ClusterError(
+                f"links were measured on different clusters ({difference}); make a calibration of "
+                "each."
+            )
+    return Measurements(
+        environment=parts[0].environment,
+        ops=tuple(row for part in parts for row in part.ops),
+        links=tuple(row for part in parts for row in part.links),
+        cluster=clusters[0].to_dict() if clusters else None,
+    )
+
+
+def op_kind(graph: OpGraph, index: int) -> str:
+    """Kind under which an op is measured: an update's is that of its optimizer."""
+    op = graph.ops[index]
+    return f"update.{graph.optimizer}" if op.phase == Phase.UPDATE else op.kind
+
+
+def op_signature(graph: OpGraph, index: int) -> str:
+    """Hash of what an op's seconds depend on besides the device and the share."""
+    op = graph.ops[index]
+    plan = batch_plan(graph)
+    tensors = [*op.inputs, *graph.outputs(index)]
+    shapes = [(graph.tensors[tensor].shape, graph.tensors[tensor].dtype) for tensor in tensors]
+    places = [*plan.needed[index], *(plan.placements[tensor] for tensor in graph.outputs(index))]
+    args = sorted((name, str(value)) for name, value in op.args.items() if name != "device")
+    text = f"{op_kind(graph, index)}{args}{shapes}{places}{graph.batch_size}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@lru_cache(maxsize=16)
+def _signatures(graph: OpGraph) -> tuple[str, ...]:
+    return tuple(op_signature(graph, index) for index in range(graph.num_ops))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindFit:
+    """Seconds of ops of one kind on one device type, from measurements at several sizes.
+
+    Attributes:
+        coefficients: seconds, seconds per FLOP, seconds per byte.
+        log_flops: of each measurement.
+        log_bytes: of each measurement.
+        log_ratio: of each measurement to the fit.
+    """
+
+    coefficients: tuple[float, float, float]
+    log_flops: tuple[float, ...]
+    log_bytes: tuple[float, ...]
+    log_ratio: tuple[float, ...]
+
+    def seconds(self, flops: FloatArray, num_bytes: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """(seconds, distance in log size to the nearest measurement) of ops."""
+        fit = _linear(self.coefficients, flops, num_bytes)
+        across = np.log1p(flops)[:, None] - np.array(self.log_flops)
+        down = np.log1p(num_bytes)[:, None] - np.array(self.log_bytes)
+        distance = np.hypot(across, down)
+        weight = np.exp(-0.5 * (distance / _NEAR) ** 2)
+        correction = (weight @ np.array(self.log_ratio)) / (weight.sum(1) + _SHRINK)
+        return fit * np.exp(correction), distance.min(1)
+
+
+def _linear(
+    coefficients: tuple[float, float, float], flops: FloatArray, num_bytes: FloatArray
+) -> FloatArray:
+    base, per_flop, per_byte = coefficients
+    return np.maximum(base + per_flop * flops + per_byte * num_bytes, _LEAST_SECONDS)
+
+
+def fit_kind(flops: FloatArray, num_bytes: FloatArray, seconds: FloatArray) -> KindFit:
+    """Fit one kind to its measurements by non-negative least squares of relative errors."""
+    seconds = np.maximum(seconds, _LEAST_SECONDS)
+    columns = np.stack([np.ones_like(seconds), flops, num_bytes], axis=1) / seconds[:, None]
+    scale = np.maximum(columns.max(0), 1e-300)
+    solution, _ = nnls(columns / scale, np.ones_like(seconds))
+    base, per_flop, per_byte = (solution / scale).tolist()
+    fit = _linear((base, per_flop, per_byte), flops, num_bytes)
+    return KindFit(
+        coefficients=(base, per_flop, per_byte),
+        log_flops=tuple(np.log1p(flops).tolist()),
+        log_bytes=tuple(np.log1p(num_bytes).tolist()),
+        log_ratio=tuple(np.log(seconds / fit).tolist()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypeFit:
+    """Everything measured about one device type.
+
+    Attributes:
+        kinds: by op kind.
+        curves: by op signature: (samples, seconds) in order of samples.
+        any_kind: fitted to ops of all kinds, for those never measured.
+        copy_s: fixed seconds and seconds per byte of copies.
+    """
+
+    kinds: Mapping[str, KindFit]
+    curves: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
+    any_kind: KindFit
+    copy_s: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFit:
+    """What was measured about links and collectives.
+
+    Attributes:
+        rates: measured bytes/s of link resources by name.
+        factors: by channel kind: (of the latency, of the bytes' time).
+        drag: by channel kind and device type: seconds of compute lost per payload byte.
+    """
+
+    rates: Mapping[str, float] = field(default_factory=dict)
+    factors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    drag: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calibration:
+    """A cost model fitted to measurements; see the module.
+
+    Attributes:
+        name: shown with every prediction.
+        types: by device type name.
+        links: of the cluster that was measured.
+        held_out_error: mean absolute relative error on ops that were left out of a first fit, by
+            device type: of an op on average, and of all their seconds together.
+    """
+
+    name: str
+    types: Mapping[str, TypeFit]
+    links: LinkFit
+    held_out_error: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def op_seconds(self, graph: OpGraph, device_type: DeviceType, samples: int) -> FloatArray:
+        """Seconds of every op at a local share; see ``CostModel``."""
+        return self._op_seconds(graph, device_type, samples)[0]
+
+    def extrapolated(
+        self, graph: OpGraph, device_type: DeviceType, samples: int
+    ) -> tuple[list[str], float]:
+        """(op kinds never measured near these sizes, their part of the predicted seconds)."""
+        seconds, is_far = self._op_seconds(graph, device_type, samples)
+        kinds = {op_kind(graph, int(index)) for index in np.flatnonzero(is_far & (seconds > 0))}
+        return sorted(kinds), float(seconds[is_far].sum() / max(seconds.sum(), 1e-300))
+
+    def _op_seconds(
+        self, graph: OpGraph, device_type: DeviceType, samples: int
+    ) -> tuple[FloatArray, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """(seconds, whether extrapolated) of every op."""
+        fit = self.types.get(device_type.name)
+        is_far = np.ones(graph.num_ops, np.bool_)
+        if fit is None:
+            return Roofline().op_seconds(graph, device_type, samples), is_far & ~graph.is_view
+        plan = batch_plan(graph)
+        flops = plan.flops_fixed + samples * plan.flops_per_sample
+        num_bytes = plan.bytes_fixed + samples * plan.bytes_per_sample
+        seconds, _ = fit.any_kind.seconds(flops, num_bytes)
+        members: dict[str, list[int]] = {}
+        for index in range(graph.num_ops):
+            members.setdefault(op_kind(graph, index), []).append(index)
+        for kind, indices in members.items():
+            if kind in fit.kinds:
+                near, distance = fit.kinds[kind].seconds(flops[indices], num_bytes[indices])
+                seconds[indices] = near
+                is_far[indices] = distance > _FAR
+        if fit.curves:
+            for index, signature in enumerate(_signatures(graph)):
+                curve = fit.curves.get(signature)
+                if curve is not None:
+                    seconds[index] = np.interp(samples, *curve)
+                    is_far[index] = not curve[0][0] / 2 <= samples <= curve[0][-1] * 2
+        return np.where(graph.is_view, 0.0, seconds), is_far & ~graph.is_view
+
+    def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
+        """Fixed seconds and seconds per byte of copies and sums."""
+        fit = self.types.get(device_type.name)
+        return Roofline().copy_seconds(device_type) if fit is None else fit.copy_s
+
+    def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
+        """Alpha-beta seconds over measured rates, corrected for the kind of channel."""
+        cost = alpha_beta(cluster, channel, self.links.rates)
+        latency, per_byte = self.links.factors.get(channel.kind.name.lower(), (1.0, 1.0))
+        return ChannelSeconds(
+            cost.latency_s * latency,
+            cost.seconds_per_byte * per_byte,
+            {resource: seconds * per_byte for resource, seconds in cost.held.items()},
+            drag=self.links.drag.get(channel.kind.name.lower(), {}),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON, for the field ``calibration`` of a cluster file."""
+        record = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        record["held_out_error"] = {  # JSON has no NaN
+            kind: [None if math.isnan(error) else error for error in errors]
+            for kind, errors in self.held_out_error.items()
+        }
+        write_json(path, record)
+
+    @staticmethod
+    def load(path: str | Path) -> "Calibration":
+        """Read what ``save`` wrote.
+
+        Raises:
+            InputFileError: the file is missing, broken or of another version.
+        """
+        record = _checked(read_json(path, "calibration"), path, "calibration")
+        try:
+            types = {
+                name: TypeFit(
+                    kinds={kind: _kind_fit(each) for kind, each in entry["kinds"].items()},
+                    curves={
+                        signature: (tuple(curve[0]), tuple(curve[1]))
+                        for signature, curve in entry["curves"].items()
+                    },
+                    any_kind=_kind_fit(entry["any_kind"]),
+                    copy_s=tuple(entry["copy_s"]),
+                )
+                for name, entry in record["types"].items()
+            }
+            links = LinkFit(
+                rates=record["links"]["rates"],
+                factors={k: tuple(v) for k, v in record["links"]["factors"].items()},
+                drag=record["links"]["drag"],
+            )
+            return Calibration(
+                name=record["name"],
+                types=types,
+                links=links,
+                held_out_error={
+                    kind: (of_ops, math.nan if of_models is None else of_models)
+                    for kind, (of_ops, of_models) in record["held_out_error"].items()
+                },
+            )
+        except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
+            raise InputFileError(f"calibration {path}: missing or wrong field {error}.") from error
+
+
+def cost_model_of(cluster: Cluster) -> CostModel:
+    """The calibration that a cluster names, or the roofline prior.
+
+    Raises:
+        InputFileError: the named file is missing or broken.
+    """
+    if cluster.calibration is None:
+        return Roofline()
+    return _load_once(cluster.calibration)
+
+
+@lru_cache(maxsize=8)
+def _load_once(path: str) -> Calibration:
+    return Calibration.load(path)
+
+
+def calibrate(
+    measurements: Measurements, cluster: Cluster | None = None, *, name: str = "calibration"
+) -> Calibration:
+    """Fit a cost model.
+
+    Args:
+        measurements: of ops, and of links if a cluster is given.
+        cluster: whose links were measured.
+        name: of the result.
+
+    Raises:
+        InputFileError: there is nothing to fit.
+    """
+    if not measurements.ops:
+        raise InputFileError("the measurements hold no op; run 'heterog profile' first.")
+    by_type: dict[str, list[OpMeasurement]] = {}
+    for row in measurements.ops:
+        by_type.setdefault(row.device_type, []).append(row)
+    return Calibration(
+        name=name,
+        types={kind: fit_type(rows) for kind, rows in by_type.items()},
+        links=fit_links(measurements.links, cluster) if cluster else LinkFit(),
+        held_out_error={kind: held_out_error(rows) for kind, rows in by_type.items()},
+    )
+
+
+def fit_type(rows: Sequence[OpMeasurement]) -> TypeFit:
+    """Fit the measurements of one device type."""
+    kinds: dict[str, list[OpMeasurement]] = {}
+    curves: dict[str, dict[int, list[OpMeasurement]]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+        if row.kind != _COPY:
+            curves.setdefault(row.signature, {}).setdefault(row.samples, []).append(row)
+    fits = {kind: fit_kind(*_columns(members)) for kind, members in kinds.items()}
+    any_kind = fit_kind(*_columns(rows))
+    fixed, _, per_byte = fits.pop(_COPY, any_kind).coefficients
+    return TypeFit(
+        kinds=fits,
+        curves={
+            signature: (
+                tuple(float(samples) for samples in sorted(points)),
+                tuple(_mean_seconds(points[samples]) for samples in sorted(points)),
+            )
+            for signature, points in curves.items()
+        },
+        any_kind=any_kind,
+        copy_s=(fixed, per_byte),
+    )
+
+
+def held_out_error(rows: Sequence[OpMeasurement], *, folds: int = 5) -> tuple[float, float]:
+    """(error of ops, error of whole models) on measurements that the fit has not seen.
+
+    Both are relative: sum of |predicted - measured| over sum of measured seconds. For the first,
+    a fold leaves out a fifth of the ops, by signature, in turn; for the second each model is left
+    out whole, and only the sum over its ops at a share counts. NaN where there is only one model.
+    """
+    rows = [row for row in rows if row.kind != _COPY]
+    pairs = [
+        pair
+        for fold in range(folds)
+        for pair in _predict_left_out(rows, lambda row: int(row.signature, 16) % folds, fold)
+    ]
+    measured = sum(row.seconds * row.count for row, _ in pairs)
+    of_ops = sum(abs(predicted - row.seconds) * row.count for row, predicted in pairs) / measured
+    models = sorted({row.model for row in rows})
+    of_models: list[float] = []
+    for model in models if len(models) > 1 else ():
+        pairs = _predict_left_out(rows, lambda row: row.model, model)
+        for samples in sorted({row.samples for row, _ in pairs}):
+            share = [pair for pair in pairs if pair[0].samples == samples]
+            measured = sum(row.seconds * row.count for row, _ in share)
+            predicted = sum(seconds * row.count for row, seconds in share)
+            of_models.append(abs(predicted - measured) / measured)
+    return of_ops, float(np.mean(of_models)) if of_models else math.nan
+
+
+def _predict_left_out(
+    rows: Sequence[OpMeasurement], key: Callable[[OpMeasurement], Any], left_out: Any
+) -> list[tuple[OpMeasurement, float]]:
+    """The rows with a key, and what a fit to the others says of their sizes."""
+    kept = [row for row in rows if key(row) != left_out]
+    if not kept:
+        return []
+    fit = fit_type(kept)
+    pairs = []
+    for row in rows:
+        if key(row) == left_out:
+            kind = fit.kinds.get(row.kind, fit.any_kind)
+            seconds, _ = kind.seconds(np.array([row.flops]), np.array([row.num_bytes]))
+            pairs.append((row, float(seconds[0])))
+    return pairs
+
+
+def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
+    """Fit rates, latencies and drag to measured transfers and collectives.
+
+    Raises:
+        ClusterError: the measurements name devices that the cluster does not have.
+    """
+    table = ChannelTable(cluster)
+    by_channel: dict[Channel, list[LinkMeasurement]] = {}
+    for row in rows:
+        devices = tuple(cluster.device_index(name) for name in row.devices)
+        channel = _channel(table, ChannelKind[row.kind.upper()], devices, row.slices)
+        by_channel.setdefault(channel, []).append(row)
+    rates = _link_rates(
+        cluster,
+        {
+            channel: _seconds_per_byte(members)
+            for channel, members in by_channel.items()
+            if channel.kind == ChannelKind.POINT_TO_POINT
+        },
+    )
+    factors: dict[str, tuple[float, float]] = {}
+    drag: dict[str, dict[str, list[float]]] = {}
+    by_kind: dict[ChannelKind, list[tuple[float, float, float]]] = {}
+    for channel, members in by_channel.items():
+        cost = alpha_beta(cluster, channel, rates)
+        for row in members:
+            entry = (cost.latency_s, cost.seconds_per_byte * row.num_bytes, row.seconds)
+            by_kind.setdefault(channel.kind, []).append(entry)
+        largest = max(members, key=lambda row: row.num_bytes)
+        lost = drag.setdefault(channel.kind.name.lower(), {})
+        for device, seconds in zip(channel.devices, largest.device_seconds, strict=True):
+            name = cluster.devices[device].type.name
+            lost.setdefault(name, []).append(seconds / largest.num_bytes)
+    for kind, entries in by_kind.items():
+        latency, payload, seconds = np.array(entries).T
+        weight = 1.0 / (seconds + _JITTER_S)
+        columns = np.stack([latency, payload], axis=1) * weight[:, None]
+        solution, _ = nnls(columns, seconds * weight)
+        factors[kind.name.lower()] = (float(solution[0]), float(solution[1]))
+    return LinkFit(
+        rates=rates,
+        factors=factors,
+        drag={
+            kind: {name: _mean(values) for name, values in lost.items()}
+            for kind, lost in drag.items()
+        },
+    )
+
+
+def _link_rates(cluster: Cluster, seconds_per_byte: Mapping[Channel, float]) -> dict[str, float]:
+    """Bytes/s of link resources from transfers that were alone on their way.
+
+    A transfer tells the rate of the slowest link on its way only. Links that are never the slowest
+    keep their nominal rate, times what the measured ones reach of theirs on average.
+    """
+    found: dict[str, list[float]] = {}
+    for channel, seconds in seconds_per_byte.items():
+        way = [cluster.resources[resource] for resource in channel.traffic()]
+        slowest = min(link.bandwidth_bytes_per_s for link in way)
+        for link in way:
+            if link.bandwidth_bytes_per_s <= 1.01 * slowest:
+                found.setdefault(link.name, []).append(1.0 / seconds)
+    rates = {name: float(np.median(values)) for name, values in found.items()}
+    nominal = {link.name: link.bandwidth_bytes_per_s for link in cluster.resources}
+    if rates:
+        ratio = float(np.mean([rate / nominal[name] for name, rate in rates.items()]))
+        rates = {name: rates.get(name, rate * ratio) for name, rate in nominal.items()}
+    return rates
+
+
+def _channel(
+    table: ChannelTable, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[int, ...]
+) -> Channel:
+    if kind == ChannelKind.POINT_TO_POINT:
+        number = devices[0] * table.cluster.num_devices + devices[1]
+    elif kind == ChannelKind.REDUCE_SCATTER:
+        number = table.reduce_scatter(devices, slices)
+    elif kind == ChannelKind.ALL_GATHER:
+        number = table.all_gather(devices, slices)
+    else:
+        number = table.all_reduce(
+            devices, hierarchical=kind == ChannelKind.ALL_REDUCE_HIERARCHICAL
+        )
+    return table.channels[number]
+
+
+def _seconds_per_byte(rows: Sequence[LinkMeasurement]) -> float:
+    """Of the largest payload: the latency of small ones is fitted with the factors."""
+    largest = max(rows, key=lambda row: row.num_bytes)
+    return largest.seconds / largest.num_bytes
+
+
+def _columns(rows: Sequence[OpMeasurement]) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """(FLOPs, bytes, seconds) of measurements."""
+    table = np.array([(row.flops, row.num_bytes, row.seconds) for row in rows], np.float64)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _mean_seconds(rows: Sequence[OpMeasurement]) -> float:
+    """Mean over calls."""
+    return sum(row.seconds * row.count for row in rows) / sum(row.count for row in rows)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _kind_fit(record: Mapping[str, Any]) -> KindFit:
+    return KindFit(**{key: tuple(value) for key, value in record.items()})
+
+
+def _checked(record: Any, path: str | Path, what: str) -> Any:
+    """A record of this version."""
+    version = record.get("schema_version") if isinstance(record, dict) else None
+    if version != SCHEMA_VERSION:
+        raise InputFileError(
+            f"{what} {path} has schema version {version}, not {SCHEMA_VERSION}: it is another "
+            "kind of file, or was made by another version of heterog."
+        )
+    return record
+
+
+def link_error(rows: Iterable[LinkMeasurement], cluster: Cluster) -> dict[str, float]:
+    """Error of each kind of transfer and collective at a payload that the fit has not seen.
+
+    The largest payload but one of each kind is left out. Sum of |predicted - measured| over sum
+    of measured seconds; kinds with fewer than three payloads have none.
+
+    Raises:
+        ClusterError: the measurements name devices that the cluster does not have.
+    """
+    payloads: dict[str, set[int]] = {}
+    rows = list(rows)
+    for row in rows:
+        payloads.setdefault(row.kind, set()).add(row.num_bytes)
+    left_out = {kind: sorted(sizes)[-2] for kind, sizes in payloads.items() if len(sizes) > 2}
+    kept = [row for row in rows if left_out.get(row.kind) != row.num_bytes]
+    model = Calibration(name="without one payload", types={}, links=fit_links(kept, cluster))
+    table = ChannelTable(cluster)
+    wrong, measured = dict.fromkeys(left_out, 0.0), dict.fromkeys(left_out, 0.0)
+    for row in rows:
+        if left_out.get(row.kind) == row.num_bytes:
+            devices = tuple(cluster.device_index(name) for name in row.devices)
+            channel = _channel(table, ChannelKind[row.kind.upper()], devices, row.slices)
+            cost = model.channel_seconds(cluster, channel)
+            predicted = cost.latency_s + cost.seconds_per_byte * row.num_bytes
+            wrong[row.kind] += abs(predicted - row.seconds)
+            measured[row.kind] += row.seconds
+    return {kind: wrong[kind] / measured[kind] for kind in left_out}
+
+
+def extrapolated_by(
+    model: Calibration, graph: OpGraph, cluster: Cluster, strategy: Strategy
+) -> dict[str, float]:
+    """Part of a strategy's compute time that each kind of op never measured near its size takes.
+
+    Seconds of all devices together. Micro-batches are taken as one.
+
+    Returns:
+        Shares of all compute seconds by op kind, the largest first; empty if all was measured.
+    """
+    group = group_ops(graph).group
+    home_of = {op: home for (op, _, _), home in zip(graph.updates, strategy.homes, strict=True)}
+    total = 0.0
+    by_kind: dict[str, float] = {}
+    for device, kind in enumerate(cluster.device_types[number] for number in cluster.type_index):
+        local = np.zeros(graph.num_ops, np.int64)
+        for op in range(graph.num_ops):
+            decision = strategy.decisions[int(group[op])]
+            if home_of.get(op, REPLICATED) not in (REPLICATED, device):
+                continue
+            if op in home_of and home_of[op] == device:
+                local[op] = graph.batch_size  # an update is the same for any share
+            elif device in decision.devices:
+                local[op] = decision.shares[decision.devices.index(device)]
+        for samples in np.unique(local[local > 0]):
+            seconds, is_far = model._op_seconds(graph, kind, int(samples))
+            chosen = local == samples
+            total += float(seconds[chosen].sum())
+            for op in np.flatnonzero(chosen & is_far & (seconds > 0)):
+                name = op_kind(graph, int(op))
+                by_kind[name] = by_kind.get(name, 0.0) + float(seconds[op])
+    return {
+        name: seconds / total
+        for name, seconds in sorted(by_kind.items(), key=lambda entry: -entry[1])
+    }

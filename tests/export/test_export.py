@@ -1,0 +1,800 @@
+"""Exported folders: run for real where that is possible, read and parsed where it is not."""
+
+import ast
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from heterog import cli
+from heterog.cluster import Cluster
+from heterog.errors import HeterogError, InputFileError, UnknownNameError
+from heterog.export import TARGETS, Export, ExportError, export_plan, make_export
+from heterog.graph.capture import capture
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.workload import Workload
+from heterog.planners.plan import Plan, make_plan, plan_from_rows
+from heterog.planners.planner import Candidate, MethodRow
+from heterog.runtime.launch import free_port
+from heterog.runtime.testbed import load_testbed
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
+from tests.export import tiny
+
+NUM_STEPS = 3
+WORKLOAD = """
+import heterog, tiny, torch
+
+def workload() -> heterog.Workload:
+    return heterog.Workload(tiny.make_model, tiny.global_batch(0), tiny.criterion,
+                            torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+"""
+BUILD = """
+import sys, tiny
+
+def build(rank):
+    assert "heterog" not in sys.modules
+    model = tiny.make_model()
+    begin, end = rank.first_sample, rank.first_sample + rank.batch_size
+    batches = (take(tiny.global_batch(step), begin, end) for step in range(NUM_STEPS))
+    return model, tiny.make_optimizer(model), tiny.loss_of, batches
+
+def loss_weight(batch):
+    return float((batch[1] != -100).sum())
+"""
+BATCHES = """
+import tiny
+
+def batches(workload):
+    return (tiny.global_batch(step) for step in range(NUM_STEPS))
+"""
+
+
+# --- plans --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def graph() -> OpGraph:
+    return capture(
+        Workload(
+            tiny.make_model,
+            tiny.global_batch(0),
+            tiny.criterion,
+            torch.optim.SGD,
+            {"lr": 0.1, "momentum": 0.9},
+            name="tiny",
+        )
+    )
+
+
+def cluster_of(
+    folder: Path, *hosts: tuple[str, str, int], cpu_quotas: Sequence[float] = ()
+) -> Cluster:
+    """A cluster of (host name, device type, number of devices)."""
+    lines = ["schema_version: 1", "name: small", "hosts:"]
+    for index, (name, kind, count) in enumerate(hosts):
+        lines += [
+            f"  - name: {json.dumps(name)}",
+            f"    devices: [{{type: {kind}, count: {count}}}]",
+            "    nic: {line_rate: 1 Gbit/s}",
+            "    intra: pcie3",
+        ]
+        if cpu_quotas:
+            lines.append(f"    testbed: {{cpu_quota: {cpu_quotas[index]}}}")
+    path = folder / "small.yaml"
+    path.write_text("\n".join(lines) + "\n")
+    return Cluster.load(path)
+
+
+def plan_of(
+    graph: OpGraph,
+    cluster: Cluster,
+    decisions: Decision | Sequence[Decision],
+    *,
+    micro_batches: tuple[tuple[int, ...], ...] = (),
+    homes: tuple[int, ...] = (),
+    step_barrier: bool = True,
+    bucket_bytes: int = 0,
+) -> Plan:
+    """A plan by hand; one decision stands for all groups."""
+    num_groups = group_ops(graph).num_groups
+    each = (decisions,) * num_groups if isinstance(decisions, Decision) else tuple(decisions)
+    strategy = Strategy(
+        graph=graph.fingerprint,
+        cluster=cluster.fingerprint(),
+        decisions=each,
+        homes=homes or (REPLICATED,) * len(graph.updates),
+        micro_batches=micro_batches,
+        step_barrier=step_barrier,
+        bucket_bytes=bucket_bytes,
+    )
+    evaluator = Evaluator(graph, cluster)
+    evaluation = evaluator.referee(strategy, Order.FIFO)
+    row = MethodRow(
+        method="by hand",
+        stage="baseline",
+        outcome=str(evaluation.outcome),
+        step_time_s=evaluation.step_time_s,
+        order="fifo",
+        peak_memory_bytes=evaluation.peak_memory_bytes,
+        num_evaluations=1,
+        search_seconds=0.0,
+        candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
+    )
+    return plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+
+
+@pytest.fixture(scope="module")
+def uneven(graph: OpGraph) -> Plan:
+    """Three hosts with one CPU each, uneven shares, all-reduce."""
+    plan = make_plan(graph, load_testbed("skew_both"), methods=["cp_ar"], budget="10e")
+    assert len(set(plan.strategy.decisions[0].shares)) > 1
+    return plan
+
+
+# --- running ------------------------------------------------------------------------------------
+
+
+def fill_in(folder: Path, code: str) -> None:
+    """Do what a person does: edit user.py, and put the model beside it."""
+    user = folder / "user.py"
+    user.write_text(user.read_text() + f"\n\nNUM_STEPS = {NUM_STEPS}\n{code}")
+    (folder / "tiny.py").write_text(Path(tiny.__file__).read_text())
+
+
+def launch(folder: Path, hosts: Sequence[str], *options: str) -> str:
+    """Run launch.sh for each host, all on this machine; what rank 0's host printed."""
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for host in hosts:
+            command = ["bash", str(folder / "launch.sh"), host, *options]
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+        results = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    for process, (_, errors) in zip(processes, results, strict=True):
+        assert process.returncode == 0, errors
+    return results[0][0]
+
+
+def assert_trained_like_one_device(folder: Path, printed: str) -> None:
+    losses, weights = tiny.reference(NUM_STEPS)
+    found = [float(text) for text in re.findall(r"^step \d+ loss (\S+)$", printed, re.M)]
+    assert found == pytest.approx(losses, rel=1e-5)
+    state = torch.load(folder / "weights.pt", weights_only=True)
+    assert set(state) == set(weights)
+    for name, wanted in weights.items():
+        torch.testing.assert_close(state[name], wanted, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.distributed
+def test_ddp_weighs_uneven_batches_and_ignored_labels(graph: OpGraph, tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, ("a", "CPU", 1), ("b", "CPU", 1), cpu_quotas=(0.8, 0.3))
+    plan = make_plan(graph, cluster, methods=["cp_ar"], budget="10e")
+    assert len(set(plan.strategy.decisions[0].shares)) == 2
+    folder = tmp_path / "job"
+    export_plan(plan, "ddp", folder)
+    fill_in(folder, BUILD)
+    # More steps than the data has: all ranks end together.
+    options = ("--steps", "9", "--save", "weights.pt")
+    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], *options))
+
+
+@pytest.mark.distributed
+def test_ddp_accumulates_and_leaves_out_devices(graph: OpGraph, tmp_path: Path) -> None:
+    # GPUs in the plan, tried on CPUs; unequal hosts, because a device has no samples; no label of
+    # the last rank counts in the second step.
+    cluster = cluster_of(tmp_path, ("a", "T4", 2), ("b", "T4", 2))
+    decision = Decision(devices=(0, 1, 2, 3), shares=(3, 2, 0, 3), sync=Sync.RING)
+    micro = ((2, 1), (0, 2), (0, 0), (3, 0))
+    plan = plan_of(graph, cluster, decision, micro_batches=micro, bucket_bytes=600)
+    folder = tmp_path / "job"
+    export_plan(plan, "ddp", folder)
+    ranks = json.loads((folder / "ranks.json").read_text())
+    assert ranks["not_started"] == ["b:0"]
+    assert [
+        (r["device"], r["local_device"], r["first_sample"], r["micro_batches"])
+        for r in ranks["ranks"]
+    ] == [("a:0", 0, 0, [2, 1]), ("a:1", 1, 3, [2]), ("b:1", 1, 5, [3])]
+    fill_in(folder, BUILD)
+    options = ("--steps", str(NUM_STEPS), "--save", "weights.pt", "--device", "cpu")
+    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], *options))
+
+
+@pytest.mark.distributed
+def test_torchrun_runs_any_plan(graph: OpGraph, tmp_path: Path) -> None:
+    model = tmp_path / "my_model.py"
+    model.write_text(WORKLOAD)
+    (tmp_path / "tiny.py").write_text(Path(tiny.__file__).read_text())
+    graph = replace(graph, source=f"{model}:workload")
+    shared = Decision(devices=(0, 1, 2), shares=(4, 3, 1))
+    alone = Decision(devices=(1,), shares=(8,))
+    decisions = [shared] * group_ops(graph).num_groups
+    decisions[-1] = alone
+    plan = plan_of(graph, cluster_of(tmp_path, ("a", "CPU", 2), ("b", "CPU", 1)), decisions)
+    folder = tmp_path / "job"
+    export_plan(plan, "torchrun", folder)
+    model.unlink()
+    fill_in(folder, BATCHES)
+    options = ("--steps", str(NUM_STEPS), "--save", "weights.pt")
+    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], *options))
+
+
+STUB_DEEPSPEED = """
+import torch
+
+def init_distributed():
+    torch.distributed.init_process_group("gloo")
+
+class Engine:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer, self.micro_steps = model, optimizer, 0
+    def __call__(self, *inputs):
+        return self.model(*inputs)
+    def backward(self, loss):
+        (loss / 2).backward()  # two accumulation steps, one rank
+    def step(self):
+        self.micro_steps += 1
+        if self.micro_steps % 2 == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+    def save_checkpoint(self, path):
+        torch.save(self.model.state_dict(), path)
+
+def initialize(model, optimizer, config):
+    return Engine(model, optimizer), optimizer, None, None
+"""
+
+
+@pytest.mark.distributed
+def test_deepspeed_script_scales_losses(graph: OpGraph, tmp_path: Path) -> None:
+    """DeepSpeed itself is not here: a stand-in that divides as it does."""
+    decision = Decision(devices=(0,), shares=(8,))
+    cluster = cluster_of(tmp_path, ("a", "CPU", 1))
+    plan = plan_of(graph, cluster, decision, micro_batches=((4, 4),))
+    folder = tmp_path / "job"
+    export_plan(plan, "deepspeed", folder)
+    fill_in(folder, BUILD)
+    (folder / "deepspeed.py").write_text(STUB_DEEPSPEED)
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "train.py", "--save", "weights.pt"],
+        cwd=folder,
+        env=os.environ | environment | {"MASTER_PORT": str(free_port())},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_trained_like_one_device(folder, done.stdout)
+
+
+# --- what is in the folders ---------------------------------------------------------------------
+
+
+EVEN = Decision(devices=(0, 1, 2, 3), shares=(2, 2, 2, 2))
+
+
+@pytest.fixture(scope="module")
+def even(graph: OpGraph, tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """Two hosts with two GPUs each, even shares in two micro-batches."""
+    folder = tmp_path_factory.mktemp("even")
+    cluster = cluster_of(folder, ("Rack 1_A", "T4", 2), ("b", "V100-16GB", 2))
+    return plan_of(graph, cluster, EVEN, micro_batches=((1, 1),) * 4)
+
+
+@pytest.mark.parametrize("target", ["ddp", "torchrun", "slurm", "kubernetes"])
+def test_scripts_are_well_formed(even: Plan, tmp_path: Path, target: str) -> None:
+    folder = tmp_path / "job"
+    written = export_plan(even, target, folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in written)
+    for path in written:
+        if path.suffix == ".py":
+            ast.parse(path.read_text())
+        if path.suffix in (".sh", ".sbatch"):
+            subprocess.run(["bash", "-n", str(path)], check=True)
+        assert "%%" not in path.read_bytes().decode(errors="ignore") or path.suffix == ".gz"
+    assert 5 <= len((folder / "README.md").read_text().splitlines()) <= 25
+    assert not list(tmp_path.glob(".job*"))
+
+
+def test_launch_uses_torchrun_where_hosts_are_equal(even: Plan, tmp_path: Path) -> None:
+    export_plan(even, "torchrun", tmp_path / "job")
+    done = subprocess.run(
+        ["bash", str(tmp_path / "job" / "launch.sh"), "b", "--steps", "2"],
+        env=os.environ | {"PYTHON": "echo", "MASTER_ADDR": "m", "MASTER_PORT": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (
+        done.stdout.split()
+        == (
+            "-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --node-rank 1 --master-addr m "
+            "--master-port 1 train.py --steps 2"
+        ).split()
+    )
+    wrong = subprocess.run(
+        ["bash", str(tmp_path / "job" / "launch.sh"), "c"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert wrong.returncode == 2
+    assert "the plan has: Rack 1_A, b" in wrong.stderr
+
+
+@pytest.mark.distributed
+def test_a_failing_rank_ends_launch(graph: OpGraph, tmp_path: Path) -> None:
+    plan = plan_of(
+        graph,
+        cluster_of(tmp_path, ("a", "CPU", 2), ("b", "CPU", 1)),
+        Decision(devices=(0, 1, 2), shares=(4, 3, 1)),
+    )
+    export_plan(plan, "ddp", tmp_path / "job")
+    python = tmp_path / "python"
+    python.write_text('#!/usr/bin/env bash\n[ "$RANK" = 1 ] && exit 7\nexec sleep 60\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(tmp_path / "job" / "launch.sh"), "a"],
+        env=os.environ | {"PYTHON": str(python)},
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 7
+
+
+def test_slurm_gives_ranks_by_node(graph: OpGraph, tmp_path: Path) -> None:
+    """A job whose nodes come in another order than the plan's hosts, under stand-ins for Slurm."""
+    cluster = cluster_of(tmp_path, ("x", "T4", 1), ("y", "V100-16GB", 2), ("z", "T4", 1))
+    decision = Decision(devices=(0, 1, 2, 3), shares=(2, 2, 2, 2))
+    folder = tmp_path / "job"
+    export_plan(plan_of(graph, cluster, decision), "slurm", folder)
+    script = (folder / "job.sbatch").read_text()
+    options = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert options == [
+        "#SBATCH --job-name=heterog",
+        "#SBATCH --nodes=2 --ntasks-per-node=1 --exclusive",
+        "#SBATCH --gres=gpu:t4:1",
+        "#SBATCH hetjob",
+        "#SBATCH --nodes=1 --ntasks-per-node=2 --exclusive",
+        "#SBATCH --gres=gpu:v100_16gb:2",
+    ]
+    assert "srun --het-group=0,1 --gpu-bind=none " in script
+    stand_ins = tmp_path / "bin"
+    stand_ins.mkdir()
+    for name, body in {
+        "scontrol": 'tr "," "\\n" <<< "$3"',
+        "srun": 'while [ "$1" != bash ]; do shift; done\n'
+        "for task in n9:0 n1:1 n1:0 n4:0; do\n"
+        '  SLURMD_NODENAME="${task%:*}" SLURM_LOCALID="${task#*:}" "$@"\ndone',
+        "python": 'echo "$SLURMD_NODENAME $SLURM_LOCALID $RANK $WORLD_SIZE $MASTER_ADDR $*"',
+    }.items():
+        (stand_ins / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (stand_ins / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{stand_ins}:{os.environ['PATH']}",
+        "PYTHON": "python",
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n4,n9",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "n1",
+    }
+
+    def run() -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            ["bash", str(folder / "job.sbatch"), "--steps", "2"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = run()
+    assert done.stdout.splitlines() == [
+        "n9 0 3 4 n4 train.py --steps 2",
+        "n1 1 2 4 n4 train.py --steps 2",
+        "n1 0 1 4 n4 train.py --steps 2",
+        "n4 0 0 4 n4 train.py --steps 2",
+    ], done.stderr
+    environment["SLURM_JOB_NODELIST_HET_GROUP_1"] = "n4"
+    assert "the plan needs 3 different nodes, got: n4 n4 n9" in run().stderr
+
+
+def test_slurm_on_hosts_of_one_kind_is_a_plain_job(graph: OpGraph, tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, ("a", "CPU", 2), ("b", "CPU", 2))
+    made = make_export(plan_of(graph, cluster, EVEN), "slurm")
+    assert "Which node is" not in " ".join(made.not_expressed)
+    script = made.files["job.sbatch"].decode()
+    assert "hetjob" not in script
+    assert "het-group" not in script
+    assert "gres" not in script
+    assert "#SBATCH --nodes=2 --ntasks-per-node=2 --exclusive" in script
+    assert "$SLURM_JOB_NODELIST)" in script.replace('"', "")
+    slower = replace(cluster.hosts[1], nic_line_rate_bytes_per_s=1e6)
+    cluster = replace(cluster, hosts=(cluster.hosts[0], slower))
+    made = make_export(plan_of(graph, cluster, EVEN), "slurm")
+    assert "Which node is 'a' and which 'b'" in " ".join(made.not_expressed)
+
+
+def test_kubernetes_manifests(even: Plan) -> None:
+    made = make_export(even, "kubernetes")
+    assert "Placement on GPUs" in " ".join(made.not_expressed)
+    files = made.files
+    service, *jobs = yaml.safe_load_all(files["kubernetes.yaml"])
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    name = service["metadata"]["name"]
+    assert [job["metadata"]["name"] for job in jobs] == [f"{name}-rack-1-a", f"{name}-b"]
+    for job, host, label in zip(jobs, ("Rack 1_A", "b"), ("rack-1-a", "b"), strict=True):
+        assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+        assert job["spec"]["backoffLimit"] == 0
+        template = job["spec"]["template"]
+        assert template["metadata"]["labels"] == service["spec"]["selector"]
+        pod = template["spec"]
+        assert pod["nodeSelector"] == {"heterog/host": label}
+        assert (pod["hostname"], pod["subdomain"]) == (label, name)
+        assert pod["restartPolicy"] == "Never"
+        (container,) = pod["containers"]
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
+        assert container["command"] == ["bash", "/job/launch.sh", host]
+        variables = {each["name"]: each["value"] for each in container["env"]}
+        assert variables["MASTER_ADDR"] == f"rack-1-a.{name}"
+        assert pod["volumes"][0]["configMap"] == {"name": name}
+    (kustomization,) = yaml.safe_load_all(files["kustomization.yaml"])
+    (generator,) = kustomization["configMapGenerator"]
+    assert generator["name"] == name
+    assert set(generator["files"]) == set(files) - {"kubernetes.yaml", "kustomization.yaml"}
+    assert '"plan.json.gz"' in files["train.py"].decode()
+
+
+def test_kubernetes_needs_a_volume_for_large_plans(
+    even: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("heterog.export.kubernetes.CONFIG_MAP_LIMIT_BYTES", 2**10)
+    made = make_export(even, "kubernetes")
+    assert any("PersistentVolumeClaim" in remark for remark in made.not_expressed)
+    assert "PersistentVolumeClaim" in made.files["README.md"].decode()
+    _, job, _ = yaml.safe_load_all(made.files["kubernetes.yaml"])
+    volume = job["spec"]["template"]["spec"]["volumes"][0]
+    assert volume["persistentVolumeClaim"]["claimName"].startswith("heterog-")
+    (kustomization,) = yaml.safe_load_all(made.files["kustomization.yaml"])
+    assert "configMapGenerator" not in kustomization
+
+
+def test_kubernetes_refuses_hosts_of_one_name(graph: OpGraph, tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, ("a_1", "CPU", 2), ("A-1", "CPU", 2))
+    with pytest.raises(ExportError, match="'a_1' and 'A-1' would both be 'a-1'"):
+        make_export(plan_of(graph, cluster, EVEN), "kubernetes")
+
+
+def test_deepspeed_files(graph: OpGraph, tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, ("a", "T4", 2), ("b", "T4", 2))
+    decision = Decision(devices=(0, 2, 3), shares=(4, 0, 4))
+    micro = ((2, 2), (0, 0), (0, 0), (2, 2))
+    files = make_export(plan_of(graph, cluster, decision, micro_batches=micro), "deepspeed").files
+    config = json.loads(files["ds_config.json"])
+    assert config["train_batch_size"] == 8
+    assert config["train_micro_batch_size_per_gpu"] == 2
+    assert config["gradient_accumulation_steps"] == 2
+    assert config["zero_optimization"] == {"stage": 0}
+    assert files["hostfile"].decode() == "a slots=2\nb slots=2\n"
+    assert '--include "a:0@b:1"' in files["launch.sh"].decode()
+
+
+def test_workloads_of_the_zoo_and_of_unknown_origin(graph: OpGraph, tmp_path: Path) -> None:
+    plan = plan_of(graph, cluster_of(tmp_path, ("a", "CPU", 4)), EVEN)
+
+    def export(source: str) -> Export:
+        return make_export(replace(plan, graph=replace(graph, source=source)), "torchrun")
+
+    for source, text, remark in (
+        ("gpt2", "return load_workload('gpt2', batch_size)", ""),
+        ("", "fill in workload()", "does not name its source"),
+        ("/nowhere/m.py:f", "fill in workload()", "/nowhere/m.py is not on this machine"),
+    ):
+        made = export(source)
+        assert text in made.files["user.py"].decode()
+        assert remark in " ".join(made.not_expressed)
+    (tmp_path / "layers.py").write_text("")
+    (tmp_path / "m.py").write_text("import json, layers\nfrom torch import nn\n")
+    made = export(f"{tmp_path}/m.py:f")
+    assert made.files["model.py"] == (tmp_path / "m.py").read_bytes()
+    assert "The modules layers that m.py imports" in " ".join(made.not_expressed)
+
+
+# --- what is not expressed, and what is refused -------------------------------------------------
+
+
+def test_ddp_names_what_it_leaves_out(graph: OpGraph, tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, ("a", "CPU", 4))
+    served = Decision(devices=EVEN.devices, shares=EVEN.shares, sync=Sync.PARAMETER_SERVER)
+    plan = plan_of(graph, cluster, served, homes=(0,) * len(graph.updates), step_barrier=False)
+    made = make_export(plan, "ddp")
+    text = " ".join(made.not_expressed)
+    first = group_ops(graph).names[0]
+    for words in ("Parameter servers", f"first '{first}'", "No step barrier", "order of tasks",
+                  "counted labels"):  # fmt: skip
+        assert words in text
+    assert all(remark in made.files["README.md"].decode() for remark in made.not_expressed)
+    for sync in (Sync.HIERARCHICAL, Sync.REDUCE_SCATTER_ALL_GATHER):
+        decision = Decision(devices=EVEN.devices, shares=EVEN.shares, sync=sync)
+        text = " ".join(make_export(plan_of(graph, cluster, decision), "ddp").not_expressed)
+        assert "ll-reduce" in text if sync == Sync.HIERARCHICAL else "slices" in text
+    alone = Decision(devices=(1,), shares=(8,))
+    plan = plan_of(graph, cluster, alone, homes=(2,) * len(graph.updates))
+    assert "updated on other devices" in " ".join(make_export(plan, "ddp").not_expressed)
+
+
+def refusals(graph: OpGraph, folder: Path) -> Iterator[tuple[Plan, str, str]]:
+    cluster = cluster_of(folder, ("a", "CPU", 2), ("b", "CPU", 2))
+    names = group_ops(graph).names
+    mixed = [EVEN] * len(names)
+    mixed[1] = Decision(devices=(3,), shares=(8,))
+    for target in ("ddp", "deepspeed"):
+        text = f"group '{names[1]}' runs on b:1 (8) and '{names[0]}' on a:0 (2), a:1 (2)"
+        yield plan_of(graph, cluster, mixed), target, text
+    uneven = Decision(devices=(0, 1, 2, 3), shares=(3, 2, 2, 1))
+    yield plan_of(graph, cluster, uneven), "deepspeed", "shares are a:0: 3, a:1: 2, b:0: 2, b:1: 1"
+    one = Decision(devices=(0,), shares=(8,))
+    micro = ((5, 3), (0, 0), (0, 0), (0, 0))
+    yield (
+        plan_of(graph, cluster, one, micro_batches=micro),
+        "deepspeed",
+        "equal micro-batches, but the plan's are a:0: (5, 3)",
+    )
+    spaced = cluster_of(folder, ("my host", "CPU", 4))
+    yield plan_of(graph, spaced, EVEN), "deepspeed", "cannot name host 'my host'"
+
+
+def test_targets_refuse_what_they_cannot_express(graph: OpGraph, tmp_path: Path) -> None:
+    for plan, target, text in refusals(graph, tmp_path):
+        with pytest.raises(ExportError, match=re.escape(text)):
+            export_plan(plan, target, tmp_path / "job")
+        assert not (tmp_path / "job").exists()
+
+
+class CumulativeBatch(torch.nn.Linear):
+    """Every sample sees those before it: no rank can do that with its own samples."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).cumsum(0)
+
+
+def test_ddp_refuses_ops_that_need_the_whole_batch(tmp_path: Path) -> None:
+    workload = Workload(
+        lambda: CumulativeBatch(4, 4),
+        (torch.zeros(8, 4), torch.zeros(8, 4)),
+        torch.nn.functional.mse_loss,
+        torch.optim.SGD,
+        {"lr": 0.1},
+    )
+    plan = plan_of(capture(workload), cluster_of(tmp_path, ("a", "CPU", 4)), EVEN)
+    with pytest.raises(ExportError, match=r"op cumsum.* needs the whole batch"):
+        make_export(plan, "ddp")
+    assert make_export(plan, "torchrun").files
+
+
+def masked_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    mask = (target > 0).float()
+    return ((output - target) ** 2 * mask).sum() / mask.sum()
+
+
+def test_ddp_names_sums_over_the_batch(tmp_path: Path) -> None:
+    workload = Workload(
+        lambda: torch.nn.Linear(4, 4),
+        (torch.zeros(8, 4), torch.zeros(8, 4)),
+        masked_mean,
+        torch.optim.SGD,
+        {"lr": 0.1},
+    )
+    plan = plan_of(capture(workload), cluster_of(tmp_path, ("a", "CPU", 4)), EVEN)
+    assert "A sum over the whole batch that div" in " ".join(
+        make_export(plan, "ddp").not_expressed
+    )
+
+
+def test_unknown_targets_and_plans_that_do_not_fit(even: Plan, tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'torchrun'"):
+        export_plan(even, "torchrn", tmp_path / "job")
+    short = replace(even, step_time_s=None, shortage="a:0 lacks 3 GiB")
+    for target in TARGETS:
+        with pytest.raises(ExportError, match=r"does not fit into memory \(a:0 lacks 3 GiB\)"):
+            export_plan(short, target, tmp_path / "job")
+
+
+def test_folders_are_not_mixed_or_destroyed(even: Plan, uneven: Plan, tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    export_plan(even, "ddp", folder)  # empty: taken
+    with pytest.raises(ExportError, match="not empty; name another folder, or pass --overwrite"):
+        export_plan(even, "ddp", folder)
+    with pytest.raises(ExportError, match="holds an export to ddp"):
+        export_plan(even, "torchrun", folder, overwrite=True)
+    (folder / "weights.pt").write_text("precious")
+    renewed = export_plan(uneven, "ddp", folder, overwrite=True)
+    assert folder / "user.py" in renewed
+    assert json.loads((folder / "ranks.json").read_text())["cluster"] == "skew_both"
+    (folder / "user.py").write_text("mine")
+    renewed = export_plan(even, "ddp", folder, overwrite=True)
+    assert folder / "user.py" not in renewed
+    assert (folder / "user.py").read_text() == "mine"
+    assert (folder / "weights.pt").read_text() == "precious"
+
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter").write_text("dear")
+    with pytest.raises(ExportError, match="no export"):
+        export_plan(even, "ddp", tmp_path / "home", overwrite=True)
+    with pytest.raises(ExportError, match="is not a folder"):
+        export_plan(even, "ddp", tmp_path / "home" / "letter")
+    with pytest.raises(ExportError, match="does not exist"):
+        export_plan(even, "ddp", tmp_path / "no" / "job")
+
+
+def test_a_refusal_of_the_system_leaves_nothing(
+    even: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("heterog.export.folder.os.replace", refuse)
+    with pytest.raises(InputFileError, match=r"cannot write .*job: No space left on device"):
+        export_plan(even, "ddp", tmp_path / "job")
+    assert not list(tmp_path.iterdir())
+
+
+# --- what the scripts say -----------------------------------------------------------------------
+
+
+def script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module train.py of an exported folder, with the folder's user.py."""
+    modules = {}
+    for name in ("user", "train"):
+        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        modules[name] = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, modules[name])
+        spec.loader.exec_module(modules[name])
+    return modules["train"]
+
+
+def test_ddp_script_says_what_is_wrong(
+    even: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export_plan(even, "ddp", tmp_path / "job")
+    train = script(tmp_path / "job", monkeypatch)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit, match="3 ranks are running; the plan has 4: Rack 1_A:0 on"):
+        train.this_rank("cpu")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="rank 1 is planned for GPU 1 of host Rack 1_A, where"):
+        train.this_rank("auto")
+    rank, backend = train.this_rank("cpu")
+    assert (rank.first_sample, rank.batch_size, rank.micro_batches) == (2, 2, (1, 1))
+    assert backend == "gloo"
+    with pytest.raises(SystemExit, match=r"fill in build\(\)"):
+        train.user.build(rank)
+    with pytest.raises(SystemExit, match="gave rank 1 3 samples; the plan has 2"):
+        list(train.cut((torch.zeros(3, 2), torch.zeros(3)), rank))
+    parts = list(train.cut({"x": torch.zeros(2, 2), "name": "n"}, rank))
+    assert [train.user.loss_weight(part) for part in parts] == [1.0, 1.0]
+    monkeypatch.setattr(train.user, "loss_weight", lambda batch: 0.0)
+    monkeypatch.setattr(train, "dist", SimpleNamespace(all_reduce=lambda totals: totals.mul_(4)))
+    with pytest.raises(SystemExit, match="weights of the whole batch are 0"):
+        train.train_step(None, None, None, torch.zeros(2, 2), rank, train.Weighting())
+    train.check_model(tiny.make_model(), replace(rank, rank=0))
+    assert capsys.readouterr().out == ""
+    train.check_model(torch.nn.Linear(2, 2), replace(rank, rank=0))
+    assert "a model of 6 parameters; 'tiny' was planned with" in capsys.readouterr().out
+
+
+def test_torchrun_script_says_what_is_wrong(
+    even: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_plan(even, "torchrun", tmp_path / "job")
+    train = script(tmp_path / "job", monkeypatch)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit, match="rank 1 is planned for GPU 1 of host Rack 1_A, where"):
+        train.join("auto", 1.0)
+    monkeypatch.setenv("RANK", "4")
+    with pytest.raises(SystemExit, match="there is a rank 4; the plan has 4 ranks"):
+        train.join("cpu", 1.0)
+    with pytest.raises(SystemExit, match=r"fill in workload\(\)"):
+        train.user.workload(8)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def run_cli(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
+) -> tuple[object, str, str]:
+    monkeypatch.setattr(sys, "argv", ["heterog", "export", *map(str, arguments)])
+    code: object = 0
+    try:
+        cli.main()
+    except SystemExit as stop:
+        code = stop.code or 0
+    streams = capsys.readouterr()
+    return code, streams.out, streams.err
+
+
+def test_command(
+    uneven: Plan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan, folder = tmp_path / "plan.json", tmp_path / "job"
+    uneven.save(plan)
+
+    def call(*arguments: object) -> tuple[object, str, str]:
+        return run_cli(monkeypatch, capsys, *arguments)
+
+    code, out, err = call(plan, "--to", "ddp", "-o", folder, "--json")
+    assert (code, err) == (0, "")
+    document = json.loads(out)
+    assert document["target"] == "ddp"
+    assert str(folder / "train.py") in document["files"]
+    assert any("order of tasks" in remark for remark in document["not_expressed"])
+    code, _, err = call(plan, "--to", "ddp", "-o", folder)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "not empty" in err
+    code, out, _ = call(plan, "--to", "ddp", "-o", folder, "--overwrite")
+    assert code == 0
+    assert "not expressed: The plan's order" in out
+    code, _, err = call(plan, "--to", "dpd", "-o", tmp_path / "other")
+    assert code == 2
+    assert "unknown export target 'dpd'; did you mean 'ddp'?" in err
+    code, _, err = call(plan, "--to", "deepspeed", "-o", tmp_path / "other")
+    assert code == 2
+    assert "the plan's shares are a: " in err
+    assert not (tmp_path / "other").exists()
+
+
+def test_exporting_needs_no_torch() -> None:
+    code = "import sys, heterog.export; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_errors_are_errors_of_heterog() -> None:
+    assert issubclass(ExportError, HeterogError)
