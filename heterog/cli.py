@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from heterog.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.graph.op_graph import OpGraph
+    from heterog.simulator.calibration import Measurements
 
 app = typer.Typer(
     help="Finds how to train a PyTorch model on a cluster of unequal GPUs.",
@@ -33,6 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+cluster_app = typer.Typer(help="Make cluster files.", no_args_is_help=True)
+app.add_typer(cluster_app, name="cluster")
 out = Console(width=100 if not sys.stdout.isatty() else None)
 err = Console(stderr=True)
 
@@ -182,13 +186,16 @@ def plan(
         from heterog.report.trace import write_trace
 
         write_trace(trace, found.timeline())
+    extrapolated = _extrapolated(found)
     if as_json:
-        _print_json(found.summary())
+        _print_json(found.summary() | {"extrapolated": extrapolated})
         return
     from heterog.report.tables import methods_table
 
     out.print(methods_table(found.rows, target, title=_title(found)))
     out.print(_verdict(found))
+    if extrapolated is not None:
+        out.print(_trust(found.calibration, extrapolated), soft_wrap=True)
     for path, what in ((output, "plan"), (trace, "trace (open it in https://ui.perfetto.dev)")):
         if path is not None:
             out.print(f"{what}: {path}", soft_wrap=True)
@@ -280,11 +287,16 @@ def run(
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="go on when the loss is not finite")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="trace.json with predicted and measured lanes"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train with a plan on local processes, one per device, or on a local testbed."""
     from contextlib import ExitStack
 
+    from heterog.files import check_writable
     from heterog.planners.plan import load_plan
     from heterog.runtime.launch import run_ranks
     from heterog.runtime.testbed import Testbed, load_testbed
@@ -292,6 +304,8 @@ def run(
 
     if steps < 1:
         raise HeterogError(f"--steps is {steps}; measure at least one step.")
+    if trace is not None:
+        check_writable(trace)
     loaded = load_plan(plan)
     if loaded.step_time_s is None:
         raise HeterogError(f"{plan} does not fit into memory ({loaded.shortage}); plan again.")
@@ -319,9 +333,14 @@ def run(
             save=save,
             resume=resume,
             allow_nonfinite=allow_nonfinite,
+            record=True,
             progress=lambda stage: show(*_stage(stage)),
             **options,
         )
+    if trace is not None:
+        from heterog.report.trace import write_comparison
+
+        write_comparison(trace, loaded.timeline(), loaded.measured_timeline(measured["tasks"]))
     if as_json:
         _print_json(measured)
         return
@@ -339,6 +358,175 @@ def run(
     )
     if save is not None:
         out.print(f"checkpoint: {save}", soft_wrap=True)
+
+
+@app.command()
+def profile(
+    models: Annotated[
+        str, typer.Argument(metavar="MODEL[,MODEL...]", help="zoo names or file.py:function")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output")] = Path("measurements.json"),
+    batch_size: BatchOption = None,
+    testbed: Annotated[
+        str,
+        typer.Option("--testbed", help="measure on its ranks: a shipped name or a YAML file"),
+    ] = "",
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="names the device types; needed under torchrun")
+    ] = "",
+    device_type: Annotated[
+        str, typer.Option("--device-type", help="what cluster files call this device")
+    ] = "",
+    timeout: Annotated[str, typer.Option("--timeout", help="of the whole job")] = "1h",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure models on this machine, on a testbed, or on the ranks of torchrun.
+
+    What is done is kept beside the output, and the same command goes on with it.
+    """
+    import os
+
+    from heterog.files import check_writable
+    from heterog.units import parse_seconds
+
+    check_writable(output)
+    timeout_s = parse_seconds(timeout)
+    sources = _names(models)
+    _check_profile_options(testbed, cluster, device_type)
+    named = _cluster(testbed or cluster) if testbed or cluster else None
+    for source in sources:
+        _check_workload(source, batch_size)
+    from heterog.runtime import profiler
+    from heterog.simulator.calibration import Measurements
+
+    journal = output.with_name(f"{output.name}.partial")
+    as_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not testbed
+    rank = int(os.environ.get("RANK", "0")) if as_rank else 0
+    measured: Measurements | None = None
+    with _progress(as_json or rank > 0) as show:
+
+        def tell(stage: str) -> None:
+            show(*_stage(stage))
+
+        if testbed:
+            assert named is not None
+            measured = profiler.profile_cluster(
+                sources, named, journal, batch_size=batch_size, timeout_s=timeout_s, tell=tell
+            )
+        elif as_rank:
+            if named is None:
+                raise HeterogError(
+                    "links are measured between the devices of a cluster: pass --cluster FILE "
+                    "('heterog cluster detect' writes a first one)."
+                )
+            profiler.profile_as_rank(
+                sources,
+                named,
+                journal,
+                output,
+                batch_size=batch_size,
+                timeout_s=timeout_s,
+                tell=tell,
+            )
+            if rank == 0:
+                measured = Measurements.load(output)
+        else:
+            kind = device_type or (named.devices[0].type.name if named else _local_type_name())
+            measured = profiler.profile_here(
+                sources, journal, kind, batch_size=batch_size, tell=tell
+            )
+    if measured is not None:
+        measured.save(output)
+    profiler.remove_journal(journal)
+    if measured is not None:
+        _print_measured(measured, output, as_json=as_json)
+
+
+@app.command()
+def calibrate(
+    measurements: Annotated[list[Path], typer.Argument(help="files of 'heterog profile'")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="calibration.json")],
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="whose links were measured, if not in the file")
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Fit a cost model to measurements, for the field 'calibration' of a cluster file."""
+    from heterog.files import check_writable
+    from heterog.simulator.calibration import Measurements, link_error, merge
+    from heterog.simulator.calibration import calibrate as fit
+
+    check_writable(output)
+    measured = merge([Measurements.load(path) for path in measurements])
+    target = _cluster(cluster) if cluster else _measured_cluster(measured)
+    if measured.links and target is None:
+        raise HeterogError(
+            f"{measurements[0]} holds links, but not of which cluster; pass --cluster."
+        )
+    found = fit(measured, target, name=output.name.removesuffix(".gz").removesuffix(".json"))
+    errors = link_error(measured.links, target) if target is not None else {}
+    found.save(output)
+    types = {
+        kind: {
+            "ops": len(fitted.curves),
+            "measurements": sum(row.device_type == kind for row in measured.ops),
+            "kinds": sorted(fitted.kinds),
+            "error_ops": _number_or_none(found.held_out_error[kind][0]),
+            "error_models": _number_or_none(found.held_out_error[kind][1]),
+        }
+        for kind, fitted in found.types.items()
+    }
+    links = {
+        kind: {
+            "measurements": sum(row.kind == kind for row in measured.links),
+            "latency_factor": factors[0],
+            "bytes_factor": factors[1],
+            "error": errors.get(kind),
+        }
+        for kind, factors in found.links.factors.items()
+    }
+    if as_json:
+        _print_json(
+            {
+                "name": found.name,
+                "file": str(output),
+                "device_types": types,
+                "links": links,
+                "link_rates_bytes_per_s": dict(found.links.rates),
+            }
+        )
+        return
+    _print_calibration(types, links)
+    out.print(
+        f"calibration: {output} (name it in a cluster file: 'calibration: {output.name}')",
+        soft_wrap=True,
+    )
+
+
+@cluster_app.command("detect")
+def cluster_detect(
+    output: Annotated[Path, typer.Option("-o", "--output", help="cluster.yaml")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write a first cluster file of this machine; its comments say what to check."""
+    from heterog.cluster.spec import parse_cluster
+    from heterog.files import check_writable, write_atomically
+    from heterog.runtime.detect import cluster_yaml, detect
+
+    check_writable(output)
+    text = cluster_yaml(detect())
+    found = parse_cluster(text, output)
+    write_atomically(output, text.encode())
+    checks = [line.strip() for line in text.splitlines() if "check: " in line]
+    if as_json:
+        _print_json({"file": str(output), "cluster": found.to_dict(), "checks": checks})
+        return
+    from heterog.report.tables import clusters_table
+
+    out.print(clusters_table([found]))
+    out.print(f"cluster: {output}; check these lines:", soft_wrap=True)
+    for line in checks:
+        out.print(f"  {line}", soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -477,11 +665,125 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, float, float], None]]:
 
 
 def _stage(stage: str) -> tuple[str, float, float]:
-    """What a rank says it does, as progress: steps are a bar, the rest is a word."""
-    match stage.split():
+    """What a rank says it does, as progress: what is counted is a bar, the rest is a word."""
+    counted, _, what = stage.partition(": ")
+    match counted.split():
         case ["step", number, "of", last]:
             return "training", int(number) / int(last), float("inf")
+        case ["ops" | "links" as word, number, "of", last]:
+            return what or f"measuring {word}", int(number) / int(last), float("inf")
     return stage, 0.0, float("inf")
+
+
+def _check_profile_options(testbed: str, cluster: str, device_type: str) -> None:
+    for name, value in (("--cluster", cluster), ("--device-type", device_type)):
+        if testbed and value:
+            raise HeterogError(f"{name} {value} and --testbed {testbed}: a testbed has its own.")
+
+
+def _check_workload(source: str, batch_size: int | None) -> None:
+    """Refuse a model that cannot be made, before anything slow happens."""
+    if source.endswith((".json", ".json.gz")):
+        raise HeterogError(
+            f"{source} is a saved graph, which cannot be run; name the model itself, as "
+            "file.py:function."
+        )
+    from heterog.zoo import load_workload
+
+    load_workload(source, batch_size)
+
+
+def _local_type_name() -> str:
+    from heterog.runtime.detect import local_type_name
+
+    return local_type_name()
+
+
+def _measured_cluster(measured: "Measurements") -> "Cluster | None":
+    """The cluster whose links were measured."""
+    from heterog.cluster import Cluster
+
+    return None if measured.cluster is None else Cluster.from_dict(measured.cluster)
+
+
+def _print_measured(measured: "Measurements", output: Path, *, as_json: bool) -> None:
+    types = sorted({row.device_type for row in measured.ops})
+    models = sorted({row.model for row in measured.ops})
+    summary = {
+        "file": str(output),
+        "models": models,
+        "device_types": types,
+        "num_ops": len({row.signature for row in measured.ops if row.signature}),
+        "num_op_measurements": len(measured.ops),
+        "num_link_measurements": len(measured.links),
+        "environment": dict(measured.environment),
+    }
+    if as_json:
+        _print_json(summary)
+        return
+    out.print(
+        f"{summary['num_ops']:,} ops of {', '.join(models)} on {', '.join(types)} in "
+        f"{len(measured.ops):,} measurements, {len(measured.links):,} of links -> {output}",
+        soft_wrap=True,
+        markup=False,
+    )
+    out.print(f"next: heterog calibrate {output} -o calibration.json", soft_wrap=True)
+
+
+def _print_calibration(types: dict[str, Any], links: dict[str, Any]) -> None:
+    """What was fitted, and how far off it is where it was not fitted."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    def table(title: str, *columns: str) -> Table:
+        made = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for number, column in enumerate(columns):
+            made.add_column(column, justify="right" if number else "left")
+        return made
+
+    def percent(error: float | None) -> str:
+        return "-" if error is None else f"{error:.1%}"
+
+    ops = table("ops", "device type", "ops", "kinds", "error, new ops", "error, new models")
+    for name, row in types.items():
+        errors = (percent(row["error_ops"]), percent(row["error_models"]))
+        ops.add_row(escape(name), f"{row['ops']:,}", str(len(row["kinds"])), *errors)
+    out.print(ops)
+    if links:
+        lines = table("links", "kind", "measured", "latency", "time per byte", "error, new sizes")
+        for name, row in links.items():
+            factors = (f"{row['latency_factor']:.2f}x", f"{row['bytes_factor']:.2f}x")
+            count = f"{row['measurements']:,}"
+            lines.add_row(name.replace("_", " "), count, *factors, percent(row["error"]))
+        out.print(lines)
+
+
+def _number_or_none(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value
+
+
+def _extrapolated(found: Any) -> dict[str, Any] | None:
+    """Part of a plan's compute time that was never measured near; ``None`` for the roofline."""
+    from heterog.simulator.calibration import Calibration, cost_model_of, extrapolated_by
+
+    model = cost_model_of(found.cluster)
+    if not isinstance(model, Calibration):
+        return None
+    shares = extrapolated_by(model, found.graph, found.cluster, found.strategy)
+    return {"share": sum(shares.values()), "kinds": list(shares)}
+
+
+def _trust(calibration: str, extrapolated: dict[str, Any]) -> str:
+    """One sentence: what of a prediction was measured."""
+    share, kinds = extrapolated["share"], extrapolated["kinds"]
+    if not kinds:
+        return f"calibrated on {calibration}; every op was measured near its size"
+    shown = ", ".join(kinds[:4]) + (", ..." if len(kinds) > 4 else "")
+    return (
+        f"calibrated on {calibration}; {share:.0%} of the compute time is extrapolated ({shown})"
+    )
 
 
 def _title(found: Any) -> str:

@@ -21,6 +21,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 from heterog.simulator.timeline import Timeline
+from heterog.strategy.lowering import lower
 from heterog.strategy.program import IntArray
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Strategy
@@ -84,6 +85,16 @@ class Plan:
         choice = evaluator.encode(self.strategy)
         order = Order[self.order.upper()]
         program, start, finish = evaluator.referee_schedule(choice, order)
+        return Timeline(program, start, finish, self.cluster, self.graph)
+
+    def measured_timeline(self, tasks: Mapping[str, Sequence[float | None]]) -> Timeline:
+        """The step as it ran.
+
+        Args:
+            tasks: ``start_s`` and ``finish_s`` of each task, ``None`` where none was recorded.
+        """
+        start, finish = (np.array(tasks[key], np.float64) for key in ("start_s", "finish_s"))
+        program = lower(self.graph, self.cluster, self.strategy, num_steps=1)
         return Timeline(program, start, finish, self.cluster, self.graph)
 
     def summary(self) -> dict[str, Any]:

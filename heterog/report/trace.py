@@ -5,6 +5,7 @@ the compute streams of its devices, and one more process, "links", has a thread 
 devices and every communicator. Times are microseconds.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,34 @@ def trace_document(
     }
 
 
+def write_comparison(path: str | Path, predicted: Timeline, measured: Timeline) -> None:
+    """Write predicted and measured lanes of the same program into one trace.
+
+    Args:
+        path: the file.
+        predicted: by the simulator.
+        measured: on real devices; tasks whose times are NaN are left out.
+
+    Raises:
+        InputFileError: the file cannot be written.
+    """
+    document = trace_document(predicted, title=f"{predicted.graph.name}: predicted and measured")
+    others = trace_document(measured, memory=False)["traceEvents"]
+    shift = predicted.cluster.num_hosts + 1
+    for events, what in ((document["traceEvents"], "predicted"), (others, "measured")):
+        for event in events:
+            if event["name"] == "process_name":
+                event["args"] = {"name": f"{event['args']['name']}, {what}"}
+            elif event["name"] == "process_sort_index":
+                # Predicted and measured lanes of a host one below the other.
+                place = 2 * event["args"]["sort_index"] + (what == "measured")
+                event["args"] = {"sort_index": place}
+    for event in others:
+        event["pid"] += shift
+    document["traceEvents"] += others
+    write_json(path, document)
+
+
 def _processes(timeline: Timeline) -> Iterator[dict[str, Any]]:
     names = [f"host {host.name}" for host in timeline.cluster.hosts]
     for number, name in enumerate([*names, "links"]):
@@ -97,6 +126,8 @@ def _without_overlap(timeline: Timeline, lane: Lane) -> Sequence[Sequence[int]]:
     rows: list[list[int]] = [[]]
     free_from = [0]
     for task in lane.tasks:
+        if math.isnan(timeline.start[task] + timeline.finish[task]):
+            continue
         begin, end = _nanoseconds(timeline, task)
         row = next((row for row, free in enumerate(free_from) if free <= begin), len(rows))
         if row == len(rows):

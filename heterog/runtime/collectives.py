@@ -6,11 +6,15 @@ with uneven shapes fail (uneven slices travel by all-to-all), and coalescing sil
 work.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from heterog.runtime.recorder import Recorder
 
 
 class Pending:
@@ -19,12 +23,19 @@ class Pending:
     Args:
         work: the communication, ``None`` if there is nothing to wait for.
         finish: makes the tensor once the communication is done.
+        waited: hears of the wait: when it began and when it was over.
     """
 
-    __slots__ = ("_finish", "_value", "_work")
+    __slots__ = ("_finish", "_value", "_waited", "_work")
 
-    def __init__(self, work: dist.Work | None, finish: Callable[[], Tensor]) -> None:
+    def __init__(
+        self,
+        work: "dist.Work | _Works | None",
+        finish: Callable[[], Tensor],
+        waited: Callable[[float, float], None] | None = None,
+    ) -> None:
         self._work = work
+        self._waited = waited
         self._finish: Callable[[], Tensor] | None = finish
         self._value: Tensor | None = None
 
@@ -32,11 +43,31 @@ class Pending:
         """The tensor; may be called any number of times."""
         if self._finish is not None:
             if self._work is not None:
+                begin = time.perf_counter()
                 self._work.wait()
+                if self._waited is not None:
+                    self._waited(begin, time.perf_counter())
             self._value = self._finish()
             self._work = self._finish = None
         assert self._value is not None
         return self._value
+
+
+class _Works:
+    """Several communications that end together."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Until all are done."""
+        for work in self._works:
+            work.wait()
+
+
+def _sent(tensor: Tensor, dst: int, group: dist.ProcessGroup | None = None, tag: int = 0) -> Any:
+    """A send under way."""
+    return dist.isend(tensor, dst, group=group, tag=tag)
 
 
 class Communicator:
@@ -45,10 +76,14 @@ class Communicator:
     Args:
         rank: this rank; ranks are device indices.
         device_sets: every set of devices that communicates; the same on all ranks.
+
+    Attributes:
+        recorder: hears of every wait; ``None`` where nobody asks.
     """
 
     def __init__(self, rank: int, device_sets: Iterable[tuple[int, ...]]) -> None:
         self.rank = rank
+        self.recorder: Recorder | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for devices in sorted(set(device_sets)):
             # Every rank takes part in making every group.
@@ -60,18 +95,16 @@ class Communicator:
     def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         """Send without waiting; ``flush`` waits."""
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, dst, tag=tag)
-        assert work is not None
-        self._sending.append((work, tensor))
+        self._sending.append((_sent(tensor, dst, tag=tag), tensor))
 
     def receive(self, like: Tensor, src: int, tag: int) -> Pending:
         """Receive into ``like``, a contiguous tensor."""
-        return Pending(dist.irecv(like, src, tag=tag), lambda: like)
+        return self._pending(dist.irecv(like, src, tag=tag), lambda: like)
 
     def all_reduce(self, tensor: Tensor, devices: tuple[int, ...]) -> Pending:
         """Sum over devices, in place on a contiguous tensor."""
         work = dist.all_reduce(tensor, group=self._groups[devices], async_op=True)
-        return Pending(work, lambda: tensor)
+        return self._pending(work, lambda: tensor)
 
     def reduce_scatter(
         self, tensor: Tensor, devices: tuple[int, ...], counts: Sequence[int]
@@ -81,17 +114,13 @@ class Communicator:
         Every rank sends each other rank its slice and adds up what it receives: the slices may be
         uneven, and nothing is padded (gloo's own reduce-scatter is an all-reduce).
         """
-        own = counts[devices.index(self.rank)]
-        received = tensor.new_empty(len(counts) * own)
-        work = dist.all_to_all_single(
-            received,
-            tensor,
-            [own] * len(counts),
-            list(counts),
-            group=self._groups[devices],
-            async_op=True,
+        slices = list(torch.split(tensor, list(counts)))
+        own = slices[devices.index(self.rank)]
+        received = [own.clone() if d == self.rank else torch.empty_like(own) for d in devices]
+        return self._pending(
+            self._exchange(slices, received, devices),
+            lambda: torch.stack(received).sum(0),
         )
-        return Pending(work, lambda: received.view(len(counts), own).sum(0))
 
     def all_gather(
         self,
@@ -101,17 +130,47 @@ class Communicator:
         combine: Callable[[list[Tensor]], Tensor],
     ) -> Pending:
         """Collect flat parts of uneven sizes from all devices and combine them."""
-        copies = part.repeat(len(counts))
-        received = part.new_empty(sum(counts))
-        work = dist.all_to_all_single(
-            received,
-            copies,
-            list(counts),
-            [part.numel()] * len(counts),
-            group=self._groups[devices],
-            async_op=True,
-        )
-        return Pending(work, lambda: combine(list(received.split(list(counts)))))
+        parts = [
+            part if device == self.rank else part.new_empty(count)
+            for device, count in zip(devices, counts, strict=True)
+        ]
+        work = self._exchange([part] * len(devices), parts, devices)
+        return self._pending(work, lambda: combine(parts))
+
+    def _exchange(
+        self, sent: Sequence[Tensor], received: Sequence[Tensor], devices: tuple[int, ...]
+    ) -> "_Works":
+        """Send one tensor to each other device and receive one from each.
+
+        Not by all-to-all: gloo's posts the sends first, so that its handshakes wait behind data on
+        the same connection, and the two directions of a link take turns.
+        """
+        group = self._groups[devices]
+        own = devices.index(self.rank)
+        others = [index for index in range(len(devices)) if index != own]
+        if received[own].is_cuda:
+            operations = [
+                dist.P2POp(dist.irecv, received[index], devices[index], group)
+                for index in others
+                if received[index].numel()
+            ] + [
+                dist.P2POp(dist.isend, sent[index].contiguous(), devices[index], group)
+                for index in others
+                if sent[index].numel()
+            ]
+            return _Works(dist.batch_isend_irecv(operations) if operations else [])
+        works = []
+        for index in others:
+            if received[index].numel():
+                works.append(dist.irecv(received[index], devices[index], group=group))
+        for index in others:
+            if sent[index].numel():
+                tensor = sent[index].contiguous()
+                self._sending.append((_sent(tensor, devices[index], group), tensor))
+        return _Works([work for work in works if work is not None])
+
+    def _pending(self, work: "dist.Work | _Works | None", finish: Callable[[], Tensor]) -> Pending:
+        return Pending(work, finish, self.recorder.waiting() if self.recorder else None)
 
     def flush(self) -> None:
         """Wait for everything that was sent."""

@@ -1,21 +1,26 @@
 """Deployment: a plan and a workload become a step that trains, on every rank."""
 
+import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
-from heterog.graph.capture import capture_step
+from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets
+from heterog.runtime.recorder import TaskTimes, gather_task_times
 from heterog.strategy.lowering import lower
+from heterog.strategy.program import FloatArray, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision
 
 
@@ -23,13 +28,35 @@ class DeployedStep:
     """A training step on one rank: call it with the global batch, get the global loss.
 
     Parameters live where the plan puts them; ``state_dict`` brings them together.
+
+    A plan without a step barrier returns the loss while gradients and new parameters are still on
+    their way; the next step waits for each parameter where it is read. ``flush`` ends what is
+    open. So do ``state_dict``, ``model`` and ``parameters``, and like it they then have to be
+    called on every rank. End with one of them before the process group is destroyed.
+
+    Attributes:
+        rank: this rank.
+        plan: that is run.
+        captured: the step, captured on this rank.
+        optimizer: of the parameters that this rank updates; where there are none it is there all
+            the same, so that every rank can make the same scheduler. Its options may be changed at
+            any time: an update uses those that held when its own step was called. Its state is up
+            to date after ``flush``.
     """
 
-    def __init__(self, workload: Workload, plan: Plan) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Plan,
+        *,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        captured: CapturedStep | None = None,
+    ) -> None:
         self.rank = dist.get_rank()
         self.plan = plan
         _check_world(plan)
-        self.captured = capture_step(workload)
+        self.captured = captured or capture_step(workload)
         graph = self.captured.graph
         difference = plan.graph.describe_difference(graph)
         if difference is not None:
@@ -43,18 +70,16 @@ class DeployedStep:
                 f"{plan.program_hash}: it was made by another version of heterog; plan again."
             )
         _check_same_everywhere(program.hash)
-        self.model = _one_model(workload)
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise StrategyError(f"max_grad_norm is {max_grad_norm}; it must be above 0.")
+        self._model = _one_model(workload)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
-        named = dict(self.model.named_parameters())
-        held = self._held_parameters()
-        self.parameters: dict[int, nn.Parameter] = {
-            parameter: named[self._names[parameter]] for parameter in held
+        named = dict(self._model.named_parameters())
+        self._parameters: dict[int, nn.Parameter] = {
+            parameter: named[self._names[parameter]] for parameter in self._held_parameters()
         }
         updated = [named[self._names[parameter]] for parameter in self._updated_parameters()]
-        optimizer = (
-            workload.optimizer(updated, **dict(workload.optimizer_options)) if updated else None
-        )
-        self.optimizer = optimizer
+        self.optimizer = _make_optimizer(workload, updated)
         self._executor = StepExecutor(
             self.captured,
             plan.strategy,
@@ -62,10 +87,64 @@ class DeployedStep:
             plan.task_order,
             rank=self.rank,
             communicator=Communicator(self.rank, device_sets(program)),
-            parameters=self.parameters,
+            parameters=self._parameters,
             buffers=self._buffers(named),
-            optimizer=optimizer,
+            optimizer=self.optimizer,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
         )
+
+        # At exit, or when nobody has this step any more.
+        weakref.finalize(self, _abandon, self._executor)
+
+    @property
+    def model(self) -> nn.Module:
+        """The module; parameters that this rank does not hold are as they were at the start."""
+        self.flush()
+        return self._model
+
+    @property
+    def parameters(self) -> dict[int, nn.Parameter]:
+        """The parameters that this rank holds, by tensor id."""
+        self.flush()
+        return self._parameters
+
+    def record(self, batch: Any) -> tuple[Tensor, FloatArray, FloatArray]:
+        """One training step in which every rank writes down when it runs its tasks.
+
+        Returns:
+            The loss, and start and finish of every task of the program in seconds after the
+            step's begin, those of all ranks; NaN where none was recorded.
+        """
+        program = self._executor.program
+        mine = (program.kind == TaskKind.UPDATE) & (program.device == self.rank)
+        tasks = np.flatnonzero(mine)
+        dist.barrier()
+        times = TaskTimes(dict(zip(program.subject[tasks].tolist(), tasks.tolist(), strict=True)))
+        self._executor.recorder = times
+        try:
+            loss = self(batch)
+            self.flush()
+        finally:
+            self._executor.recorder = None
+        return loss, *gather_task_times(times, program.num_tasks)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were called; to repeat a run from here, set it back with the weights."""
+        return self._executor.num_steps
+
+    @num_steps.setter
+    def num_steps(self, num_steps: int) -> None:
+        self._executor.num_steps = num_steps
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of all gradients before clipping; ``None`` before the first one was clipped.
+
+        Without a step barrier that of the step before, until ``flush``.
+        """
+        return self._executor.grad_norm
 
     def __call__(self, batch: Any) -> Tensor:
         """One training step on the global batch; every rank passes the same one.
@@ -73,16 +152,24 @@ class DeployedStep:
         Raises:
             StrategyError: the batch has other shapes than the plan was made for.
         """
-        return self._executor(batch_by_tensor(self.captured, batch))
+        loss = self._executor(batch_by_tensor(self.captured, batch))
+        # Schedulers warn if it has not stepped yet; it may still do so, or have nothing to do.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return loss
+
+    def flush(self) -> None:
+        """Finish all updates; without a step barrier, every rank has to call it."""
+        self._executor.flush()
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """All parameters and buffers on rank 0, ``None`` on the others.
 
         A replicated parameter comes from its first replica, BatchNorm statistics from rank 0.
         """
+        self.flush()
         graph = self.captured.graph
-        named = dict(self.model.named_parameters())
-        state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        named = dict(self._model.named_parameters())
+        state = {name: value.detach().clone() for name, value in self._model.state_dict().items()}
         for row, (_, parameter, _) in enumerate(graph.updates):
             owner = self._owner(row)
             if owner == 0:
@@ -97,7 +184,7 @@ class DeployedStep:
                 state[name] = received
         if self.rank != 0:
             return None
-        for name, twin in _tied_names(self.model).items():
+        for name, twin in _tied_names(self._model).items():
             state[name] = state[twin]
         return state
 
@@ -138,7 +225,7 @@ class DeployedStep:
     def _buffers(self, named: Mapping[str, nn.Parameter]) -> dict[int, Tensor]:
         """The step's inputs that are neither batch nor trained here: buffers and constants."""
         graph = self.captured.graph
-        buffers = dict(self.model.named_buffers())
+        buffers = dict(self._model.named_buffers())
         found: dict[int, Tensor] = {}
         for tensor in range(graph.num_inputs):
             kind, name = graph.tensors[tensor].kind, self._names[tensor]
@@ -146,25 +233,36 @@ class DeployedStep:
                 found[tensor] = buffers[name] if name in buffers else named[name].detach()
             elif kind == TensorKind.CONSTANT:
                 found[tensor] = getattr(self.captured.module, name)
-            elif kind == TensorKind.PARAMETER and tensor not in self.parameters:
+            elif kind == TensorKind.PARAMETER and tensor not in self._parameters:
                 found[tensor] = named[name].detach()
         return found
 
 
-def deploy(workload: Workload, plan: Plan) -> DeployedStep:
+def deploy(
+    workload: Workload, plan: Plan, *, max_grad_norm: float | None = None, seed: int = 0
+) -> DeployedStep:
     """Set a plan up on every rank of a running process group.
 
     Args:
         workload: the one that the plan was made for.
         plan: its cluster's device ``i`` is rank ``i``.
+        max_grad_norm: scale the gradients down to this norm over all parameters, as
+            ``torch.nn.utils.clip_grad_norm_`` does; updates then wait for all gradients.
+        seed: of dropout and other random ops; the same on all ranks, which draw different masks.
 
     Returns:
         A callable that trains one step.
 
     Raises:
-        StrategyError: the model, the number of ranks or the program differ from the plan's.
+        StrategyError: the model, the number of ranks or the program differ from the plan's; an
+            op of the model cannot be executed on a part of the batch; the norm is not above 0.
     """
-    return DeployedStep(workload, plan)
+    return DeployedStep(workload, plan, max_grad_norm=max_grad_norm, seed=seed)
+
+
+def _abandon(executor: StepExecutor) -> None:
+    with suppress(RuntimeError):  # the other ranks may be gone, or the process group
+        executor.abandon()
 
 
 def _check_world(plan: Plan) -> None:
@@ -196,6 +294,18 @@ def _one_model(workload: Workload) -> nn.Module:
         for value in (*model.parameters(), *model.buffers()):
             dist.broadcast(value, 0)
     return model
+
+
+def _make_optimizer(workload: Workload, updated: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The user's optimizer, with one empty group where there is nothing to update."""
+    options = dict(workload.optimizer_options)
+    if updated:
+        return workload.optimizer(updated, **options)
+    # torch refuses to make an optimizer of no parameters.
+    optimizer = workload.optimizer([nn.Parameter(torch.zeros(1))], **options)
+    optimizer.param_groups[0]["params"] = []
+    optimizer.state.clear()
+    return optimizer
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

@@ -1,13 +1,13 @@
 """Plays a rank's part of a program: kernels, transfers, collectives, optimizer steps.
 
 The program says what happens and the plan in which order; nothing here decides. A rank goes
-through the plan's task order and does the tasks it takes part in: communication is issued at once
-and waited for where its result is needed.
+through the order of ``step_order`` and does the tasks it takes part in: communication is issued at
+once and waited for where its result is needed. ``conversions`` moves values between layouts,
+``gradients`` and ``optimizer`` make new parameters.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,70 +15,22 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from heterog.errors import StrategyError
-from heterog.graph.batch_plan import batch_plan
 from heterog.graph.capture import CapturedStep
-from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import TensorKind
-from heterog.graph.placement import P, Placement, R
-from heterog.graph.sharding_rules import Special, local_shape
-from heterog.runtime.collectives import Communicator, Pending, slice_counts
+from heterog.graph.sharding_rules import Special
+from heterog.runtime.collectives import Communicator
+from heterog.runtime.conversions import Conversions
+from heterog.runtime.gradients import Gradients
 from heterog.runtime.local_op import LocalOp
-from heterog.runtime.placed import cut, join
-from heterog.strategy.lowering import micro_shares
+from heterog.runtime.losses import Losses
+from heterog.runtime.optimizer import StepUpdates, Updates
+from heterog.runtime.random_stream import RandomStream
+from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.recorder import Recorder as Recorder
+from heterog.runtime.step_order import LOSS, NORM, step_order
+from heterog.runtime.values import Held, Values
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
-from heterog.strategy.tables import graph_tables
-
-Key = tuple[tuple[int, ...], tuple[int, ...]]  # devices and shares of a layout
-
-
-@dataclass(slots=True)
-class Held:
-    """What a buffer holds: a tensor or one on its way, and which samples of the micro-batch."""
-
-    value: Tensor | Pending
-    begin: int = 0
-    count: int = 0
-
-    def tensor(self) -> Tensor:
-        """The tensor, waited for if it is on its way."""
-        return self.value.wait() if isinstance(self.value, Pending) else self.value
-
-
-class Recorder(Protocol):
-    """Hears when a rank begins and ends its tasks."""
-
-    def begin_task(self, task: int) -> None:
-        """A task of the program is about to run."""
-
-    def end_task(self, task: int) -> None:
-        """It has run; communication has only been issued."""
-
-    def begin_update(self, parameters: Sequence[int]) -> None:
-        """The optimizer is about to step these rows of ``graph.updates``, all in one call."""
-
-    def end_update(self, parameters: Sequence[int]) -> None:
-        """It has stepped them."""
-
-
-class Layout:
-    """Which samples each device owns, per micro-batch."""
-
-    def __init__(self, devices: tuple[int, ...], shares: Sequence[Sequence[int]]) -> None:
-        self.devices = devices
-        self.shares = [dict(zip(devices, row, strict=True)) for row in shares]
-        self.begins: list[dict[int, int]] = []
-        for row in shares:
-            begin = 0
-            begins = {}
-            for device, count in zip(devices, row, strict=True):
-                begins[device] = begin
-                begin += int(count)
-            self.begins.append(begins)
-
-    def range(self, micro: int, device: int) -> tuple[int, int]:
-        """(first sample within the micro-batch, number of samples) of a device."""
-        return self.begins[micro].get(device, 0), int(self.shares[micro].get(device, 0))
 
 
 class StepExecutor:
@@ -94,9 +46,11 @@ class StepExecutor:
         parameters: this rank's parameters by tensor id.
         buffers: the model's buffers and constants by tensor id.
         optimizer: steps the parameters that this rank updates.
+        max_grad_norm: gradients of a larger norm, over all parameters, are scaled down to it.
+        seed: of random ops; the same on all ranks.
 
     Attributes:
-        recorder: told about every task of the next steps; ``None`` where nobody asks.
+        num_steps: steps that were called; random ops draw other numbers in each.
     """
 
     def __init__(
@@ -111,132 +65,63 @@ class StepExecutor:
         parameters: Mapping[int, nn.Parameter],
         buffers: Mapping[int, Tensor],
         optimizer: torch.optim.Optimizer | None,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
     ) -> None:
         self.graph = captured.graph
-        self.plan = batch_plan(self.graph)
-        self.grouping = group_ops(self.graph)
-        self.tables = graph_tables(self.graph)
-        self.strategy = strategy
         self.program = program
         self.rank = rank
-        self.communicator = communicator
-        self.parameters = parameters
-        self.buffers = buffers
-        self.optimizer = optimizer
-        self.device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-        self.recorder: Recorder | None = None
-        self.num_micro = strategy.num_micro_batches
+        self.num_steps = 0
+        self._part = RankProgram(self.graph, strategy, program, rank)
+        _check(self._part)
+        self._communicator = communicator
+        self._parameters = parameters
+        self._max_grad_norm = max_grad_norm
+        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        self._random = RandomStream(seed, rank, device)
         self._ops = {
-            index: LocalOp(self.graph, self.plan, index, node)
+            index: LocalOp(self.graph, self._part.plan, index, node)
             for index, node in enumerate(captured.node_of_op)
         }
-        self._layouts = self._make_layouts()
-        self._micro_begin = self._micro_begins()
-        self._value_of = {
-            int(tensor): value for value, tensor in enumerate(self.tables.value_tensor)
-        }
-        self._parameters_of_value: dict[int, list[int]] = {}
-        for row, value in enumerate(self.tables.parameter_gradient):
-            self._parameters_of_value.setdefault(int(value), []).append(row)
-        self._bucket_members, self._bucket_begin = self._find_bucket_members()
-        self._maker = program.buffer_maker
-        self._buffer_start: list[int] = program.buffer_start.tolist()
-        self._reads_of: dict[int, list[int]] = {}
-        self._near_of: dict[int, dict[tuple[int, bool], int]] = {}
-        self._value_in_buffer: dict[int, tuple[int, bool]] = {}
-        # Label counts need nothing: first on every rank, so that the loss finds them there.
-        order = sorted(
-            (int(task) for task in task_order), key=lambda task: not self._is_early(task)
+        clips = max_grad_norm is not None
+        self._turns, self._end = step_order(self._part, task_order, clips=clips).for_rank(
+            self._part
         )
-        self._tasks = [task for task in order if self._takes_part(task)]
-        self._num_reads = self._count_reads()
-        self._check()
+        self._updates = Updates(self._part, parameters, optimizer, communicator, device)
+        self._values = Values(
+            self._part,
+            self._ops,
+            [turn.task for turn in self._turns if turn.task >= 0 and not turn.of_step_before],
+            parameters=parameters,
+            read_parameter=self._updates.read,
+            buffers=buffers,
+            device=device,
+        )
+        self._losses = Losses(self._part, self._values)
+        self._conversions = Conversions(
+            self._part, self._ops, self._values, self._losses, communicator
+        )
+        self._open: StepUpdates | None = None
 
-    # --- what is fixed -----------------------------------------------------------------------
+    @property
+    def recorder(self) -> Recorder | None:
+        """Told about every task of the next steps; ``None`` where nobody asks."""
+        return self._updates.recorder
 
-    def _make_layouts(self) -> list[Layout]:
-        """Layout of each group."""
-        known: dict[Key, Layout] = {}
-        layouts = []
-        for decision in self.strategy.decisions:
-            key = (decision.devices, decision.shares)
-            if key not in known:
-                shares = micro_shares(
-                    decision.shares, decision.devices, self.strategy.micro_batches, self.num_micro
-                )
-                known[key] = Layout(decision.devices, shares.tolist())
-            layouts.append(known[key])
-        return layouts
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._updates.recorder = recorder
+        self._communicator.recorder = recorder
 
-    def _find_bucket_members(self) -> tuple[dict[int, list[int]], dict[int, int]]:
-        """(parameters of each bucket, first element of each parameter in its bucket)."""
-        members: dict[int, list[int]] = {}
-        begins: dict[int, int] = {}
-        filled: dict[int, int] = {}
-        for row, (_, parameter, _) in enumerate(self.graph.updates):
-            bucket = int(self.program.bucket[row])
-            if bucket >= 0:
-                members.setdefault(bucket, []).append(row)
-                begins[row] = filled.get(bucket, 0)
-                filled[bucket] = begins[row] + self.graph.tensors[parameter].meta.num_elements
-        return members, begins
-
-    def _micro_begins(self) -> list[int]:
-        sizes = [sum(row.values()) for row in self._layouts[0].shares]
-        return [sum(sizes[:micro]) for micro in range(len(sizes))]
-
-    def _takes_part(self, task: int) -> bool:
-        if self.program.kind[task] < TaskKind.SEND:
-            return bool(self.program.device[task] == self.rank)
-        return self.rank in self.program.channels[self.program.channel[task]].devices
-
-    def _is_early(self, task: int) -> bool:
-        """Whether a task reduces a value that follows from the batch alone."""
-        if self.program.kind[task] != TaskKind.REDUCE_VALUE:
-            return False
-        value = self.tables.slot_value[self.program.subject[task]]
-        return bool(self.tables.value_is_early[value])
-
-    def _reads(self, task: int) -> list[int]:
-        """Buffers that a task reads; looked up once."""
-        reads = self._reads_of.get(task)
-        if reads is None:
-            span = slice(self.program.read_start[task], self.program.read_start[task + 1])
-            reads = self._reads_of[task] = [int(b) for b in self.program.read_buffer[span]]
-        return reads
-
-    def _made(self, task: int) -> range:
-        """Buffers that a task makes."""
-        return range(self._buffer_start[task], self._buffer_start[task + 1])
-
-    def _near(self, task: int) -> dict[tuple[int, bool], int]:
-        """Buffer of each value that a task reads, by (value, made whole); looked up once."""
-        near = self._near_of.get(task)
-        if near is None:
-            near = {self._value_in(buffer): buffer for buffer in self._reads(task)}
-            self._near_of[task] = near
-        return near
-
-    def _count_reads(self) -> dict[int, int]:
-        """Local readers of each buffer, so that it is dropped after the last one."""
-        counts: dict[int, int] = {}
-        for task in self._tasks:
-            for buffer in self._reads(task):
-                counts[buffer] = counts.get(buffer, 0) + 1
-        return counts
-
-    def _check(self) -> None:
-        gathers = any(self.program.kind == TaskKind.GATHER_VALUE)
-        if self.num_micro > 1 and gathers:
-            raise StrategyError(
-                f"{self.num_micro} micro-batches cannot be combined with ops that need the whole "
-                "batch (they would see a micro-batch only); plan without micro-batches."
-            )
-
-    # --- one step ----------------------------------------------------------------------------
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of all gradients together, of the step that was clipped last."""
+        return self._updates.norm
 
     def __call__(self, batch: Mapping[int, Tensor]) -> Tensor:
         """Run one training step.
+
+        Without a step barrier its updates may still be under way when this returns.
 
         Args:
             batch: the global batch by tensor id.
@@ -244,508 +129,133 @@ class StepExecutor:
         Returns:
             The loss, the same on every rank.
         """
-        self._batch = batch
-        self._held: dict[int, Held] = {}
-        self._left = dict(self._num_reads)
-        self._gradient: dict[int, Tensor] = {}
-        self._fresh: dict[int, Tensor | Pending] = {}
-        self._received: dict[int, list[Pending]] = {}
-        self._flat: dict[int, Tensor] = {}
-        self._slices: dict[int, Pending] = {}
-        self._totals: dict[int, Pending] = {}
-        self._sums: dict[int, Tensor] = {}
-        self._arriving: list[Pending] = []
-        self._updating: list[int] = []
-        self._label_weights: dict[int, Pending] = {}
-        self._loss = self._zeros(self.graph.loss, ())
+        waits = self._part.strategy.step_barrier
+        before, self._open = self._open, None
+        if before is not None:
+            # What is sent must not change on its way, and a parameter may at the next update.
+            self._communicator.flush()
+        self._values.begin(batch)
+        self._losses.begin()
+        gradients = Gradients(self._part, self._values, self._parameters, self._communicator)
+        step = StepUpdates(gradients, self._updates.options())
+        loss_work = None
         with torch.no_grad():
-            for task in self._tasks:
-                if self.recorder is not None:
-                    self.recorder.begin_task(task)
-                self._run(task)
-                self._drop(task)
-                if self.recorder is not None:
-                    self.recorder.end_task(task)
-            self._step_optimizer()
-            for pending in self._arriving:
-                pending.wait()
-            self.communicator.flush()
-            dist.all_reduce(self._loss)
-        return self._loss
+            for task, of_step_before in self._turns:
+                if of_step_before:
+                    if before is not None:
+                        self._play(task, before)
+                elif task == LOSS:
+                    loss_work = dist.all_reduce(self._losses.total, async_op=True)
+                else:
+                    self._play(task, step)
+                    if task >= 0:
+                        self._values.drop_read_by(task)
+            if waits:
+                self._updates.finish()
+            else:
+                self._updates.step()
+                self._open = step
+        if loss_work is not None:
+            loss_work.wait()
+        self.num_steps += 1
+        return self._losses.total
 
-    def _zeros(self, tensor: int, shape: tuple[int, ...]) -> Tensor:
-        """Zeros of a tensor's dtype on this rank's device."""
-        dtype = getattr(torch, self.graph.tensors[tensor].dtype)
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+    def flush(self) -> None:
+        """Finish all updates; without a step barrier every rank has to call it."""
+        step, self._open = self._open, None
+        if step is None:
+            return
+        with torch.no_grad():
+            for task in self._end:
+                self._play(task, step)
+            self._updates.finish()
 
-    def _drop(self, task: int) -> None:
-        for buffer in self._reads(task):
-            self._left[buffer] -= 1
-            if self._left[buffer] == 0:
-                self._held.pop(buffer, None)
+    def abandon(self) -> None:
+        """Wait for what has been issued, without finishing updates; needs no other rank's call.
 
-    def _run(self, task: int) -> None:
-        program = self.program
-        kind = TaskKind(program.kind[task])
-        subject, micro = int(program.subject[task]), int(program.micro[task])
+        A process that ends while its communication is under way is aborted by gloo.
+        """
+        step, self._open = self._open, None
+        if step is not None:
+            with torch.no_grad():
+                step.gradients.wait_for_issued()
+                self._updates.wait_for_issued()
+                self._communicator.flush()
+
+    def _play(self, task: int, step: StepUpdates) -> None:
+        """Play one task, in the state of the step that it belongs to."""
+        if task == NORM:
+            assert self._max_grad_norm is not None
+            self._updates.clip(step, self._max_grad_norm)
+            return
+        recorder = self._updates.recorder
+        if recorder is not None:
+            recorder.begin_task(task)
+        self._run(task, step)
+        if recorder is not None:
+            recorder.end_task(task)
+
+    def _run(self, task: int, step: StepUpdates) -> None:
+        kind = TaskKind(self.program.kind[task])
+        subject, micro = int(self.program.subject[task]), int(self.program.micro[task])
         if kind == TaskKind.COMPUTE:
-            self._compute(task, subject, micro)
+            self._compute(task, subject, micro, step.gradients)
         elif kind == TaskKind.ACCUMULATE:
-            self._gradient[subject] = self._gradient[subject] + self._take_fresh(subject)
+            step.gradients.accumulate(subject)
         elif kind == TaskKind.FLATTEN:
-            self._flat[subject] = self._flatten(subject)
+            step.gradients.flatten(subject)
         elif kind == TaskKind.SUM:
-            parts = [pending.wait() for pending in self._received[subject]]
-            own = self._gradient.get(subject)
-            total = parts[0].clone() if own is None else own + parts[0]
-            for part in parts[1:]:
-                total += part
-            self._sums[subject] = total
-        elif kind == TaskKind.UPDATE:
-            self._update(subject)
-        elif kind in (TaskKind.PUSH, TaskKind.PULL):
-            self._move_parameter(task, kind, subject)
+            step.gradients.add_pushed(subject)
+        elif kind == TaskKind.PUSH:
+            step.gradients.push(task, subject)
         elif kind in (TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER):
-            self._synchronise(task, kind, subject)
+            step.gradients.synchronise(task, kind, subject)
+        elif kind == TaskKind.UPDATE:
+            self._updates.update(subject, step)
+        elif kind == TaskKind.PULL:
+            self._updates.pull(task, subject)
         else:
-            self._convert(task, kind, subject, micro)
+            self._conversions.run(task, kind, subject, micro)
 
-    # --- ops ---------------------------------------------------------------------------------
-
-    def _layout_of_op(self, op: int) -> Layout | None:
-        """Layout of an op's group; ``None`` for constants."""
-        group = int(self.grouping.group[op])
-        return self._layouts[group] if group >= 0 else None
-
-    def _compute(self, task: int, row: int, micro: int) -> None:
-        op = int(self.tables.op_id[row])
-        layout = self._layout_of_op(op)
+    def _compute(self, task: int, row: int, micro: int, gradients: Gradients) -> None:
+        part, values = self._part, self._values
+        op = int(part.tables.op_id[row])
+        local_op = self._ops[op]
+        layout = part.layout_of_op(op)
         begin, count = layout.range(micro, self.rank) if layout else (0, 0)
-        near = self._near(task)
+        near = part.near(task)
         inputs = [
-            self._input(tensor, needed, near, layout, micro)
-            for tensor, needed in zip(self.graph.ops[op].inputs, self.plan.needed[op], strict=True)
+            values.input(tensor, needed, near, layout, micro)
+            for tensor, needed in zip(self.graph.ops[op].inputs, part.plan.needed[op], strict=True)
         ]
-        outputs = self._ops[op](inputs, count)
-        if self._ops[op].rule.special == Special.NLL_GLOBAL_WEIGHT:
+        if local_op.is_random:
+            shared = local_op.rule.special == Special.SHARED_RANDOM_STREAM
+            with self._random.drawing(self.num_steps, op, micro, shared=shared):
+                outputs = local_op(inputs, count)
+        else:
+            outputs = local_op(inputs, count)
+        if local_op.rule.special == Special.NLL_GLOBAL_WEIGHT:
             assert layout is not None
-            weight = self._label_weight(op, layout)
+            weight = self._losses.label_weight(op, local_op, layout)
             outputs[0] = outputs[0] / weight
             if len(layout.devices) == 1:  # nobody to reduce it with, and the backward reads it
                 outputs[1] = weight
-        for buffer, output in zip(self._made(task), outputs, strict=True):
-            self._held[buffer] = Held(output, begin, count)
-        self._keep_gradients(task, layout, micro)
-        self._keep_loss(task, op, layout, micro)
-        for buffer in self._made(task):
-            if not self._left.get(buffer):
-                del self._held[buffer]
+        for buffer, output in zip(part.made(task), outputs, strict=True):
+            values.held[buffer] = Held(output, begin, count)
+        gradients.keep(task, layout, micro)
+        self._losses.keep(task, op, layout, micro)
+        for buffer in part.made(task):
+            if not values.is_read(buffer):
+                del values.held[buffer]
 
-    def _value_in(self, buffer: int) -> tuple[int, bool]:
-        """(value, whether it was made whole by a collective) of a buffer; -1 for tokens."""
-        known = self._value_in_buffer.get(buffer)
-        if known is None:
-            known = self._value_in_buffer[buffer] = self._look_up_value(buffer)
-        return known
 
-    def _look_up_value(self, buffer: int) -> tuple[int, bool]:
-        maker = int(self._maker[buffer])
-        kind, subject = TaskKind(self.program.kind[maker]), int(self.program.subject[maker])
-        if kind == TaskKind.COMPUTE:
-            first = int(self.program.buffer_start[maker])
-            return int(self.tables.value_start[subject]) + buffer - first, False
-        if kind in (TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND):
-            return int(self.tables.slot_value[subject]), False
-        if kind in (TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE):
-            return int(self.tables.slot_value[subject]), True
-        return -1, False
-
-    def _input(
-        self,
-        tensor: int,
-        needed: Placement,
-        near: Mapping[tuple[int, bool], int],
-        layout: Layout | None,
-        micro: int,
-    ) -> Tensor:
-        """A tensor placed as an op on this rank needs it."""
-        given = self.plan.placements[tensor]
-        whole = given.kind in "SP" and given != needed
-        value, placement = self._tensor(tensor, whole, near, layout, micro)
-        return self._placed(value, placement, needed, layout, micro)
-
-    def _placed(
-        self,
-        value: Tensor,
-        placement: Placement,
-        needed: Placement,
-        layout: Layout | None,
-        micro: int,
-    ) -> Tensor:
-        """Slice a whole tensor where the reader wants its own samples only."""
-        if placement.kind == "R" and needed.kind == "S" and layout is not None:
-            begin, count = layout.range(micro, self.rank)
-            begin += self._micro_begin[micro]
-            return cut(value, needed, self.graph.batch_size, begin, count)
-        return value
-
-    def _tensor(
-        self,
-        tensor: int,
-        whole: bool,
-        near: Mapping[tuple[int, bool], int],
-        layout: Layout | None,
-        micro: int,
-    ) -> tuple[Tensor, Placement]:
-        """A tensor and its placement, through the views between it and the value it looks at."""
-        graph = self.graph
-        maker = int(graph.producer[tensor])
-        if maker < 0:
-            return self._step_input(tensor, layout, micro)
-        if graph.is_view[maker]:
-            source = graph.ops[maker].inputs[0]
-            needed = self.plan.needed[maker][0]
-            given = self.plan.placements[source]
-            inner = whole or (given.kind in "SP" and given != needed)
-            value, placement = self._tensor(source, inner, near, layout, micro)
-            if inner:
-                # Everything after the gather is whole as well.
-                return self._view(maker, tensor, value, layout, micro, is_whole=True), R
-            value = self._placed(value, placement, needed, layout, micro)
-            result = self._view(maker, tensor, value, layout, micro, is_whole=False)
-            return result, self.plan.placements[tensor]
-        return self._value(tensor, whole, near, layout, micro)
-
-    def _view(
-        self,
-        op: int,
-        tensor: int,
-        value: Tensor,
-        layout: Layout | None,
-        micro: int,
-        *,
-        is_whole: bool,
-    ) -> Tensor:
-        count = layout.range(micro, self.rank)[1] if layout else 0
-        outputs = self._ops[op]([value], self.graph.batch_size if is_whole else count)
-        return outputs[tensor - self.graph.outputs(op)[0]]
-
-    def _step_input(
-        self, tensor: int, layout: Layout | None, micro: int
-    ) -> tuple[Tensor, Placement]:
-        kind = self.graph.tensors[tensor].kind
-        if kind == TensorKind.PARAMETER and tensor in self.parameters:
-            return self.parameters[tensor], R
-        if kind != TensorKind.BATCH:
-            return self.buffers[tensor], R
-        placement = self.plan.placements[tensor]
-        value = self._batch[tensor]
-        if placement.kind == "S" and layout is not None:
-            begin, count = layout.range(micro, self.rank)
-            begin += self._micro_begin[micro]
-            value = cut(value, placement, self.graph.batch_size, begin, count)
-        return value, placement
-
-    def _value(
-        self,
-        tensor: int,
-        whole: bool,
-        near: Mapping[tuple[int, bool], int],
-        layout: Layout | None,
-        micro: int,
-    ) -> tuple[Tensor, Placement]:
-        """The value that a buffer holds, narrowed to the samples that are wanted."""
-        value, placement = self._value_of[tensor], self.plan.placements[tensor]
-        buffer = near.get((value, whole), near.get((value, not whole)))
-        if buffer is None:
-            assert placement == P, f"tensor {tensor} is not here"
-            # A whole value seen as a partial sum: it is on another device, and zero here.
-            return self._zeros(tensor, self.graph.tensors[tensor].shape), P
-        held = self._held[buffer]
-        result = held.tensor()
-        if whole:
-            return result, R
-        if placement.kind == "S" and layout is not None:
-            begin, count = layout.range(micro, self.rank)
-            if (begin, count) != (held.begin, held.count):
-                result = cut(result, placement, held.count, begin - held.begin, count)
-        return result, placement
-
-    # --- losses ------------------------------------------------------------------------------
-
-    def _keep_loss(self, task: int, op: int, layout: Layout | None, micro: int) -> None:
-        """Add this rank's part of the loss when the op that makes it has run."""
-        loss = self.graph.loss
-        if int(self.graph.producer[self.graph.storage[loss]]) != op:
-            return
-        near = {(self._value_in(buffer)[0], False): buffer for buffer in self._made(task)}
-        value, placement = self._tensor(loss, False, near, layout, micro)
-        sharing = [d for d, n in layout.shares[micro].items() if n] if layout else [self.rank]
-        if placement.kind == "P" or sharing[0] == self.rank:
-            self._loss += value.reshape(()) / (1 if placement.kind == "P" else self.num_micro)
-
-    def _label_weight(self, op: int, layout: Layout) -> Tensor:
-        """Weight of the labels that count in the whole batch, on all devices together."""
-        value = self._value_of[self.graph.outputs(op)[1]]
-        if value not in self._label_weights:
-            assert len(layout.devices) == 1, "the program reduces the label weight first"
-            local = self._local_label_weight(op, layout)
-            self._label_weights[value] = Pending(None, lambda: local)
-        return self._label_weights[value].wait()
-
-    def _local_label_weight(self, op: int, layout: Layout) -> Tensor:
-        """Weight of this rank's labels over all micro-batches."""
-        call = self._ops[op].call
-        inputs = self.graph.ops[op].inputs
-        needed = self.plan.needed[op]
-        ignored = call.args["ignore_index"]
-        assert isinstance(ignored, int)
-        total = self._zeros(self.graph.outputs(op)[1], ())
-        for micro in range(self.num_micro):
-            if layout.range(micro, self.rank)[1] == 0:
-                continue
-            target = self._input(inputs[1], needed[1], {}, layout, micro)
-            counts = torch.ne(target, ignored)
-            if call.args.get("weight") is not None:
-                weight = self._input(inputs[2], needed[2], {}, layout, micro)
-                total += weight[target[counts]].sum()
-            else:
-                total += counts.sum()
-        return total
-
-    # --- gradients ---------------------------------------------------------------------------
-
-    def _keep_gradients(self, task: int, layout: Layout | None, micro: int) -> None:
-        for buffer in self._made(task):
-            value, _ = self._value_in(buffer)
-            for parameter in self._parameters_of_value.get(value, ()):
-                gradient = self.graph.updates[parameter][2]
-                near = {(value, False): buffer}
-                result, _ = self._tensor(gradient, False, near, layout, micro)
-                self._put_gradient(parameter, result)
-
-    def _put_gradient(self, parameter: int, gradient: Tensor | Pending) -> None:
-        if parameter in self._gradient:
-            self._fresh[parameter] = gradient
-        else:
-            self._gradient[parameter] = (
-                gradient.wait() if isinstance(gradient, Pending) else gradient
-            )
-
-    def _take_fresh(self, parameter: int) -> Tensor:
-        fresh = self._fresh.pop(parameter)
-        return fresh.wait() if isinstance(fresh, Pending) else fresh
-
-    def _gradient_or_zeros(self, parameter: int) -> Tensor:
-        gradient = self._gradient.get(parameter)
-        if gradient is None:
-            gradient = torch.zeros_like(self._parameter(parameter))
-        return gradient
-
-    def _parameter(self, row: int) -> nn.Parameter:
-        return self.parameters[self.graph.updates[row][1]]
-
-    def _flatten(self, bucket: int) -> Tensor:
-        members = self._bucket_members[bucket]
-        return torch.cat([self._gradient_or_zeros(row).reshape(-1) for row in members])
-
-    def _synchronise(self, task: int, kind: TaskKind, bucket: int) -> None:
-        channel = self.program.channels[self.program.channel[task]]
-        if bucket not in self._flat:
-            self._flat[bucket] = self._gradient_or_zeros(bucket).reshape(-1).clone()
-        flat = self._flat[bucket]
-        if kind == TaskKind.ALL_REDUCE:
-            result = self.communicator.all_reduce(flat, channel.devices)
-        else:
-            counts = slice_counts(flat.numel(), channel.slices)
-            if kind == TaskKind.REDUCE_SCATTER:
-                result = self.communicator.reduce_scatter(flat, channel.devices, counts)
-                self._slices[bucket] = result
-            else:
-                own = self._slices.pop(bucket).wait()
-                result = self.communicator.all_gather(own, channel.devices, counts, torch.cat)
-        for buffer in self._made(task):
-            self._held[buffer] = Held(result)
-        if kind != TaskKind.REDUCE_SCATTER:
-            self._totals[bucket] = result
-
-    def _total_gradient(self, parameter: int) -> Tensor:
-        """The gradient summed over all devices, in the parameter's shape."""
-        shape = self._parameter(parameter).shape
-        bucket = int(self.program.bucket[parameter])
-        if bucket >= 0:
-            flat = self._totals[bucket].wait()
-            begin = self._bucket_begin[parameter]
-            return flat[begin : begin + shape.numel()].view(shape)
-        if parameter in self._sums:
-            return self._sums[parameter].view(shape)
-        received = self._received.get(parameter)
-        if received:
-            return received[0].wait().view(shape)
-        return self._gradient_or_zeros(parameter)
-
-    def _update(self, parameter: int) -> None:
-        """Give the optimizer a gradient; it steps when a result is needed, or at the end."""
-        self._parameter(parameter).grad = self._total_gradient(parameter).contiguous()
-        self._updating.append(parameter)
-
-    def _step_optimizer(self) -> None:
-        """Step the parameters that have a gradient; the others are left alone by ``None``."""
-        if self._updating:
-            assert self.optimizer is not None
-            if self.recorder is not None:
-                self.recorder.begin_update(self._updating)
-            self.optimizer.step()
-            if self.recorder is not None:
-                self.recorder.end_update(self._updating)
-            for parameter in self._updating:
-                self._parameter(parameter).grad = None
-            self._updating.clear()
-
-    def _move_parameter(self, task: int, kind: TaskKind, parameter: int) -> None:
-        """Push a gradient to where it is added, or pull a new parameter."""
-        src, dst = self.program.channels[self.program.channel[task]].devices
-        if self.rank == src:
-            if kind == TaskKind.PULL:
-                if parameter in self._updating:
-                    self._step_optimizer()
-                self.communicator.send(self._parameter(parameter).detach(), dst, task)
-            else:
-                fresh = self._fresh.get(parameter, self._gradient.get(parameter))
-                assert fresh is not None
-                value = fresh.wait() if isinstance(fresh, Pending) else fresh
-                self.communicator.send(value, dst, task)
-            return
-        like = self._parameter(parameter).detach()
-        if kind == TaskKind.PULL:
-            self._arriving.append(self.communicator.receive(like, src, task))
-            return
-        pending = self.communicator.receive(torch.empty_like(like), src, task)
-        if self.strategy.homes[parameter] == self.rank:
-            self._received.setdefault(parameter, []).append(pending)
-        else:
-            self._put_gradient(parameter, pending)
-        for buffer in self._made(task):
-            self._held[buffer] = Held(pending)
-
-    # --- conversions -------------------------------------------------------------------------
-
-    def _convert(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
-        value = int(self.tables.slot_value[slot])
-        op = int(self.tables.op_id[self.tables.value_op[value]])
-        tensor = int(self.tables.value_tensor[value])
-        source = self._layout_of_op(op)
-        target = self._layouts[int(self.tables.slot_group[slot])]
-        placement = self.plan.placements[tensor]
-        assert source is not None
-        if kind == TaskKind.REDUCE_VALUE:
-            self._reduce_value(task, op, tensor, micro)
-        elif kind == TaskKind.GATHER_VALUE:
-            self._gather_value(task, tensor, placement, target, micro)
-        elif kind == TaskKind.CONCAT:
-            self._concat(task, placement, target, micro)
-        else:
-            src, dst = self.rank, self.rank
-            if kind == TaskKind.SEND:
-                src, dst = self.program.channels[self.program.channel[task]].devices
-            if kind == TaskKind.SPLIT:
-                # Which device it is for is known by its reader; the piece is the one overlap
-                # that the task's samples say, found when it is sent.
-                (read,) = self._reads(task)
-                held = self._held[read]
-                for buffer in self._made(task):
-                    self._held[buffer] = Held(held.tensor(), held.begin, held.count)
-                return
-            self._send(task, tensor, placement, source, target, micro, src, dst)
-
-    def _send(
-        self,
-        task: int,
-        tensor: int,
-        placement: Placement,
-        source: Layout,
-        target: Layout,
-        micro: int,
-        src: int,
-        dst: int,
-    ) -> None:
-        begin = count = 0
-        shape = self.graph.tensors[tensor].shape
-        if placement.kind == "S":
-            low, owned = source.range(micro, src)
-            wanted_low, wanted = target.range(micro, dst)
-            begin = max(low, wanted_low)
-            count = min(low + owned, wanted_low + wanted) - begin
-            shape = local_shape(shape, placement, count, self.graph.batch_size)
-        if self.rank == src:
-            held = self._held[self._reads(task)[0]]
-            value = held.tensor()
-            if placement.kind == "S":
-                value = cut(value, placement, held.count, begin - held.begin, count)
-            self.communicator.send(value, dst, task)
-            return
-        like = self._zeros(tensor, shape)
-        (made,) = self._made(task)
-        self._held[made] = Held(self.communicator.receive(like, src, task), begin, count)
-
-    def _concat(self, task: int, placement: Placement, target: Layout, micro: int) -> None:
-        begin, count = target.range(micro, self.rank)
-        parts = []
-        for buffer in self._reads(task):
-            held = self._held[buffer]
-            low = max(held.begin, begin)
-            high = min(held.begin + held.count, begin + count)
-            part = cut(held.tensor(), placement, held.count, low - held.begin, high - low)
-            parts.append((low, part))
-        parts.sort(key=lambda pair: pair[0])
-        (made,) = self._made(task)
-        self._held[made] = Held(join([part for _, part in parts], placement), begin, count)
-
-    def _reduce_value(self, task: int, op: int, tensor: int, micro: int) -> None:
-        channel = self.program.channels[self.program.channel[task]]
-        value = self._value_of[tensor]
-        if self.tables.value_is_early[value]:
-            layout = self._layout_of_op(op)
-            assert layout is not None
-            local = self._local_label_weight(op, layout)
-        else:
-            local = self._zeros(tensor, self.graph.tensors[tensor].shape)
-            for buffer in self._reads(task):
-                if buffer in self._held:
-                    local = self._held[buffer].tensor().clone()
-        pending = self.communicator.all_reduce(local.contiguous(), channel.devices)
-        if self._is_early(task):
-            self._label_weights[value] = pending
-        for buffer in self._made(task):
-            if self.program.buffer_device[buffer] == self.rank:
-                self._held[buffer] = Held(pending)
-
-    def _gather_value(
-        self, task: int, tensor: int, placement: Placement, layout: Layout, micro: int
-    ) -> None:
-        channel = self.program.channels[self.program.channel[task]]
-        shape, total = self.graph.tensors[tensor].shape, self.graph.batch_size
-        shapes = [
-            local_shape(shape, placement, layout.range(micro, device)[1], total)
-            for device in channel.devices
-        ]
-        counts = [torch.Size(shape).numel() for shape in shapes]
-        local = self._zeros(tensor, (0,))
-        begin, count = layout.range(micro, self.rank)
-        for buffer in self._reads(task):
-            if count and buffer in self._held:
-                held = self._held[buffer]
-                part = cut(held.tensor(), placement, held.count, begin - held.begin, count)
-                local = part.reshape(-1)
-
-        def whole(parts: list[Tensor]) -> Tensor:
-            shaped = [part.view(s) for part, s in zip(parts, shapes, strict=True)]
-            return join([part for part in shaped if part.numel()], placement)
-
-        pending = self.communicator.all_gather(local, channel.devices, counts, whole)
-        for buffer in self._made(task):
-            if self.program.buffer_device[buffer] == self.rank:
-                self._held[buffer] = Held(pending)
+def _check(part: RankProgram) -> None:
+    gathers = any(part.program.kind == TaskKind.GATHER_VALUE)
+    if part.num_micro > 1 and gathers:
+        raise StrategyError(
+            f"{part.num_micro} micro-batches cannot be combined with ops that need the whole "
+            "batch (they would see a micro-batch only); plan without micro-batches."
+        )
 
 
 def device_sets(program: Program) -> set[tuple[int, ...]]:

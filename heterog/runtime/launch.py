@@ -1,27 +1,79 @@
-"""Starts one process per rank on this machine and sees that they end together."""
+"""Starts one process per rank on this machine and sees that they end together.
 
+Ranks tell where they are through small files, one each, which are also how the launcher knows that
+they are alive: a rank that died, that is stopped, or whose step takes too long ends the job.
+"""
+
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from heterog.errors import HeterogError
-from heterog.files import read_json
+from heterog.files import check_writable, read_json
+
+CHECKPOINT_INDEX = "checkpoint.json"
+"""The file of a checkpoint's folder that says what is in it."""
+HEARTBEAT = "HETEROG_HEARTBEAT"
+"""Variable with the file where a rank says where it is."""
+PORT_FILE = "HETEROG_PORT_FILE"
+"""Variable with the file where rank 0 says which port it chose; absent if the port is given."""
+STEP_TIMEOUT_S = 300.0
+"""Longer than the slowest step that we know of; PyTorch's own limit for gloo is 30 minutes."""
 
 _POLL_S = 0.05
-_GRACE_S = 1.0  # the first rank that fails may not be the first that is seen: let all speak
+_GRACE_S = 2.0  # the first rank that fails may not be the first that is seen: let all speak
+_STOPPED_S = 1.0  # a debugger or a suspended container stops a process for a moment only
+_END_S = 3.0
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 Wrap = Callable[[int, list[str]], list[str]]
 """Changes the command of a rank, to run it somewhere else."""
 
 
 class LaunchError(HeterogError):
-    """A rank that failed, died or did not end in time; the others were ended too."""
+    """A rank that failed, died or did not end in time; the others were ended too.
+
+    Attributes:
+        last_words: the last line of each rank that had ended by itself, by rank.
+    """
+
+    def __init__(self, text: str, last_words: Mapping[int, str] | None = None) -> None:
+        super().__init__(text)
+        self.last_words = dict(last_words or {})
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A running rank and what is known of it."""
+
+    process: subprocess.Popen[bytes]
+    words: Path
+    heartbeat: Path
+    stage: str = ""
+    since_s: float = field(default_factory=time.monotonic)
+    stopped_since_s: float | None = None
+
+    def look(self, now_s: float) -> None:
+        """Read where it is, and whether it is stopped."""
+        stage = self.heartbeat.read_text() if self.heartbeat.exists() else ""
+        if stage and stage != self.stage:
+            self.stage, self.since_s = stage, now_s
+        if _state(self.process.pid) != "T":
+            self.stopped_since_s = None
+        elif self.stopped_since_s is None:
+            self.stopped_since_s = now_s
 
 
 def free_port() -> int:
@@ -38,8 +90,15 @@ def run_ranks(
     model: str = "",
     num_steps: int = 10,
     timeout_s: float = 300.0,
+    step_timeout_s: float = STEP_TIMEOUT_S,
+    port: int = 0,
+    save: Path | None = None,
+    resume: Path | None = None,
+    allow_nonfinite: bool = False,
+    record: bool = False,
     wrap: Wrap = lambda rank, command: command,
     environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    progress: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
     """Run a plan on local processes.
 
@@ -49,25 +108,46 @@ def run_ranks(
         model: the workload's source; the plan's own if empty.
         num_steps: measured steps.
         timeout_s: of the whole job.
+        step_timeout_s: of each step.
+        port: where the ranks meet; 0 means one that is free.
+        save: folder for a checkpoint after the last step.
+        resume: folder of a checkpoint to begin with.
+        allow_nonfinite: go on when the loss is infinite or not a number.
+        record: write down when each task ran in the last step.
         wrap: changes each rank's command (to enter a namespace, say).
         environment: more variables for each rank.
+        progress: told what rank 0 does, whenever that changes.
 
     Returns:
         What rank 0 measured.
 
     Raises:
+        InputFileError: nothing can be saved at ``save`` or read from ``resume``.
         LaunchError: a rank failed or the time is over; names the rank and its last words.
     """
+    options = ["--model", model, "--steps", str(num_steps), "--timeout", str(timeout_s)]
+    if save is not None:
+        check_writable(save / CHECKPOINT_INDEX if save.is_dir() else save)
+        options += ["--save", str(save.resolve())]
+    if resume is not None:
+        read_json(resume / CHECKPOINT_INDEX, "checkpoint")
+        options += ["--resume", str(resume.resolve())]
+    if allow_nonfinite:
+        options.append("--allow-nonfinite")
+    if record:
+        options.append("--record")
     with tempfile.TemporaryDirectory(prefix="heterog-") as folder:
         output = Path(folder) / "measured.json"
         run_commands(
-            ["-m", "heterog.runtime.rank", str(plan.resolve()), "--model", model, "--steps",
-             str(num_steps), "--timeout", str(timeout_s), "-o", str(output)],
+            ["-m", "heterog.runtime.rank", str(plan.resolve()), *options, "-o", str(output)],
             num_ranks,
             timeout_s=timeout_s,
+            step_timeout_s=step_timeout_s,
+            port=port,
             wrap=wrap,
             environment=environment,
-        )  # fmt: skip
+            progress=progress,
+        )
         measured = read_json(output, "measurement")
         assert isinstance(measured, dict)
         return measured
@@ -78,68 +158,177 @@ def run_commands(
     num_ranks: int,
     *,
     timeout_s: float = 300.0,
+    step_timeout_s: float = STEP_TIMEOUT_S,
+    port: int = 0,
     wrap: Wrap = lambda rank, command: command,
     environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    progress: Callable[[str], None] = lambda stage: None,
 ) -> None:
     """Run this Python with the same arguments once per rank, under torchrun's variables.
+
+    No rank survives: not an error, not a signal to this process, and on Linux not even its
+    sudden death.
 
     Raises:
         LaunchError: as ``run_ranks``.
     """
     common = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        # For scripts that do not use ``rank.join``, which has rank 0 choose.
+        "MASTER_PORT": str(port or free_port()),
         "WORLD_SIZE": str(num_ranks),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    processes: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory(prefix="heterog-") as folder:
-        words = [Path(folder) / f"rank{rank}.err" for rank in range(num_ranks)]
+    ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="heterog-") as name, _signals_as_exit():
+        folder = Path(name)
+        if not port:
+            common[PORT_FILE] = str(folder / "port")
         try:
             for rank in range(num_ranks):
-                variables = {**os.environ, **common, **environment(rank), "RANK": str(rank)}
-                command = wrap(rank, [sys.executable, *arguments])
-                with words[rank].open("wb") as sink:
-                    processes.append(
-                        subprocess.Popen(command, env=variables, stdout=sink, stderr=sink)
-                    )
-            _wait(processes, words, timeout_s)
+                words, heartbeat = folder / f"rank{rank}.err", folder / f"rank{rank}.stage"
+                own = {"RANK": str(rank), HEARTBEAT: str(heartbeat)}
+                process = _start(
+                    wrap(rank, [sys.executable, *arguments]),
+                    {**os.environ, **common, **environment(rank), **own},
+                    words,
+                )
+                ranks.append(_Rank(process, words, heartbeat))
+            _wait(ranks, timeout_s, step_timeout_s, progress)
         finally:
-            _end(processes)
+            _end([rank.process for rank in ranks])
+
+
+def _start(
+    command: Sequence[str], variables: Mapping[str, str], words: Path
+) -> subprocess.Popen[bytes]:
+    """Start a rank in a process group of its own, to be ended with all that it starts."""
+    launcher = os.getpid()
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+    def die_with_launcher() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != launcher:  # it was faster
+                os._exit(1)
+
+    with words.open("wb") as sink:
+        return subprocess.Popen(
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            process_group=0,
+            preexec_fn=die_with_launcher,
+        )
 
 
 def _wait(
-    processes: Sequence[subprocess.Popen[bytes]], words: Sequence[Path], timeout_s: float
+    ranks: Sequence[_Rank],
+    timeout_s: float,
+    step_timeout_s: float,
+    progress: Callable[[str], None],
 ) -> None:
-    """Until all ranks are done, one fails, or the time is over."""
-    deadline = time.monotonic() + timeout_s
+    """Until all ranks are done, one fails or stands still, or the time is over."""
+    deadline_s = time.monotonic() + timeout_s
+    told = ""
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [rank.process.poll() for rank in ranks]
         if all(code == 0 for code in codes):
             return
-        if any(code not in (None, 0) for code in codes):
-            time.sleep(_GRACE_S)
-            raise LaunchError(_explain([process.poll() for process in processes], words))
-        if time.monotonic() > deadline:
-            waiting = [rank for rank, code in enumerate(codes) if code is None]
+        failed = [number for number, code in enumerate(codes) if code not in (None, 0)]
+        if failed:
+            _wait_for_all(ranks, _GRACE_S)
+            raise _failure(ranks, failed)
+        now_s = time.monotonic()
+        for rank in ranks:
+            rank.look(now_s)
+        if ranks[0].stage != told:
+            told = ranks[0].stage
+            progress(told)
+        _check_alive(ranks, now_s, step_timeout_s)
+        if now_s > deadline_s:
+            waiting = [number for number, code in enumerate(codes) if code is None]
             raise LaunchError(
-                f"ranks {waiting} did not end within {timeout_s:.0f} s; all ranks were ended. "
-                "Raise --timeout if the steps take that long."
+                f"ranks {waiting} did not end within {timeout_s:g} s ({_where(ranks)}); all ranks "
+                "were ended. Raise --timeout if the steps take that long."
             )
         time.sleep(_POLL_S)
 
 
-def _explain(codes: Sequence[int | None], words: Sequence[Path]) -> str:
-    """The failing rank that has most to say: its own error before lost connections."""
-    failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
-    last = {rank: _last_words(words[rank]) for rank in failed}
-    rank = min(failed, key=lambda r: ("onnection" in last[r] or not last[r], r))
-    code = codes[rank]
+def _wait_for_all(ranks: Sequence[_Rank], limit_s: float) -> None:
+    """Until all ranks have ended by themselves, or the limit is over."""
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        if all(rank.process.poll() is not None for rank in ranks):
+            return
+        time.sleep(_POLL_S)
+
+
+def _check_alive(ranks: Sequence[_Rank], now_s: float, step_timeout_s: float) -> None:
+    """No rank is stopped, and none has been in the same step for too long.
+
+    Raises:
+        LaunchError: says which rank, and where all are.
+    """
+    for number, rank in enumerate(ranks):
+        if rank.stopped_since_s is not None and now_s - rank.stopped_since_s > _STOPPED_S:
+            raise LaunchError(
+                f"rank {number} is frozen: its process {rank.process.pid} was stopped by a signal "
+                f"at {rank.stage or 'its start'}; all ranks were ended."
+            )
+    slow = [
+        number
+        for number, rank in enumerate(ranks)
+        if rank.process.poll() is None
+        and rank.stage.startswith("step ")
+        and now_s - rank.since_s > step_timeout_s
+    ]
+    if slow:
+        raise LaunchError(
+            f"ranks {slow} have been in the same step for more than {step_timeout_s:g} s "
+            f"({_where(ranks)}); all ranks were ended. Raise --step-timeout if a step takes that "
+            "long."
+        )
+
+
+def _where(ranks: Sequence[_Rank]) -> str:
+    """What every rank does, ranks that do the same together."""
+    doing: dict[str, list[int]] = {}
+    for number, rank in enumerate(ranks):
+        stage = rank.stage or "its start"
+        doing.setdefault(stage if rank.process.poll() is None else "its end", []).append(number)
+    return ", ".join(
+        f"rank{'s' * (len(members) > 1)} {' and '.join(map(str, members))} at {stage}"
+        for stage, members in doing.items()
+    )
+
+
+def _failure(ranks: Sequence[_Rank], first: Sequence[int]) -> LaunchError:
+    """Names the rank that most likely failed by itself.
+
+    A rank that was killed, or that has something to say of its own, comes before those that lost
+    their connection to it; then those that were seen to fail first.
+    """
+    codes = {number: rank.process.poll() for number, rank in enumerate(ranks)}
+    last = {number: _last_words(ranks[number].words) for number, code in codes.items() if code}
+
+    def follows(number: int) -> tuple[bool, bool, int]:
+        # gloo aborts a process (SIGABRT) when another one is gone.
+        killed = codes[number] in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
+        own = bool(last[number]) and "onnection" not in last[number]
+        return not (killed or own), number not in first, number
+
+    number = min(last, key=follows)
+    code = codes[number]
     assert code is not None
     how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
-    said = last[rank].removeprefix("heterog: ").removeprefix(f"rank {rank}: ")
-    return f"rank {rank} {how}; the others were ended. {said}".strip()
+    where = f" at {ranks[number].stage}" if code < 0 and ranks[number].stage else ""
+    said = last[number].removeprefix("heterog: ").removeprefix(f"rank {number}: ")
+    text = f"rank {number} {how}{where}; the others were ended. {said}".strip()
+    return LaunchError(text, last)
 
 
 def _last_words(path: Path) -> str:
@@ -149,15 +338,57 @@ def _last_words(path: Path) -> str:
     return (own or lines or [""])[-1]
 
 
+def _state(pid: int) -> str:
+    """A process's state as ``ps`` shows it: T is stopped; empty where there is no /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]  # the name before may hold spaces and brackets
+
+
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """No process survives the launcher."""
     for process in processes:
         if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + 3.0
+            # A stopped process would not hear of anything else.
+            stopped = _state(process.pid) == "T"
+            _signal_group(process, signal.SIGKILL if stopped else signal.SIGTERM)
+    deadline_s = time.monotonic() + _END_S
     for process in processes:
         try:
-            process.wait(max(deadline - time.monotonic(), 0.1))
+            process.wait(max(deadline_s - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
-            process.kill()
+            _signal_group(process, signal.SIGKILL)
             process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to a process that has not been waited for, and to those it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+@contextmanager
+def _signals_as_exit() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the body like Ctrl-C does, so that it can clean up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    # Whoever handles them already (a testbed does) has the same in mind.
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_DFL
+    ]
+    try:
+        for number in numbers:
+            signal.signal(number, leave)
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

@@ -10,11 +10,13 @@ from heterog.errors import StrategyError
 from heterog.graph.batch_plan import BatchPlan
 from heterog.graph.capture import ATTENTION_ALIASES
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.placement import Arg, TensorRef
+from heterog.graph.placement import Arg, OpCall, TensorRef
 from heterog.graph.sharding_rules import RuleResult, Special, local_args, local_shape
 
 _RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
 _SUM_REDUCTION = 2
+_RANDOM = (Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM)
+_INSTEAD = {"attention": "Use dropout_p=0 in attention, and torch.nn.Dropout after it."}
 
 
 class LocalOp:
@@ -25,6 +27,12 @@ class LocalOp:
         plan: its placements along the batch.
         index: the op.
         node: the fx node it was read from.
+
+    Attributes:
+        is_random: it draws from torch's default generator.
+
+    Raises:
+        StrategyError: the op cannot be executed on a part of the batch.
     """
 
     def __init__(self, graph: OpGraph, plan: BatchPlan, index: int, node: fx.Node) -> None:
@@ -39,10 +47,16 @@ class LocalOp:
             outputs=tuple(plan.placements[tensor] for tensor in graph.outputs(index)),
             special=Special(special) if special else None,
         )
-        if self.rule.special in (Special.BIAS_ON_ONE_RANK, Special.SHARED_RANDOM_STREAM):
+        self.is_random = self.rule.special in _RANDOM
+        where = f"op '{self.call.kind}' in module '{graph.ops[index].module}'"
+        if self.rule.special == Special.BIAS_ON_ONE_RANK:
             raise StrategyError(
-                f"op '{self.call.kind}' in module '{graph.ops[index].module}' needs "
-                f"{self.rule.special}, which cannot be executed yet."
+                f"{where} needs {self.rule.special}, which cannot be executed yet."
+            )
+        if _draws(self.call, target) and (self.call.kind == "attention" or not self.is_random):
+            raise StrategyError(
+                f"{where} draws random numbers in a way that cannot be executed on several "
+                f"devices yet. {_INSTEAD.get(self.call.kind, 'Use torch.nn.Dropout instead.')}"
             )
         self._target = target
         self._original = _original_args(node, target)
@@ -100,6 +114,13 @@ class LocalOp:
                 template.append((argument.name, value, bool(argument.kwarg_only)))
             self._templates[samples] = template
         return self._templates[samples]
+
+
+def _draws(call: OpCall, target: torch._ops.OpOverload) -> bool:
+    """Whether an op draws random numbers; fused attention does so only with dropout."""
+    if call.kind in ("attention", "attention_backward"):
+        return call.kind == "attention" and bool(call.args["dropout_p"])
+    return torch.Tag.nondeterministic_seeded in target.tags
 
 
 class _Constant:

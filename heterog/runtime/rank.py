@@ -7,69 +7,175 @@ Rank and address come from the environment, as torchrun and ``heterog run`` set 
 
 import argparse
 import json
+import math
 import os
+import socket
 import statistics
 import sys
 import time
+import traceback
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from heterog.errors import HeterogError
-from heterog.files import write_json
+from heterog.files import write_atomically, write_json
 from heterog.planners.plan import Plan, load_plan
+from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.deploy import DeployedStep, deploy
+from heterog.runtime.launch import HEARTBEAT, PORT_FILE
+from heterog.strategy.program import FloatArray
 from heterog.zoo import load_workload
 
 WARM_UP_STEPS = 1
+_POLL_S = 0.02
+
+
+def join(timeout_s: float, *, backend: str = "") -> None:
+    """Become a rank of the job that the environment describes.
+
+    The place where ranks meet listens on the address ``MASTER_ADDR`` only, not on every interface
+    as PyTorch's own does. Under torchrun it is torchrun's.
+
+    Args:
+        timeout_s: seconds after which a rank gives up on the others, here and in every step.
+        backend: of ``init_process_group``; by default NCCL for GPUs, if every rank of this
+            machine can have one, and gloo for everything else.
+
+    Raises:
+        HeterogError: a variable is missing, or the port is in use.
+    """
+    limit = timedelta(seconds=timeout_s)
+    chosen = backend or _backend()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        dist.init_process_group(chosen, timeout=limit)
+        return
+    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    address = _variable("MASTER_ADDR")
+    publish = os.environ.get(PORT_FILE, "")
+    if rank == 0:
+        listening = _listen(address, 0 if publish else _number("MASTER_PORT"))
+        port = int(listening.getsockname()[1])
+        store = TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        if publish:
+            write_atomically(publish, str(port).encode())
+    else:
+        port = _published_port(Path(publish), timeout_s) if publish else _number("MASTER_PORT")
+        store = TCPStore(address, port, world_size, is_master=False, timeout=limit)
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def tell(stage: str) -> None:
+    """Say where this rank is to the launcher, if there is one.
+
+    A stage that begins with ``step`` must change within the launcher's limit for steps.
+    """
+    path = os.environ.get(HEARTBEAT)
+    if path:
+        Path(path).write_text(stage)
 
 
 def train(
-    plan: Plan, model: str, *, num_steps: int, timeout_s: float
+    plan: Plan,
+    model: str,
+    *,
+    num_steps: int,
+    timeout_s: float,
+    save: str = "",
+    resume: str = "",
+    allow_nonfinite: bool = False,
+    record: bool = False,
 ) -> tuple[DeployedStep, dict[str, Any]]:
     """Train for some steps on the workload's example batch and measure them.
 
     Args:
         plan: to run; its cluster's device ``i`` is rank ``i``.
         model: zoo name or ``file.py:function``; the plan's own source if empty.
-        num_steps: measured steps, after one that warms up.
+        num_steps: measured steps, after one that warms up (and trains, too).
         timeout_s: seconds after which a rank gives up on the others.
+        save: folder for a checkpoint after the last step.
+        resume: folder of a checkpoint to begin with.
+        allow_nonfinite: go on when the loss is infinite or not a number.
+        record: write down when each task ran in the last step.
 
     Returns:
         The deployed step, and what was measured: the same on every rank.
+
+    Raises:
+        HeterogError: plan, model, checkpoint or batch do not fit, or the loss is not finite.
     """
     source = model or plan.graph.source
     if not source:
         raise HeterogError("the plan does not name its model; pass --model.")
     workload = load_workload(source, None if model else plan.graph.batch_size)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    tell("joining the others")
+    on_cpus = all(device.type.name == "CPU" for device in plan.cluster.devices)
+    join(timeout_s, backend="gloo" if on_cpus else "")
+    tell("capturing the model")
     step = deploy(workload, plan)
+    if resume:
+        tell("reading the checkpoint")
+        load_checkpoint(step, resume)
+    steps_before = step.num_steps
     batch = workload.make_batch()
     losses: list[float] = []
     seconds: list[float] = []
-    for number in range(WARM_UP_STEPS + num_steps):
+    tasks: dict[str, list[float | None]] = {}
+    last = steps_before + WARM_UP_STEPS + num_steps
+    for number in range(steps_before + 1, last + 1):
+        tell(f"step {number} of {last}")
         dist.barrier()
         begin = time.perf_counter()
-        loss = float(step(batch))
+        if number == last and record:
+            loss_tensor, start, finish = step.record(batch)
+            tasks = {"start_s": _jsonable(start), "finish_s": _jsonable(finish)}
+            loss = float(loss_tensor)
+        else:
+            loss = float(step(batch))
         dist.barrier()  # a step is done when it is done everywhere
-        if number >= WARM_UP_STEPS:
-            seconds.append(time.perf_counter() - begin)
+        elapsed_s = time.perf_counter() - begin
+        # The loss is the same on all ranks: all of them stop here.
+        if not math.isfinite(loss) and not allow_nonfinite:
+            raise HeterogError(
+                f"the loss of step {number} is {loss}: look for it in the batch, or lower the "
+                "learning rate. The option --allow-nonfinite goes on."
+            )
+        if number > steps_before + WARM_UP_STEPS:
+            seconds.append(elapsed_s)
             losses.append(loss)
+    if save:
+        tell("saving the checkpoint")
+        save_checkpoint(step, save)
+    step.flush()  # without a step barrier the last updates may still be open
+    tell("leaving")
     median_s = statistics.median(seconds)
     return step, {
         "model": plan.graph.name,
         "cluster": plan.cluster.name,
         "method": plan.method,
         "num_ranks": dist.get_world_size(),
+        "num_steps_before": steps_before,
         "step_time_s": median_s,
         "step_time_min_s": min(seconds),
         "step_time_max_s": max(seconds),
         "step_times_s": seconds,
         "predicted_step_time_s": plan.step_time_s,
-        "losses": losses,
+        # JSON has no NaN.
+        "losses": [loss if math.isfinite(loss) else None for loss in losses],
         "throughput_samples_per_s": plan.graph.batch_size / median_s,
+        "tasks": tasks,
     }
 
 
@@ -80,6 +186,10 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--timeout", type=float, default=300.0)
+    parser.add_argument("--save", default="")
+    parser.add_argument("--resume", default="")
+    parser.add_argument("--allow-nonfinite", action="store_true")
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("-o", "--output", default="")
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -90,12 +200,21 @@ def main() -> None:
             arguments.model,
             num_steps=arguments.steps,
             timeout_s=arguments.timeout,
+            save=arguments.save,
+            resume=arguments.resume,
+            allow_nonfinite=arguments.allow_nonfinite,
+            record=arguments.record,
         )
-    except (HeterogError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0]
-        print(f"heterog: rank {rank}: {first}", file=sys.stderr, flush=True)
-        # Without the others' consent there is no orderly way to leave the process group.
-        os._exit(2)
+    except HeterogError as error:
+        _leave(rank, str(error))
+    except RuntimeError as error:
+        first = str(error).strip().partition("\n")[0]
+        # gloo's words for a rank that died, was ended or is frozen
+        lost = any(words in first for words in ("onnection", "imed out", "roken pipe"))
+        _leave(rank, f"lost the connection to another rank: {first}" if lost else first)
+    except Exception as error:  # whatever the user's model raises must end this rank, too
+        traceback.print_exc()
+        _leave(rank, f"{type(error).__name__}: {error}")
     if rank == 0:
         if arguments.output:
             write_json(arguments.output, measured)
@@ -104,6 +223,77 @@ def main() -> None:
     # Leaving while others still talk aborts them.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _jsonable(seconds: FloatArray) -> list[float | None]:
+    """JSON has no NaN."""
+    return [None if math.isnan(value) else value for value in seconds.tolist()]
+
+
+def _leave(rank: int, why: str) -> NoReturn:
+    """Say why in one line and end with exit code 2."""
+    print(f"heterog: rank {rank}: {why}", file=sys.stderr, flush=True)
+    # Without the others' consent there is no orderly way to leave the process group.
+    os._exit(2)
+
+
+def _backend() -> str:
+    """NCCL for tensors on GPUs, if each local rank can have a GPU of its own; else gloo."""
+    if not torch.cuda.is_available():
+        return "gloo"
+    local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    if num_local > torch.cuda.device_count():  # NCCL refuses two ranks on one GPU
+        return "gloo"
+    torch.cuda.set_device(local)
+    return "cpu:gloo,cuda:nccl"
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """A socket that listens on one address only; port 0 means one that is free."""
+    family, kind, protocol, _, place = socket.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        # As every server: the last job's connections may still be waiting to be forgotten.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        raise HeterogError(
+            f"rank 0 cannot listen on port {port} of {address}: {error.strerror or error}; choose "
+            "another port (--port, or MASTER_PORT), or none to get a free one."
+        ) from error
+    return listening
+
+
+def _published_port(path: Path, timeout_s: float) -> int:
+    """The port that rank 0 chose."""
+    deadline_s = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            raise HeterogError(f"rank 0 did not say where to meet within {timeout_s:g} s.")
+        time.sleep(_POLL_S)
+    return int(path.read_text())
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name, "")
+    if not value:
+        raise HeterogError(
+            f"the environment variable {name} is not set; start ranks with torchrun or "
+            "'heterog run'."
+        )
+    return value
+
+
+def _number(name: str) -> int:
+    value = _variable(name)
+    if not value.isdecimal():
+        raise HeterogError(f"the environment variable {name} is {value!r}, not a number.")
+    return int(value)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,8 @@ _LEAST_NETEM_DELAY_S = 1e-3
 
 _QUOTA_PERIOD_US = 100_000
 _LEAST_QUOTA_US = 1_000  # the kernel refuses less
+_LARGEST_SHARES = 262_144  # cgroup v1; a process alone has 1,024
+_LARGEST_WEIGHT = 10_000  # cgroup v2; a process alone has 100
 
 _KILL_TIMEOUT_S = 10.0
 _COMMAND_TIMEOUT_S = 30.0
@@ -325,11 +327,18 @@ class CpuController:
     version: Literal[1, 2]
 
     def make_group(self, name: str) -> None:
-        """Makes a group that holds the groups of the ranks."""
+        """Makes a group that holds the groups of the ranks.
+
+        It goes before everything else on the machine: a rank gets its share of a core whatever
+        runs beside it.
+        """
         (self.root / name).mkdir()
         if self.version == 2:
             for folder in (self.root, self.root / name):
                 (folder / "cgroup.subtree_control").write_text("+cpu")
+            (self.root / name / "cpu.weight").write_text(str(_LARGEST_WEIGHT))
+        else:
+            (self.root / name / "cpu.shares").write_text(str(_LARGEST_SHARES))
 
     def make_rank_group(self, folder: Path, quota: float | None) -> None:
         """Makes a group that may use the share `quota` of one core; None is not limited."""

@@ -472,7 +472,7 @@ def held_out_error(rows: Sequence[OpMeasurement], *, folds: int = 5) -> tuple[fl
 
     Both are relative: sum of |predicted - measured| over sum of measured seconds. For the first,
     a fold leaves out a fifth of the ops, by signature, in turn; for the second each model is left
-    out whole, and only the sum over its ops at a share counts. NaN where there is only one model.
+    out whole, and only the sum over its ops at a share counts. NaN where there is only one.
     """
     rows = [row for row in rows if row.kind != _COPY]
     pairs = [
@@ -481,7 +481,8 @@ def held_out_error(rows: Sequence[OpMeasurement], *, folds: int = 5) -> tuple[fl
         for pair in _predict_left_out(rows, lambda row: int(row.signature, 16) % folds, fold)
     ]
     measured = sum(row.seconds * row.count for row, _ in pairs)
-    of_ops = sum(abs(predicted - row.seconds) * row.count for row, predicted in pairs) / measured
+    wrong = sum(abs(predicted - row.seconds) * row.count for row, predicted in pairs)
+    of_ops = wrong / measured if pairs else math.nan  # one op alone cannot be left out
     models = sorted({row.model for row in rows})
     of_models: list[float] = []
     for model in models if len(models) > 1 else ():
@@ -690,8 +691,8 @@ def extrapolated_by(
             seconds, is_far = model._op_seconds(graph, kind, int(samples))
             chosen = local == samples
             total += float(seconds[chosen].sum())
-            for op in np.flatnonzero(chosen & is_far & (seconds > 0)):
-                name = op_kind(graph, int(op))
+            for op in np.flatnonzero(chosen & is_far & (seconds > 0)).tolist():
+                name = op_kind(graph, op)
                 by_kind[name] = by_kind.get(name, 0.0) + float(seconds[op])
     return {
         name: seconds / total

@@ -1,23 +1,32 @@
 """Workloads, their single-device reference, and what a rank does with a plan."""
 
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import ExponentialLR
 
+from heterog.errors import StrategyError
+from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
-from heterog.runtime.deploy import deploy
+from heterog.runtime.deploy import DeployedStep, deploy
+from heterog.runtime.executor import StepExecutor
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
+from heterog.zoo.moe import MixtureOfExperts
 
 BATCH = 8
 STEPS = 3
 
 
 class TinyLanguageModel(nn.Module):
-    """Tied embedding, positions, one causal transformer layer."""
+    """Tied embedding, positions, two layers of a transformer encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,10 +83,99 @@ class Normalised(nn.Module):
         return out
 
 
+class NormalisedResidual(nn.Module):
+    """A block of a ResNet with BatchNorm, in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU(),
+            nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3),
+        )  # fmt: skip
+        self.head = nn.Linear(3, 5)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(x + self.body(x))
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+class TinyGpt(nn.Module):
+    """Two causal layers, norms first, as in GPT-2."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 8)
+        self.position = nn.Parameter(torch.randn(5, 8) * 0.1)
+        self.blocks = nn.ModuleList(_GptBlock(dropout) for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 13, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out.flatten(0, 1)
+
+
+class _GptBlock(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first_norm, self.second_norm = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.query_key_value, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.feed_forward = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        fused = self.query_key_value(self.first_norm(x)).view(batch, length, 3, 2, 4)
+        query, key, value = fused.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, 8)))
+        out: Tensor = x + self.dropout(self.feed_forward(self.second_norm(x)))
+        return out
+
+
+class TinyMoe(nn.Module):
+    """Tokens through a mixture of experts: capacity and balance loss of each sequence alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 8)
+        self.experts = MixtureOfExperts(8, 16, 4)
+        # The zoo's own start is so small that no gradient is far from rounding.
+        nn.init.normal_(self.experts.weight_in, std=0.3)
+        nn.init.normal_(self.experts.weight_out, std=0.3)
+        self.head = nn.Linear(8, 13)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(tokens)
+        change, balance = self.experts(x)
+        return self.head(x + change).flatten(0, 1), balance
+
+
+def moe_loss(output: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    return token_loss(output[0], labels) + 0.1 * output[1].mean()
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)
     )
+
+
+class Gathered(nn.Module):
+    """Each sample sees those before it: an op that needs the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.first(x).cumsum(0)))
+        return out
 
 
 def token_loss(output: Tensor, labels: Tensor) -> Tensor:
@@ -88,19 +186,56 @@ MODELS: dict[str, Any] = {
     "mlp": (mlp, functional.mse_loss),
     "language": (TinyLanguageModel, token_loss),
     "residual": (Residual, functional.cross_entropy),
+    "gpt": (TinyGpt, token_loss),
+    "moe": (TinyMoe, moe_loss),
 }
-NORMALISED = {"normalised": (Normalised, functional.cross_entropy)}
+NORMALISED: dict[str, Any] = {
+    "normalised": (Normalised, functional.cross_entropy),
+    "normalised residual": (NormalisedResidual, functional.cross_entropy),
+}
+GATHERED: dict[str, Any] = {"gathered": (Gathered, functional.mse_loss)}
+EVERY = MODELS | NORMALISED | GATHERED
+IMAGES = ("residual", *NORMALISED)
+
+
+class Trained(NamedTuple):
+    """What came out of some steps: losses, gradients of every step by name, weights at the end."""
+
+    losses: list[float]
+    gradients: dict[str, list[Tensor]]
+    weights: dict[str, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to train, on one device or on many.
+
+    Attributes:
+        optimizer: name of the ``torch.optim`` class.
+        max_grad_norm: clip to this norm.
+        decay: the learning rate is multiplied by it after every step.
+    """
+
+    optimizer: str = "SGD"
+    max_grad_norm: float | None = None
+    decay: float | None = None
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> ExponentialLR | None:
+        return None if self.decay is None else ExponentialLR(optimizer, self.decay)
+
+
+SGD = Recipe()
 
 
 def batch_of(name: str, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
-    if name == "mlp":
+    if name in ("mlp", *GATHERED):
         return (
             torch.randn(BATCH, 6, generator=generator),
             torch.randn(BATCH, 4, generator=generator),
         )
-    if name in ("residual", "normalised"):
-        dtype = torch.float64 if name == "normalised" else torch.float32
+    if name in IMAGES:
+        dtype = torch.float64 if name in NORMALISED else torch.float32
         return (
             torch.randn(BATCH, 3, 8, 8, generator=generator, dtype=dtype),
             torch.randint(0, 5, (BATCH,), generator=generator),
@@ -114,7 +249,7 @@ def batch_of(name: str, step: int) -> tuple[Tensor, Tensor]:
 def workload_of(name: str, optimizer: str = "SGD") -> Workload:
     def seeded() -> nn.Module:
         torch.manual_seed(0)
-        made = (MODELS | NORMALISED)[name][0]()
+        made = EVERY[name][0]()
         assert isinstance(made, nn.Module)
         return made
 
@@ -122,31 +257,43 @@ def workload_of(name: str, optimizer: str = "SGD") -> Workload:
     return Workload(
         seeded,
         batch_of(name, 0),
-        (MODELS | NORMALISED)[name][1],
+        EVERY[name][1],
         getattr(torch.optim, optimizer),
         options,
         name=name,
     )
 
 
-def reference(name: str, optimizer: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and final weights on one device."""
-    workload = workload_of(name, optimizer)
+@cache
+def reference(name: str, recipe: Recipe = SGD) -> Trained:
+    """The same steps on one device."""
+    workload = workload_of(name, recipe.optimizer)
     model = workload.make_model()
     stepper = workload.optimizer(model.parameters(), **dict(workload.optimizer_options))
+    scheduler = recipe.scheduler(stepper)
     losses = []
+    gradients: dict[str, list[Tensor]] = {}
     for step in range(STEPS):
         loss = workload.step_loss(model, batch_of(name, step))
         stepper.zero_grad()
         torch.autograd.backward(loss)
+        if recipe.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+        _record(gradients, model)
         stepper.step()
+        if scheduler is not None:
+            scheduler.step()
         losses.append(float(loss.detach()))
-    return losses, model.state_dict()
+    return Trained(losses, gradients, model.state_dict())
 
 
-def reference_with_local_statistics(
-    name: str, shares: tuple[int, ...]
-) -> tuple[list[float], dict[str, Tensor]]:
+def _record(gradients: dict[str, list[Tensor]], model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients.setdefault(name, []).append(parameter.grad.clone())
+
+
+def reference_with_local_statistics(name: str, shares: tuple[int, ...]) -> Trained:
     """One device that normalises each replica's samples on their own; buffers of replica 0."""
     workload = workload_of(name)
     model = workload.make_model()
@@ -154,6 +301,7 @@ def reference_with_local_statistics(
     buffers = [{k: v.clone() for k, v in model.named_buffers()} for _ in shares]
     stepper = workload.optimizer(model.parameters(), **dict(workload.optimizer_options))
     losses = []
+    gradients: dict[str, list[Tensor]] = {}
     for step in range(STEPS):
         x, y = batch_of(name, step)
         stepper.zero_grad()
@@ -167,18 +315,92 @@ def reference_with_local_statistics(
                 torch.autograd.backward(loss)
                 total += float(loss.detach())
             begin += share
+        _record(gradients, model)
         stepper.step()
         losses.append(total)
-    return losses, {**{k: v.detach() for k, v in parameters.items()}, **buffers[0]}
+    weights = {**{k: v.detach() for k, v in parameters.items()}, **buffers[0]}
+    return Trained(losses, gradients, weights)
 
 
-def train(
-    rank: int, name: str, optimizer: str, plan_path: str
-) -> tuple[list[float], dict[str, Tensor] | None]:
+@cache
+def _captured(name: str, optimizer: str) -> CapturedStep:
+    return capture_step(workload_of(name, optimizer))
+
+
+def deployed(name: str, plan_path: str, recipe: Recipe = SGD) -> DeployedStep:
+    """A deployed plan; a rank captures each workload once, which takes most of the time."""
+
+    def capture_once(workload: Workload) -> CapturedStep:
+        return _captured(name, recipe.optimizer)
+
+    with mock.patch("heterog.runtime.deploy.capture_step", capture_once):
+        workload = workload_of(name, recipe.optimizer)
+        return deploy(workload, load_plan(plan_path), max_grad_norm=recipe.max_grad_norm)
+
+
+def train(rank: int, name: str, recipe: Recipe, plan_path: str) -> Trained:
     """What every rank does: deploy the plan and train."""
-    step = deploy(workload_of(name, optimizer), load_plan(plan_path))
-    losses = [float(step(batch_of(name, number))) for number in range(STEPS)]
-    return losses, step.state_dict()
+    return run_steps(deployed(name, plan_path, recipe), name, recipe)
+
+
+def run_steps(step: DeployedStep, name: str, recipe: Recipe = SGD) -> Trained:
+    """Train, and look at the gradients that the optimizer gets."""
+    gradients: dict[str, list[Tensor]] = {}
+    model = step.model
+    step.optimizer.register_step_pre_hook(lambda *_: _record(gradients, model))
+    scheduler = recipe.scheduler(step.optimizer)
+    losses = []
+    for number in range(STEPS):
+        losses.append(float(step(batch_of(name, number))))
+        if scheduler is not None:
+            scheduler.step()
+    return Trained(losses, gradients, step.state_dict())
+
+
+def assert_same(
+    results: list[Trained],
+    wanted: Trained,
+    *,
+    rtol: float = 1e-4,
+    loss_rtol: float = 1e-5,
+    atol: float = 0.0,
+) -> None:
+    """Losses, gradients and weights of all ranks are those of one device.
+
+    Gradients are compared relative to the largest element of their tensor; one that is zero but
+    for rounding, relative to all gradients together. So are weights, up to ``atol``.
+    """
+    seen = set()
+    for result in results:
+        assert result.losses == pytest.approx(wanted.losses, rel=loss_rtol)
+        for name, steps in result.gradients.items():
+            seen.add(name)
+            assert len(steps) == STEPS, f"{name} was stepped {len(steps)} times"
+            for step, gradient in enumerate(steps):
+                target = wanted.gradients[name][step]
+                every = torch.stack([g[step].norm() for g in wanted.gradients.values()]).norm()
+                scale = max(float(target.abs().max()), float(every) * 1e-3)
+                assert float((gradient - target).abs().max()) <= rtol * scale, (name, step)
+    assert seen == set(wanted.gradients)
+    weights = results[0].weights
+    assert weights is not None
+    assert wanted.weights is not None
+    assert set(weights) == set(wanted.weights)
+    for name, target in wanted.weights.items():
+        if target.is_floating_point():
+            limit = atol or rtol * max(float(target.abs().max()), 1e-2)
+            assert float((weights[name] - target).abs().max()) <= limit, name
+        else:
+            assert torch.equal(weights[name], target), name
+
+
+def refusal(rank: int, name: str, plan_path: str) -> str:
+    """Why a plan cannot be deployed."""
+    try:
+        deployed(name, plan_path)
+    except StrategyError as error:
+        return str(error)
+    return ""
 
 
 def count_tasks(rank: int, plan_path: str, kind: str) -> int:
@@ -188,18 +410,27 @@ def count_tasks(rank: int, plan_path: str, kind: str) -> int:
     return int((program.kind == TaskKind[kind]).sum())
 
 
-def train_without(
-    rank: int, name: str, plan_path: str, kind: str
-) -> tuple[list[float], dict[str, Tensor] | None] | None:
-    """Train with all tasks of a kind left out on every rank; ``None`` if that cannot even run."""
-    step = deploy(workload_of(name), load_plan(plan_path))
+def train_without(rank: int, name: str, plan_path: str, kind: str, only: int) -> Trained | None:
+    """Train with tasks of a kind left out on every rank; ``None`` if that cannot even run.
+
+    Args:
+        rank: this rank.
+        name: of the workload.
+        plan_path: where the plan is.
+        kind: of the tasks.
+        only: which one of them, in program order; -1 for all.
+    """
+    step = deployed(name, plan_path)
     executor = step._executor
-    executor._tasks = [
-        task for task in executor._tasks if executor.program.kind[task] != TaskKind[kind]
-    ]
+    tasks = [int(t) for t in range(executor.program.num_tasks) if _is_of(executor, t, kind)]
+    left_out = set(tasks) if only < 0 else {tasks[only]}
+    executor._turns = [turn for turn in executor._turns if turn.task not in left_out]
     try:
-        losses = [float(step(batch_of(name, number))) for number in range(STEPS)]
+        return run_steps(step, name)
     except (AssertionError, KeyError, IndexError, RuntimeError):
         # The ranks stay in step: each of them fails in its own first step or none does.
         return None
-    return losses, step.state_dict()
+
+
+def _is_of(executor: StepExecutor, task: int, kind: str) -> bool:
+    return bool(executor.program.kind[task] == TaskKind[kind])

@@ -66,8 +66,8 @@ class Ranks:
         assert not failures, failures[0]
         return [value for _, value in results]
 
-    def close(self) -> None:
-        """End the processes."""
+    def close(self) -> list[int | None]:
+        """End the processes; returns their exit codes."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -75,3 +75,4 @@ class Ranks:
             if process.is_alive():
                 process.terminate()
         self._folder.cleanup()
+        return [process.exitcode for process in self._processes]

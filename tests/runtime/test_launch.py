@@ -1,13 +1,18 @@
 """Jobs of real processes: they train together, and they end together with a clear error."""
 
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from heterog.cli import main
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.plan import make_plan
+from heterog.runtime import launch
 from heterog.runtime.launch import LaunchError, run_ranks
 from heterog.zoo import load_workload
 from tests.simulator.builders import cluster_of
@@ -24,6 +29,11 @@ def make(width: int, batch_size: int) -> heterog.Workload:
 
 def workload(batch_size: int = 8) -> heterog.Workload:
     return make(16, batch_size)
+
+def not_a_number(batch_size: int = 8) -> heterog.Workload:
+    same = make(16, batch_size)
+    batch = (torch.full((batch_size, 6), float("nan")), torch.zeros(batch_size, 4))
+    return heterog.Workload(same.model, batch, same.loss, same.optimizer)
 
 def wider(batch_size: int = 8) -> heterog.Workload:
     return make(32, batch_size)
@@ -69,13 +79,57 @@ def test_ranks_train_together_and_are_measured(plan: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_killed_rank_ends_the_job(plan: Path) -> None:
-    def wrap(rank: int, command: list[str]) -> list[str]:
-        return ["sh", "-c", "sleep 1; kill -9 $$"] if rank == 1 else command
+def test_a_run_is_saved_and_resumed(plan: Path, model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    seen: list[str] = []
+    whole = run_ranks(plan, 2, num_steps=3, save=folder, timeout_s=120, progress=seen.append)
+    assert whole["num_steps_before"] == 0
+    assert "capturing the model" in seen
+    more = run_ranks(
+        plan,
+        2,
+        model=model.replace(":workload", ":not_a_number"),
+        num_steps=2,
+        resume=folder,
+        allow_nonfinite=True,
+        timeout_s=120,
+    )
+    assert more["num_steps_before"] == 4, "the one that warms up trains, too"
+    assert more["losses"] == [None, None]
 
-    with pytest.raises(LaunchError, match="rank 1 was killed by signal 9; the others were ended"):
-        run_ranks(plan, 2, num_steps=2, timeout_s=60, wrap=wrap)
-    assert left_over(plan) == ""
+
+def test_the_options_of_the_command_reach_the_ranks(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {}
+
+    def run(*arguments: Any, progress: Callable[[str], None], **options: Any) -> dict[str, Any]:
+        given.update(options)
+        for stage in ("joining the others", "step 1 of 2", "step 2 of 2"):
+            progress(stage)
+        times = dict.fromkeys(("step_time_s", "step_time_min_s", "step_time_max_s"), 0.1)
+        return {"model": "m", "num_ranks": 2, "losses": [1.0, None], **times}
+
+    monkeypatch.setattr(launch, "run_ranks", run)
+    options = ("--save", "a", "--resume", "b", "--port", "7", "--step-timeout", "2m")
+    monkeypatch.setattr(sys, "argv", ["heterog", "run", str(plan), *options, "--allow-nonfinite"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code in (None, 0)
+    assert given == {
+        "model": "",
+        "num_steps": 10,
+        "timeout_s": 300.0,
+        "step_timeout_s": 120.0,
+        "port": 7,
+        "save": Path("a"),
+        "resume": Path("b"),
+        "allow_nonfinite": True,
+    }
+    printed = capsys.readouterr()
+    assert "loss 1.0000 -> nan" in printed.out.replace("\n", " ")
+    assert "checkpoint: a" in printed.out
+    assert printed.err == "joining the others ...\ntraining ...\n"
 
 
 @pytest.mark.distributed

@@ -1,0 +1,36 @@
+"""How many samples each BatchNorm sees: its statistics are those of a replica's own samples."""
+
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph, Phase
+from heterog.graph.sharding_rules import Special
+from heterog.runtime.rank_program import layouts_of_groups
+from heterog.strategy.strategy import Strategy
+
+
+def batch_norm_samples(graph: OpGraph, strategy: Strategy) -> dict[str, dict[int, int]]:
+    """The fewest samples over which each BatchNorm takes its statistics on each device.
+
+    Args:
+        graph: the captured step.
+        strategy: made for it.
+
+    Returns:
+        By module path, then by device; the smallest micro-batch counts, and devices without
+        samples, where the statistics never change, are left out.
+    """
+    specials = batch_plan(graph).specials
+    group = group_ops(graph).group
+    layouts = layouts_of_groups(strategy)
+    found: dict[str, dict[int, int]] = {}
+    for index, op in enumerate(graph.ops):
+        if op.phase != Phase.FORWARD or specials[index] != Special.LOCAL_STATISTICS:
+            continue
+        layout = layouts[int(group[index])]
+        counts = {
+            device: min(row[device] for row in layout.shares if row[device])
+            for device in layout.devices
+            if any(row[device] for row in layout.shares)
+        }
+        found[op.module] = counts
+    return found

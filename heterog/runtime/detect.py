@@ -1,0 +1,362 @@
+"""A first cluster file of the machine that this runs on: what it has, measured or looked up.
+
+GPUs that the catalogue knows keep the numbers of their data sheets; all others, and the CPU, get
+the rates of a large matrix product and of a large copy. Those are what a large kernel reaches, so
+the efficiencies of such a type are 1. Comments in the file say which lines are guesses.
+"""
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from heterog.cluster.catalog import device_type, device_type_names
+from heterog.cluster.topology import DTYPES, DeviceType
+from heterog.units import GIB
+
+_VENDOR = {"nvidia", "tesla", "geforce", "graphics"}
+_FORM = re.compile(r"sxm\d?|pcie?|hbm\d?e?")
+_MEMORY = re.compile(r"\d+gb")
+_MEMORY_TOLERANCE = 0.1  # the driver shows a little less than the sheet
+_RESERVED_BYTES = GIB  # for context and communication buffers, as in cluster files
+_MEASURE_S = 0.3
+_CPU_SIZE, _GPU_SIZE = 1024, 8192  # of square matrices
+_COPY_BYTES = 256 * 1024**2  # beyond all caches
+_NVLINK_BYTES_PER_S = 60e9  # no PCIe slot up to the fifth generation reaches it
+_GUESSED_NIC_BYTES_PER_S = 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundDevice:
+    """A device of this machine.
+
+    Attributes:
+        label: its name as the driver or the system says it.
+        type: of the catalogue, or measured.
+        is_listed: the type is the catalogue's.
+        usable_memory_bytes: of this very device.
+    """
+
+    label: str
+    type: DeviceType
+    is_listed: bool
+    usable_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundLink:
+    """How the devices of this machine reach each other.
+
+    Attributes:
+        kind: ``nvlink`` or ``pcie``.
+        bandwidth_bytes_per_s: measured between neighbours, the slowest pair.
+    """
+
+    kind: str
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundMachine:
+    """What ``heterog cluster detect`` found.
+
+    Attributes:
+        host: name of the machine.
+        devices: GPUs, or else the CPU.
+        link: between the devices; ``None`` if there is one.
+        interface: network interface of the default route; empty if unknown.
+        nic_bytes_per_s: its line rate; ``None`` if the system does not tell.
+    """
+
+    host: str
+    devices: tuple[FoundDevice, ...]
+    link: FoundLink | None
+    interface: str
+    nic_bytes_per_s: float | None
+
+
+def detect() -> FoundMachine:
+    """Look at this machine; takes a second per device."""
+    host = socket.gethostname().partition(".")[0] or "machine"
+    interface = default_interface()
+    devices = _gpus(host) if torch.cuda.is_available() else [_cpu(host)]
+    return FoundMachine(
+        host=host,
+        devices=tuple(devices),
+        link=_gpu_link(len(devices)) if len(devices) > 1 else None,
+        interface=interface,
+        nic_bytes_per_s=line_rate_bytes_per_s(interface),
+    )
+
+
+def local_type_name() -> str:
+    """What a cluster file made by ``detect`` calls the first device of this machine."""
+    if not torch.cuda.is_available():
+        return "CPU"
+    label, num_bytes = torch.cuda.get_device_name(0), _gpu_memory_bytes(0)
+    return catalogue_name(label, num_bytes) or _type_name(label)
+
+
+def catalogue_name(label: str, memory_bytes: int) -> str | None:
+    """Name of the catalogue's type that a GPU is, or ``None``.
+
+    Its words must be those of a type, the maker, form and memory size apart; then the memory
+    decides. A PCIe card is not the SXM module of the same name, which is faster.
+
+    >>> catalogue_name("Tesla V100-SXM2-16GB", 16 * 2**30)
+    'V100-16GB'
+    >>> catalogue_name("NVIDIA H100 PCIe", 80 * 2**30) is None
+    True
+    """
+    words = re.split(r"[\s_-]+", label.lower())
+    model = [
+        word
+        for word in words
+        if word not in _VENDOR and not _FORM.fullmatch(word) and not _MEMORY.fullmatch(word)
+    ]
+    is_pcie = "pcie" in words
+    found = []
+    for name in device_type_names():
+        kind = device_type(name)
+        parts = [part for part in name.lower().split("-") if not _MEMORY.fullmatch(part)]
+        # The driver says "RTX 2080 Ti" and "TITAN RTX", in the order of the catalogue.
+        difference = abs(kind.memory_bytes - memory_bytes) / kind.memory_bytes
+        if parts == model and not (is_pcie and "SXM" in kind.source):
+            found.append((difference, name))
+    difference, name = min(found, default=(1.0, ""))
+    return name if difference <= _MEMORY_TOLERANCE else None
+
+
+def default_interface(routes: Path = Path("/proc/net/route")) -> str:
+    """Network interface of the default route; empty where the system does not tell."""
+    if routes.exists():
+        for line in routes.read_text().splitlines()[1:]:
+            name, destination, *_ = line.split()
+            if destination == "00000000":
+                return name
+    return ""
+
+
+def line_rate_bytes_per_s(
+    interface: str, interfaces: Path = Path("/sys/class/net")
+) -> float | None:
+    """Line rate of a network interface; ``None`` where it is virtual, down or unknown."""
+    try:
+        mbit_per_s = int((interfaces / interface / "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return mbit_per_s * 1e6 / 8 if interface and mbit_per_s > 0 else None
+
+
+def cluster_yaml(found: FoundMachine) -> str:
+    """The text of a cluster file; comments name the lines to check."""
+    lines = [
+        "# Written by 'heterog cluster detect'. Check the lines marked 'check', and add the other",
+        "# machines of the cluster below 'hosts'.",
+        "schema_version: 1",
+        f"name: {json.dumps(found.host)}",
+        "efficiency: 0.7  # check: part of the NIC's line rate that transfers reach",
+        "hosts:",
+        f"  - name: {json.dumps(found.host)}",
+        "    devices:",
+    ]
+    for device, members in groupby(found.devices):
+        lines += _device_lines(device, len(list(members)))
+    if found.link is not None:
+        rate = found.link.bandwidth_bytes_per_s / 1e9
+        lines += [
+            f"    # check: {found.link.kind} by the measured rate between neighbours",
+            f"    intra: {{kind: {found.link.kind}, bandwidth: {rate:.4g} GB/s}}",
+        ]
+    if found.nic_bytes_per_s is None:
+        rate, said = _GUESSED_NIC_BYTES_PER_S, "check: a guess, the system does not tell the rate"
+        if found.interface:
+            said += f" of {found.interface}"
+    else:
+        rate, said = found.nic_bytes_per_s, f"check: what {found.interface} says it is linked at"
+    lines.append(f"    nic: {{line_rate: {rate * 8e-9:g} Gbit/s}}  # {said}")
+    return "\n".join(lines) + "\n"
+
+
+def _device_lines(device: FoundDevice, count: int) -> list[str]:
+    usable = f"usable_memory: {_gib(device.usable_memory_bytes)}"
+    kind = device.type
+    if device.is_listed:
+        return [
+            f"      # {device.label}",
+            f"      - {{type: {kind.name}, count: {count}, {usable}}}",
+        ]
+    peaks = ", ".join(
+        f"{dtype}: {kind.peak_flops_per_s[dtype] / 1e9:.4g} GFLOP/s"
+        for dtype in DTYPES
+        if dtype in kind.peak_flops_per_s
+    )
+    bandwidth = kind.memory_bandwidth_bytes_per_s / 1e9
+    return [
+        f"      # {device.label}",
+        "      # check: measured rates, in the place of a data sheet's",
+        "      - type:",
+        f"          name: {json.dumps(kind.name)}",
+        f"          peak_flops: {{{peaks}}}",
+        f"          memory_bandwidth: {bandwidth:.4g} GB/s",
+        f"          memory: {_gib(kind.memory_bytes)}  # check: less where others use it, too",
+        f"          source: {json.dumps(kind.source)}",
+        f"          compute_efficiency: {kind.compute_efficiency:g}",
+        f"          memory_efficiency: {kind.memory_efficiency:g}",
+        f"        count: {count}",
+        f"        {usable}",
+    ]
+
+
+def _gib(num_bytes: int) -> str:
+    """Rounded down: memory that is not there would be planned with."""
+    return f"{num_bytes * 100 // GIB / 100:g} GiB"
+
+
+def _cpu(host: str) -> FoundDevice:
+    """One device: a rank computes with one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        cpu = torch.device("cpu")
+        peaks = {
+            dtype: _flops_per_s(cpu, dtype, _CPU_SIZE, _MEASURE_S)
+            for dtype in ("float64", "float32")
+        }
+        bandwidth = _copy_bytes_per_s(cpu)
+    finally:
+        torch.set_num_threads(before)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kind = _measured_type("CPU", host, "one thread", peaks, bandwidth, memory)
+    return FoundDevice(
+        label="the processor; one device is one core",
+        type=kind,
+        is_listed=False,
+        usable_memory_bytes=_usable_bytes(memory),
+    )
+
+
+def _gpus(host: str) -> list[FoundDevice]:
+    found: list[FoundDevice] = []
+    measured: dict[tuple[str, int], DeviceType] = {}
+    for index in range(torch.cuda.device_count()):
+        label, memory = torch.cuda.get_device_name(index), _gpu_memory_bytes(index)
+        name = catalogue_name(label, memory)
+        if name is not None:
+            kind = device_type(name)
+        else:
+            # Equal cards are one type: measured twice, they would differ by a little.
+            key = (label, memory)
+            kind = measured.get(key) or _measured_gpu(host, index, number=len(measured))
+            measured[key] = kind
+        usable = _usable_bytes(min(memory, kind.memory_bytes))
+        found.append(
+            FoundDevice(
+                label=label, type=kind, is_listed=name is not None, usable_memory_bytes=usable
+            )
+        )
+    return found
+
+
+def _measured_gpu(host: str, index: int, *, number: int) -> DeviceType:
+    label, memory = torch.cuda.get_device_name(index), _gpu_memory_bytes(index)
+    device = torch.device("cuda", index)
+    dtypes = [dtype for dtype in DTYPES if dtype != "bfloat16" or torch.cuda.is_bf16_supported()]
+    # float64 is 1/64 of float32 on some cards: a smaller product is large enough for it.
+    peaks = {
+        dtype: _flops_per_s(device, dtype, _GPU_SIZE // (4 if dtype == "float64" else 1), 0.1)
+        for dtype in dtypes
+    }
+    bandwidth = _copy_bytes_per_s(device)
+    name = _type_name(label) if number == 0 else f"{_type_name(label)}-{number}"
+    return _measured_type(name, host, label, peaks, bandwidth, memory)
+
+
+def _gpu_memory_bytes(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).total_memory)
+
+
+def _usable_bytes(memory_bytes: int) -> int:
+    return max(memory_bytes - _RESERVED_BYTES, memory_bytes // 2)
+
+
+def _type_name(label: str) -> str:
+    return "-".join(label.split())
+
+
+def _measured_type(
+    name: str, host: str, what: str, peaks: dict[str, float], bandwidth: float, memory_bytes: int
+) -> DeviceType:
+    return DeviceType(
+        name=name,
+        peak_flops_per_s=peaks,
+        memory_bandwidth_bytes_per_s=bandwidth,
+        memory_bytes=memory_bytes,
+        source=f"measured on {host} ({what}) with torch {torch.__version__}",
+        compute_efficiency=1.0,
+        memory_efficiency=1.0,
+    )
+
+
+def _flops_per_s(device: torch.device, dtype: str, size: int, at_least_s: float) -> float:
+    """Rate of a square matrix product; float32 without TF32, which is PyTorch's default."""
+    first = torch.ones(size, size, device=device, dtype=getattr(torch, dtype))
+    second, out = torch.ones_like(first), torch.empty_like(first)
+    seconds = _shortest_s(lambda: torch.mm(first, second, out=out), device, at_least_s)
+    return 2.0 * size**3 / seconds
+
+
+def _copy_bytes_per_s(device: torch.device) -> float:
+    """Rate at which a large copy reads and writes."""
+    source = torch.ones(_COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * _COPY_BYTES / _shortest_s(lambda: target.copy_(source), device, _MEASURE_S)
+
+
+def _gpu_link(num_devices: int) -> FoundLink:
+    """The slowest link between neighbours: of a ring, they are what counts."""
+    rates = []
+    for index in range(num_devices):
+        other = (index + 1) % num_devices
+        source = torch.ones(_COPY_BYTES // 4, device=torch.device("cuda", index))
+        target = torch.empty_like(source, device=torch.device("cuda", other))
+
+        def copy(source: torch.Tensor = source, target: torch.Tensor = target) -> object:
+            return target.copy_(source)
+
+        rates.append(_COPY_BYTES / _shortest_s(copy, target.device, _MEASURE_S))
+    direct = all(
+        torch.cuda.can_device_access_peer(index, (index + 1) % num_devices)
+        for index in range(num_devices)
+    )
+    kind = "nvlink" if direct and min(rates) > _NVLINK_BYTES_PER_S else "pcie"
+    return FoundLink(kind=kind, bandwidth_bytes_per_s=min(rates))
+
+
+def _shortest_s(act: Callable[[], object], device: torch.device, at_least_s: float) -> float:
+    """Seconds of the fastest of several calls: what others take does not count."""
+    shortest = float("inf")
+    for phase_s in (0.0, at_least_s):  # the first call warms up
+        begin = time.perf_counter()
+        while True:
+            _wait(device)
+            start = time.perf_counter()
+            act()
+            _wait(device)
+            end = time.perf_counter()
+            shortest = min(shortest, end - start)
+            if end - begin >= phase_s:
+                break
+    return shortest
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

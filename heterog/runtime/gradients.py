@@ -1,0 +1,150 @@
+"""The gradients of one step: kept, accumulated, put in buckets, pushed and summed over devices."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from heterog.runtime.collectives import Communicator, Pending, slice_counts
+from heterog.runtime.rank_program import Layout, RankProgram
+from heterog.runtime.values import Values
+from heterog.strategy.program import TaskKind
+
+
+class Gradients:
+    """The gradients of one step, by row of ``graph.updates``.
+
+    They may outlive their step: without a step barrier the next step ends what this one began.
+
+    Args:
+        part: the program as this rank sees it.
+        values: of the step.
+        parameters: this rank's parameters by tensor id.
+        communicator: talks to the other ranks.
+    """
+
+    def __init__(
+        self,
+        part: RankProgram,
+        values: Values,
+        parameters: Mapping[int, Tensor],
+        communicator: Communicator,
+    ) -> None:
+        self._part = part
+        self._values = values
+        self._parameters = parameters
+        self._communicator = communicator
+        self._own: dict[int, Tensor] = {}  # of the micro-batches so far
+        self._fresh: dict[int, Tensor | Pending] = {}  # of the micro-batch that is under way
+        self._pushed: dict[int, list[Pending]] = {}  # to this rank, which serves the parameter
+        self._sums: dict[int, Tensor] = {}
+        self._flat: dict[int, Tensor] = {}  # by bucket, as the next two
+        self._slices: dict[int, Pending] = {}
+        self._totals: dict[int, Pending] = {}
+
+    def keep(self, task: int, layout: Layout | None, micro: int) -> None:
+        """Keep the gradients that an op has made."""
+        part = self._part
+        for buffer in part.made(task):
+            value, _ = part.value_in(buffer)
+            for row in part.parameters_of_value.get(value, ()):
+                near = {(value, False): buffer}
+                gradient, _ = self._values.tensor(
+                    part.graph.updates[row][2], False, near, layout, micro
+                )
+                self._put(row, gradient)
+
+    def _put(self, row: int, gradient: Tensor | Pending) -> None:
+        if row in self._own:
+            self._fresh[row] = gradient
+        else:
+            self._own[row] = _waited(gradient)
+
+    def accumulate(self, row: int) -> None:
+        """Add the gradient of a micro-batch to that of those before."""
+        self._own[row] = self._own[row] + _waited(self._fresh.pop(row))
+
+    def flatten(self, bucket: int) -> None:
+        """Copy gradients into their bucket."""
+        members = self._part.bucket_members[bucket]
+        self._flat[bucket] = torch.cat([self._take_own(row).reshape(-1) for row in members])
+
+    def synchronise(self, task: int, kind: TaskKind, bucket: int) -> None:
+        """Issue a collective of a bucket."""
+        channel = self._part.channel(task)
+        if bucket not in self._flat:
+            self._flat[bucket] = self._take_own(bucket).reshape(-1).clone()
+        flat = self._flat[bucket]
+        if kind == TaskKind.ALL_REDUCE:
+            self._totals[bucket] = self._communicator.all_reduce(flat, channel.devices)
+            return
+        counts = slice_counts(flat.numel(), channel.slices)
+        if kind == TaskKind.REDUCE_SCATTER:
+            self._slices[bucket] = self._communicator.reduce_scatter(flat, channel.devices, counts)
+            return
+        own = self._slices.pop(bucket).wait()
+        self._totals[bucket] = self._communicator.all_gather(
+            own, channel.devices, counts, torch.cat
+        )
+
+    def push(self, task: int, row: int) -> None:
+        """Send a gradient to where it is added or missing, or receive it."""
+        src, dst = self._part.channel(task).devices
+        if self._part.rank == src:
+            gradient = self._fresh.get(row, self._own.get(row))
+            assert gradient is not None
+            self._communicator.send(_waited(gradient), dst, task)
+            return
+        like = torch.empty_like(self._parameter(row), requires_grad=False)
+        pending = self._communicator.receive(like, src, task)
+        if self._part.strategy.homes[row] == self._part.rank:
+            self._pushed.setdefault(row, []).append(pending)
+        else:
+            self._put(row, pending)
+
+    def add_pushed(self, row: int) -> None:
+        """Add what was pushed to this rank, and its own gradient."""
+        parts = [pending.wait() for pending in self._pushed[row]]
+        own = self._own.get(row)
+        total = parts[0].clone() if own is None else own + parts[0]
+        for part in parts[1:]:
+            total += part
+        self._sums[row] = total
+
+    def total(self, row: int) -> Tensor:
+        """The gradient summed over all devices, in the parameter's shape."""
+        shape = self._parameter(row).shape
+        bucket = int(self._part.program.bucket[row])
+        if bucket >= 0:
+            flat = self._totals[bucket].wait()
+            begin = self._part.bucket_begin[row]
+            return flat[begin : begin + shape.numel()].view(shape)
+        if row in self._sums:
+            return self._sums[row].view(shape)
+        pushed = self._pushed.get(row)
+        if pushed:
+            return pushed[0].wait().view(shape)
+        return self._own_or_zeros(row)
+
+    def wait_for_issued(self) -> None:
+        """Wait for the communication of this step that has been issued."""
+        pushed = (pending for row in self._pushed.values() for pending in row)
+        for pending in (*self._slices.values(), *self._totals.values(), *pushed):
+            pending.wait()
+
+    def _take_own(self, row: int) -> Tensor:
+        """This rank's gradient, kept no longer: from here on there is a copy."""
+        gradient = self._own_or_zeros(row)
+        self._own.pop(row, None)
+        return gradient
+
+    def _own_or_zeros(self, row: int) -> Tensor:
+        gradient = self._own.get(row)
+        return torch.zeros_like(self._parameter(row)) if gradient is None else gradient
+
+    def _parameter(self, row: int) -> Tensor:
+        return self._parameters[self._part.graph.updates[row][1]]
+
+
+def _waited(gradient: Tensor | Pending) -> Tensor:
+    return gradient.wait() if isinstance(gradient, Pending) else gradient

@@ -1,0 +1,207 @@
+"""New parameters: the user's optimizer steps them here, servers send them to the other ranks.
+
+An update may be late: it is made when the first reader of its parameter comes, or at the end of
+the step. Without a step barrier that is in the next step, and it still uses the learning rate that
+the optimizer had when its own step was called.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from heterog.runtime.collectives import Communicator, Pending
+from heterog.runtime.gradients import Gradients
+from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.recorder import Recorder
+
+Options = list[dict[str, Any]]
+"""What each of the optimizer's parameter groups says, but for its parameters."""
+
+_NORM_EPSILON = 1e-6
+"""As in ``torch.nn.utils.clip_grad_norm_``."""
+
+
+@dataclass(slots=True)
+class StepUpdates:
+    """What the updates of one step need.
+
+    Attributes:
+        gradients: of the step.
+        options: the optimizer's when the step was called.
+        scale: clipping multiplies every gradient by it; ``None`` leaves them as they are.
+    """
+
+    gradients: Gradients
+    options: Options
+    scale: Tensor | None = None
+
+
+class Updates:
+    """Brings this rank's parameters up to date.
+
+    Args:
+        part: the program as this rank sees it.
+        parameters: this rank's parameters by tensor id.
+        optimizer: steps those that this rank updates; ``None`` if there are none.
+        communicator: talks to the other ranks.
+        device: where this rank computes.
+
+    Attributes:
+        recorder: told about every call of the optimizer.
+        norm: of the gradients of the step that was clipped last.
+    """
+
+    def __init__(
+        self,
+        part: RankProgram,
+        parameters: Mapping[int, nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        communicator: Communicator,
+        device: torch.device,
+    ) -> None:
+        self.recorder: Recorder | None = None
+        self.norm: Tensor | None = None
+        self._part = part
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._communicator = communicator
+        self._device = device
+        self._owned = [
+            row for row in range(len(part.graph.updates)) if part.owner(row) == part.rank
+        ]
+        self._step: StepUpdates | None = None  # that all waiting parameters belong to
+        self._waiting: dict[int, int] = {}  # row by tensor id
+        self._arriving: dict[int, Pending] = {}  # by tensor id
+
+    def options(self) -> Options:
+        """The optimizer's options as they are now."""
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        return [
+            {
+                # A learning rate may be a tensor, which a scheduler changes in place.
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in groups
+        ]
+
+    def read(self, tensor: int) -> nn.Parameter:
+        """A parameter, up to date."""
+        if tensor in self._arriving:
+            self._arriving.pop(tensor).wait()
+        if tensor in self._waiting:
+            self.step()
+        return self._parameters[tensor]
+
+    def update(self, row: int, step: StepUpdates) -> None:
+        """From now on a parameter may be stepped."""
+        assert not self._waiting or self._step is step
+        self._step = step
+        self._waiting[self._part.graph.updates[row][1]] = row
+
+    def pull(self, task: int, row: int) -> None:
+        """Send a new parameter to a replica, or receive it."""
+        src, dst = self._part.channel(task).devices
+        tensor = self._part.graph.updates[row][1]
+        if self._part.rank == src:
+            self._communicator.send(self.read(tensor).detach(), dst, task)
+            return
+        like = self.read(tensor).detach()  # the one before may be under way if nobody read it
+        self._arriving[tensor] = self._communicator.receive(like, src, task)
+
+    def finish(self) -> None:
+        """Step what is left, and wait for all parameters and for everything that was sent."""
+        self.step()
+        self.wait_for_issued()
+        self._communicator.flush()
+
+    def wait_for_issued(self) -> None:
+        """Wait for the parameters that are on their way."""
+        for pending in self._arriving.values():
+            pending.wait()
+        self._arriving.clear()
+
+    def clip(self, step: StepUpdates, max_norm: float) -> None:
+        """Find by how much the gradients are scaled down to a norm over all parameters.
+
+        The formula, and what happens to a norm that is not finite, are those of
+        ``torch.nn.utils.clip_grad_norm_``: scale = min(1, max_norm / (norm + 1e-6)). Each
+        parameter's total gradient counts once, on the rank that owns it.
+        """
+        # In double precision: squares of large norms overflow where the norms do not.
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        norms = [torch.linalg.vector_norm(step.gradients.total(row)) for row in self._owned]
+        if norms:
+            squares += torch.stack([norm.double() for norm in norms]).square().sum()
+        dist.all_reduce(squares)
+        self.norm = squares.sqrt()
+        step.scale = (max_norm / (self.norm + _NORM_EPSILON)).clamp(max=1.0)
+
+    def step(self) -> None:
+        """Step the parameters that wait for it, in one call of the optimizer."""
+        if not self._waiting:
+            return
+        assert self._optimizer is not None
+        assert self._step is not None
+        for tensor, row in self._waiting.items():
+            gradient = self._step.gradients.total(row).contiguous()
+            if self._step.scale is not None:
+                gradient = gradient * self._step.scale.to(gradient.dtype)
+            self._parameters[tensor].grad = gradient
+        rows = list(self._waiting.values())
+        if self.recorder is not None:
+            self.recorder.begin_update(rows)
+        with (
+            _only_with_gradients(self._optimizer),
+            _with_options(self._optimizer, self._step.options),
+        ):
+            self._optimizer.step()
+        if self.recorder is not None:
+            self.recorder.end_update(rows)
+        for tensor in self._waiting:
+            self._parameters[tensor].grad = None
+        self._waiting.clear()
+        self._step = None  # its gradients are not needed any more
+
+
+@contextmanager
+def _only_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Take parameters without a gradient out of the optimizer, which looks at each of them.
+
+    A step may call it once per served parameter.
+    """
+    every = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [value for value in group["params"] if value.grad is not None]
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, every, strict=True):
+            group["params"] = values
+
+
+@contextmanager
+def _with_options(optimizer: torch.optim.Optimizer, options: Options) -> Iterator[None]:
+    """Give an optimizer the options of another time, and its own ones back afterwards.
+
+    Only what differs is touched: what the optimizer itself counts up in its options stays so.
+    """
+    own: list[dict[str, Any]] = []
+    for group, wanted in zip(optimizer.param_groups, options, strict=True):
+        own.append({})
+        for key, value in wanted.items():
+            now = group[key]
+            if isinstance(now, Tensor) or now != value:
+                own[-1][key] = now
+                group[key] = value
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, own, strict=True):
+            group.update(values)

@@ -1,0 +1,186 @@
+"""A program as one rank sees it: layouts, buffers and tasks, looked up and fixed at deployment."""
+
+from collections.abc import Sequence
+
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.strategy.channels import Channel
+from heterog.strategy.lowering import micro_shares
+from heterog.strategy.program import Program, TaskKind
+from heterog.strategy.strategy import Strategy
+from heterog.strategy.tables import graph_tables
+
+Near = dict[tuple[int, bool], int]
+"""Buffer of each value that a task reads, by (value, whether it was made whole)."""
+
+
+class Layout:
+    """Which samples each device owns, per micro-batch."""
+
+    def __init__(self, devices: tuple[int, ...], shares: Sequence[Sequence[int]]) -> None:
+        self.devices = devices
+        self.shares = [dict(zip(devices, row, strict=True)) for row in shares]
+        self.begins: list[dict[int, int]] = []
+        for row in shares:
+            begin = 0
+            begins = {}
+            for device, count in zip(devices, row, strict=True):
+                begins[device] = begin
+                begin += int(count)
+            self.begins.append(begins)
+
+    def range(self, micro: int, device: int) -> tuple[int, int]:
+        """(first sample within the micro-batch, number of samples) of a device."""
+        return self.begins[micro].get(device, 0), int(self.shares[micro].get(device, 0))
+
+
+def layouts_of_groups(strategy: Strategy) -> list[Layout]:
+    """Layout of each group; groups with the same devices and shares have the same object."""
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
+    layouts = []
+    for decision in strategy.decisions:
+        key = (decision.devices, decision.shares)
+        if key not in known:
+            shares = micro_shares(
+                decision.shares,
+                decision.devices,
+                strategy.micro_batches,
+                strategy.num_micro_batches,
+            )
+            known[key] = Layout(decision.devices, shares.tolist())
+        layouts.append(known[key])
+    return layouts
+
+
+class RankProgram:
+    """The program of a strategy, seen from one rank.
+
+    Args:
+        graph: the captured step.
+        strategy: of the plan.
+        program: lowered from both.
+        rank: this rank; ranks are device indices.
+
+    Attributes:
+        plan: placements of the graph's tensors along the batch.
+        tables: the graph in flat arrays.
+        num_micro: micro-batches of the step.
+        micro_begin: first sample of each micro-batch.
+        value_of: value by the tensor that owns its memory.
+        parameters_of_value: rows of ``graph.updates`` whose gradient a value holds.
+        bucket_members: rows of each bucket, in the order in which they lie in it.
+        bucket_begin: first element of each row in its bucket.
+    """
+
+    def __init__(self, graph: OpGraph, strategy: Strategy, program: Program, rank: int) -> None:
+        self.graph = graph
+        self.strategy = strategy
+        self.program = program
+        self.rank = rank
+        self.plan = batch_plan(graph)
+        self.tables = graph_tables(graph)
+        self.num_micro = strategy.num_micro_batches
+        self._group = group_ops(graph).group
+        self._layouts = layouts_of_groups(strategy)
+        sizes = [sum(row.values()) for row in self._layouts[0].shares]
+        self.micro_begin = [sum(sizes[:micro]) for micro in range(len(sizes))]
+        self.value_of = {
+            int(tensor): value for value, tensor in enumerate(self.tables.value_tensor)
+        }
+        self.parameters_of_value: dict[int, list[int]] = {}
+        for row, value in enumerate(self.tables.parameter_gradient):
+            self.parameters_of_value.setdefault(int(value), []).append(row)
+        self.bucket_members: dict[int, list[int]] = {}
+        self.bucket_begin: dict[int, int] = {}
+        self._fill_buckets()
+        self._buffer_start: list[int] = program.buffer_start.tolist()
+        self._reads_of: dict[int, list[int]] = {}
+        self._near_of: dict[int, Near] = {}
+        self._value_in_buffer: dict[int, tuple[int, bool]] = {}
+
+    def _fill_buckets(self) -> None:
+        filled: dict[int, int] = {}
+        for row, (_, parameter, _) in enumerate(self.graph.updates):
+            bucket = int(self.program.bucket[row])
+            if bucket >= 0:
+                self.bucket_members.setdefault(bucket, []).append(row)
+                begin = self.bucket_begin[row] = filled.get(bucket, 0)
+                filled[bucket] = begin + self.graph.tensors[parameter].meta.num_elements
+
+    def layout_of_op(self, op: int) -> Layout | None:
+        """Layout of an op's group; ``None`` for constants."""
+        group = int(self._group[op])
+        return self._layouts[group] if group >= 0 else None
+
+    def layout_of_slot(self, slot: int) -> Layout:
+        """Layout of the group that a slot brings its value to."""
+        return self._layouts[int(self.tables.slot_group[slot])]
+
+    def owner(self, row: int) -> int:
+        """Device whose copy of a parameter counts: its home, or its first replica."""
+        home = self.strategy.homes[row]
+        if home >= 0:
+            return home
+        group = int(self._group[self.graph.updates[row][0]])
+        return self.strategy.decisions[group].devices[0]
+
+    def takes_part(self, task: int) -> bool:
+        """Whether this rank has something to do in a task."""
+        if self.program.kind[task] < TaskKind.SEND:
+            return bool(self.program.device[task] == self.rank)
+        return self.rank in self.channel(task).devices
+
+    def channel(self, task: int) -> Channel:
+        """Channel of a communication task."""
+        return self.program.channels[int(self.program.channel[task])]
+
+    def is_early(self, task: int) -> bool:
+        """Whether a task reduces a value that follows from the batch alone."""
+        if self.program.kind[task] != TaskKind.REDUCE_VALUE:
+            return False
+        value = self.tables.slot_value[self.program.subject[task]]
+        return bool(self.tables.value_is_early[value])
+
+    def loss_op(self) -> int:
+        """The op that makes the loss."""
+        return int(self.graph.producer[self.graph.storage[self.graph.loss]])
+
+    def reads(self, task: int) -> list[int]:
+        """Buffers that a task reads; looked up once."""
+        reads = self._reads_of.get(task)
+        if reads is None:
+            span = slice(self.program.read_start[task], self.program.read_start[task + 1])
+            reads = self._reads_of[task] = [int(b) for b in self.program.read_buffer[span]]
+        return reads
+
+    def made(self, task: int) -> range:
+        """Buffers that a task makes."""
+        return range(self._buffer_start[task], self._buffer_start[task + 1])
+
+    def near(self, task: int) -> Near:
+        """Buffer of each value that a task reads; looked up once."""
+        near = self._near_of.get(task)
+        if near is None:
+            near = {self.value_in(buffer): buffer for buffer in self.reads(task)}
+            self._near_of[task] = near
+        return near
+
+    def value_in(self, buffer: int) -> tuple[int, bool]:
+        """(value, whether it was made whole by a collective) of a buffer; -1 for tokens."""
+        known = self._value_in_buffer.get(buffer)
+        if known is None:
+            known = self._value_in_buffer[buffer] = self._look_up_value(buffer)
+        return known
+
+    def _look_up_value(self, buffer: int) -> tuple[int, bool]:
+        maker = int(self.program.buffer_maker[buffer])
+        kind, subject = TaskKind(self.program.kind[maker]), int(self.program.subject[maker])
+        if kind == TaskKind.COMPUTE:
+            first = int(self.program.buffer_start[maker])
+            return int(self.tables.value_start[subject]) + buffer - first, False
+        if kind in (TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND):
+            return int(self.tables.slot_value[subject]), False
+        if kind in (TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE):
+            return int(self.tables.slot_value[subject]), True
+        return -1, False

@@ -1,0 +1,143 @@
+"""The order in which ranks play a program, step after step: the same for all of them.
+
+Nothing can deadlock, because all turns of all steps form one sequence that every rank follows:
+
+* What a turn needs is made by turns before it, in the same step or in the one before.
+* A rank waits only for turns that come before its own in the sequence (communication is issued
+  without waiting; what was sent in one step is waited for when the next one begins).
+* So the first turn that is not done has all its ranks at it, or on their way to it through turns
+  that are done: nobody waits for anybody who waits for something later.
+
+That is why nothing about the order may depend on a rank, on what has arrived, or on time; and why
+a flush, which plays the end of a step before the next one begins, has to come from all ranks.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from heterog.runtime.rank_program import RankProgram
+from heterog.strategy.program import TaskKind
+
+LOSS = -1
+"""Stands for a task: the sum of the loss over all ranks is issued."""
+NORM = -2
+"""Stands for a task: the norm of all gradients together is computed, to clip them."""
+
+_OF_UPDATES = frozenset({TaskKind.UPDATE, TaskKind.PULL})
+_OF_END = _OF_UPDATES | {TaskKind.SUM, TaskKind.ALL_GATHER}
+"""What has to wait for gradients; the other tasks only issue their communication."""
+
+
+class Turn(NamedTuple):
+    """A task of this step, or a task that the step before has left open."""
+
+    task: int
+    of_step_before: bool = False
+
+
+class StepOrder(NamedTuple):
+    """What a step does, and how a step is ended that leaves its updates to the next one.
+
+    Attributes:
+        turns: of one step; those of the step before are left out if there is nothing open.
+        end: tasks that are still open after ``turns``.
+    """
+
+    turns: list[Turn]
+    end: list[int]
+
+    def for_rank(self, part: RankProgram) -> "StepOrder":
+        """What a rank takes part in."""
+
+        def mine(task: int) -> bool:
+            return task < 0 or part.takes_part(task)
+
+        turns = [turn for turn in self.turns if mine(turn.task)]
+        return StepOrder(turns, [task for task in self.end if mine(task)])
+
+
+def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> StepOrder:
+    """The order of all tasks of all ranks.
+
+    Args:
+        part: the program; the result does not depend on the rank.
+        task_order: the plan's.
+        clips: all updates come after the norm of all gradients.
+
+    With a step barrier this is the plan's order; clipping moves the updates to the end. Without
+    one, what has to wait for gradients moves into the next step: before an op that reads a
+    parameter come the tasks that make its new value on that device, and whatever they need.
+    """
+    program = part.program
+    # Label counts need nothing: first on every rank, so that the loss finds them there.
+    tasks = sorted((int(task) for task in task_order), key=lambda task: not part.is_early(task))
+    kinds = {task: TaskKind(program.kind[task]) for task in tasks}
+    if part.strategy.step_barrier:
+        order = tasks
+        if clips:
+            updates = [task for task in tasks if kinds[task] in _OF_UPDATES]
+            order = [task for task in tasks if kinds[task] not in _OF_UPDATES]
+            order += [NORM, *updates]
+        return StepOrder([Turn(task) for task in _with_loss(part, order)], [])
+    end = [task for task in tasks if kinds[task] in _OF_END]
+    if clips:
+        end.sort(key=lambda task: kinds[task] in _OF_UPDATES)
+        first = next(i for i, task in enumerate(end) if kinds[task] in _OF_UPDATES)
+        end.insert(first, NORM)
+    begun = [task for task in tasks if kinds[task] not in _OF_END]
+    return StepOrder(_interleaved(part, _with_loss(part, begun), end), end)
+
+
+def _with_loss(part: RankProgram, tasks: Sequence[int]) -> list[int]:
+    """Sum up the loss as soon as all its parts are there."""
+    op = part.loss_op()
+    parts = [
+        position
+        for position, task in enumerate(tasks)
+        if task >= 0
+        and part.program.kind[task] == TaskKind.COMPUTE
+        and part.tables.op_id[part.program.subject[task]] == op
+    ]
+    after = parts[-1] + 1
+    return [*tasks[:after], LOSS, *tasks[after:]]
+
+
+def _interleaved(part: RankProgram, begun: Sequence[int], end: Sequence[int]) -> list[Turn]:
+    """The tasks of a step, each after those that the step before has left open for it."""
+    program, tables = part.program, part.tables
+    position = {task: number for number, task in enumerate(end)}
+    norm = position.get(NORM)
+    makes: dict[tuple[int, int], int] = {
+        (int(program.subject[task]), int(program.device[task])): task
+        for task in end
+        if task >= 0 and program.kind[task] in _OF_UPDATES
+    }
+    turns: list[Turn] = []
+    done: set[int] = set()
+
+    def finish(task: int) -> None:
+        """Play an open task after the open tasks that it needs."""
+        if task in done:
+            return
+        done.add(task)
+        if task >= 0:
+            for needed in program.dependencies(task):
+                if needed in position:
+                    finish(needed)
+        if norm is not None and position[task] > norm:
+            for needed in end[: norm + 1]:
+                finish(needed)
+        turns.append(Turn(task, of_step_before=True))
+
+    for task in begun:
+        if task >= 0 and program.kind[task] == TaskKind.COMPUTE:
+            row, device = program.subject[task], int(program.device[task])
+            span = slice(tables.parameter_read_start[row], tables.parameter_read_start[row + 1])
+            for parameter in tables.parameter_read[span]:
+                made = makes.get((int(parameter), device))
+                if made is not None:
+                    finish(made)
+        turns.append(Turn(task))
+    for task in end:
+        finish(task)
+    return turns

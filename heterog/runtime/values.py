@@ -1,0 +1,186 @@
+"""What a rank holds during a step, and how an op's inputs are read from it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heterog.graph.op_graph import TensorKind
+from heterog.graph.placement import P, Placement, R
+from heterog.runtime.collectives import Pending
+from heterog.runtime.local_op import LocalOp
+from heterog.runtime.placed import cut
+from heterog.runtime.rank_program import Layout, Near, RankProgram
+
+
+@dataclass(slots=True)
+class Held:
+    """What a buffer holds: a tensor or one on its way, and which samples of the micro-batch."""
+
+    value: Tensor | Pending
+    begin: int = 0
+    count: int = 0
+
+    def tensor(self) -> Tensor:
+        """The tensor, waited for if it is on its way."""
+        return self.value.wait() if isinstance(self.value, Pending) else self.value
+
+
+class Values:
+    """The values of a step on this rank.
+
+    Args:
+        part: the program as this rank sees it.
+        ops: the op of every index, for the views between a value and its reader.
+        tasks: what this rank does in a step, so that a value is dropped after its last reader.
+        parameters: tensor ids of the parameters that this rank holds.
+        read_parameter: a parameter by tensor id, up to date.
+        buffers: the model's buffers and constants by tensor id.
+        device: where this rank computes.
+
+    Attributes:
+        held: what each buffer holds.
+    """
+
+    def __init__(
+        self,
+        part: RankProgram,
+        ops: Mapping[int, LocalOp],
+        tasks: Iterable[int],
+        *,
+        parameters: Iterable[int],
+        read_parameter: Callable[[int], Tensor],
+        buffers: Mapping[int, Tensor],
+        device: torch.device,
+    ) -> None:
+        self._part = part
+        self._ops = ops
+        self._parameters = frozenset(parameters)
+        self._read_parameter = read_parameter
+        self._buffers = buffers
+        self._device = device
+        self._num_reads: dict[int, int] = {}
+        for task in tasks:
+            for buffer in part.reads(task):
+                self._num_reads[buffer] = self._num_reads.get(buffer, 0) + 1
+        self.held: dict[int, Held] = {}
+        self._left: dict[int, int] = {}
+        self._batch: Mapping[int, Tensor] = {}
+
+    def begin(self, batch: Mapping[int, Tensor]) -> None:
+        """Start a step with the global batch by tensor id."""
+        self.held = {}
+        self._left = dict(self._num_reads)
+        self._batch = batch
+
+    def is_read(self, buffer: int) -> bool:
+        """Whether anyone on this rank still reads a buffer."""
+        return bool(self._left.get(buffer))
+
+    def drop_read_by(self, task: int) -> None:
+        """A task has run: let go what it was the last to read."""
+        for buffer in self._part.reads(task):
+            self._left[buffer] -= 1
+            if self._left[buffer] == 0:
+                self.held.pop(buffer, None)
+
+    def zeros(self, tensor: int, shape: tuple[int, ...]) -> Tensor:
+        """Zeros of a tensor's dtype on this rank's device."""
+        dtype = getattr(torch, self._part.graph.tensors[tensor].dtype)
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def input(
+        self, tensor: int, needed: Placement, near: Near, layout: Layout | None, micro: int
+    ) -> Tensor:
+        """A tensor placed as an op on this rank needs it."""
+        given = self._part.plan.placements[tensor]
+        whole = given.kind in "SP" and given != needed
+        value, placement = self.tensor(tensor, whole, near, layout, micro)
+        return self._placed(value, placement, needed, layout, micro)
+
+    def _placed(
+        self,
+        value: Tensor,
+        placement: Placement,
+        needed: Placement,
+        layout: Layout | None,
+        micro: int,
+    ) -> Tensor:
+        """Slice a whole tensor where the reader wants its own samples only."""
+        if placement.kind == "R" and needed.kind == "S" and layout is not None:
+            begin, count = layout.range(micro, self._part.rank)
+            begin += self._part.micro_begin[micro]
+            return cut(value, needed, self._part.graph.batch_size, begin, count)
+        return value
+
+    def tensor(
+        self, tensor: int, whole: bool, near: Near, layout: Layout | None, micro: int
+    ) -> tuple[Tensor, Placement]:
+        """A tensor and its placement, through the views between it and the value it looks at."""
+        graph, plan = self._part.graph, self._part.plan
+        maker = int(graph.producer[tensor])
+        if maker < 0:
+            return self._step_input(tensor, layout, micro)
+        if graph.is_view[maker]:
+            source = graph.ops[maker].inputs[0]
+            needed = plan.needed[maker][0]
+            given = plan.placements[source]
+            inner = whole or (given.kind in "SP" and given != needed)
+            value, placement = self.tensor(source, inner, near, layout, micro)
+            if inner:
+                # Everything after the gather is whole as well.
+                return self._view(maker, tensor, value, layout, micro, is_whole=True), R
+            value = self._placed(value, placement, needed, layout, micro)
+            result = self._view(maker, tensor, value, layout, micro, is_whole=False)
+            return result, plan.placements[tensor]
+        return self._value(tensor, whole, near, layout, micro)
+
+    def _view(
+        self,
+        op: int,
+        tensor: int,
+        value: Tensor,
+        layout: Layout | None,
+        micro: int,
+        *,
+        is_whole: bool,
+    ) -> Tensor:
+        count = layout.range(micro, self._part.rank)[1] if layout else 0
+        outputs = self._ops[op]([value], self._part.graph.batch_size if is_whole else count)
+        return outputs[tensor - self._part.graph.outputs(op)[0]]
+
+    def _step_input(
+        self, tensor: int, layout: Layout | None, micro: int
+    ) -> tuple[Tensor, Placement]:
+        if tensor in self._parameters:
+            return self._read_parameter(tensor), R
+        if self._part.graph.tensors[tensor].kind != TensorKind.BATCH:
+            return self._buffers[tensor], R
+        placement = self._part.plan.placements[tensor]
+        value = self._batch[tensor]
+        if placement.kind == "S" and layout is not None:
+            begin, count = layout.range(micro, self._part.rank)
+            begin += self._part.micro_begin[micro]
+            value = cut(value, placement, self._part.graph.batch_size, begin, count)
+        return value, placement
+
+    def _value(
+        self, tensor: int, whole: bool, near: Near, layout: Layout | None, micro: int
+    ) -> tuple[Tensor, Placement]:
+        """The value that a buffer holds, narrowed to the samples that are wanted."""
+        value, placement = self._part.value_of[tensor], self._part.plan.placements[tensor]
+        buffer = near.get((value, whole), near.get((value, not whole)))
+        if buffer is None:
+            assert placement == P, f"tensor {tensor} is not here"
+            # A whole value seen as a partial sum: it is on another device, and zero here.
+            return self.zeros(tensor, self._part.graph.tensors[tensor].shape), P
+        held = self.held[buffer]
+        result = held.tensor()
+        if whole:
+            return result, R
+        if placement.kind == "S" and layout is not None:
+            begin, count = layout.range(micro, self._part.rank)
+            if (begin, count) != (held.begin, held.count):
+                result = cut(result, placement, held.count, begin - held.begin, count)
+        return result, placement

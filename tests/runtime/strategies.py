@@ -1,0 +1,113 @@
+"""Strategies to run: by hand and at random, on three equal devices."""
+
+from functools import cache
+from random import Random
+
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.plan import Plan, plan_from_rows
+from heterog.planners.planner import Candidate, MethodRow
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync, split_evenly
+from tests.runtime.cases import BATCH, workload_of
+from tests.simulator.builders import cluster_of
+
+ALL = (0, 1, 2)
+SYNCS = {
+    "ring": Decision(devices=ALL, shares=(5, 2, 1), sync=Sync.RING),
+    "hierarchical": Decision(devices=ALL, shares=(5, 2, 1), sync=Sync.HIERARCHICAL),
+    "uneven slices": Decision(
+        devices=ALL, shares=(5, 2, 1), sync=Sync.REDUCE_SCATTER_ALL_GATHER, slices=(1, 5, 2)
+    ),
+    "zero share": Decision(devices=ALL, shares=(5, 0, 3), sync=Sync.RING),
+    "server": Decision(devices=ALL, shares=(4, 3, 1), sync=Sync.PARAMETER_SERVER),
+    "one device": Decision(devices=(1,), shares=(8,)),
+}
+
+
+def cluster() -> Cluster:
+    return cluster_of((1.0, ["T4"]), (1.0, ["T4"]), (1.0, ["T4"]))
+
+
+@cache
+def graph_of(name: str, optimizer: str = "SGD") -> OpGraph:
+    return capture(workload_of(name, optimizer))
+
+
+def plan_of(graph: OpGraph, strategy: Strategy) -> Plan:
+    evaluator = Evaluator(graph, cluster())
+    evaluation = evaluator.referee(strategy, Order.FIFO)
+    row = MethodRow(
+        method="by hand",
+        stage="baseline",
+        outcome=str(evaluation.outcome),
+        step_time_s=evaluation.step_time_s,
+        order="fifo",
+        peak_memory_bytes=evaluation.peak_memory_bytes,
+        num_evaluations=1,
+        search_seconds=0.0,
+        candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
+    )
+    return plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+
+
+def strategy_of(
+    graph: OpGraph,
+    decisions: list[Decision],
+    *,
+    homes: tuple[int, ...] | None = None,
+    bucket_bytes: int = 0,
+    micro_batches: tuple[tuple[int, ...], ...] = (),
+    step_barrier: bool = True,
+) -> Strategy:
+    return Strategy(
+        graph=graph.fingerprint,
+        cluster=cluster().fingerprint(),
+        decisions=tuple(decisions),
+        homes=homes or (REPLICATED,) * len(graph.updates),
+        bucket_bytes=bucket_bytes,
+        micro_batches=micro_batches,
+        step_barrier=step_barrier,
+    )
+
+
+def homes_of(graph: OpGraph, case: str) -> tuple[int, ...] | None:
+    if SYNCS[case].sync != Sync.PARAMETER_SERVER:
+        return None
+    return tuple(index % 3 for index in range(len(graph.updates)))
+
+
+def random_strategy(rng: Random, graph: OpGraph) -> Strategy:
+    """Hybrid layouts, single devices, zero shares, servers, micro-batches, buckets, barriers."""
+    pool = []
+    for _ in range(rng.randint(1, 3)):
+        devices = tuple(sorted(rng.sample(ALL, rng.randint(1, 3))))
+        cuts = sorted(rng.randint(0, BATCH) for _ in devices[1:])
+        shares = tuple(b - a for a, b in zip([0, *cuts], [*cuts, BATCH], strict=True))
+        sync = rng.choice(list(Sync))
+        slices: tuple[int, ...] = ()
+        if sync == Sync.REDUCE_SCATTER_ALL_GATHER:
+            slices = tuple(rng.randint(1, 4) for _ in devices)
+        pool.append(Decision(devices=devices, shares=shares, sync=sync, slices=slices))
+    grouping = group_ops(graph)
+    decisions = [rng.choice(pool) for _ in range(grouping.num_groups)]
+    homes = []
+    for op, _, _ in graph.updates:
+        decision = decisions[int(grouping.group[op])]
+        served = decision.sync == Sync.PARAMETER_SERVER
+        homes.append(rng.choice(ALL) if served else REPLICATED)
+    micro: tuple[tuple[int, ...], ...] = ()
+    if rng.random() < 0.4:
+        count = rng.randint(2, 3)
+        micro = (split_evenly(BATCH, count), (0,) * count, (0,) * count)
+    return strategy_of(
+        graph,
+        decisions,
+        homes=tuple(homes),
+        bucket_bytes=rng.choice([0, 300, 10**6]),
+        micro_batches=micro,
+        step_barrier=rng.random() < 0.5,
+    )

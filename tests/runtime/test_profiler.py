@@ -1,0 +1,324 @@
+"""Profiling: what is measured is all there, takes about the time of a step, and is kept."""
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from heterog.cluster import Cluster
+from heterog.errors import HeterogError, InputFileError
+from heterog.graph.capture import CapturedStep, capture, capture_step
+from heterog.graph.op_graph import OpGraph, Phase
+from heterog.graph.workload import Workload
+from heterog.planners.plan import load_plan, make_plan
+from heterog.runtime import profiler
+from heterog.runtime.deploy import deploy
+from heterog.runtime.profiler import (
+    LoopbackCommunicator,
+    peak_bytes,
+    profile_as_rank,
+    profile_cluster,
+    profile_here,
+    profile_links,
+    profile_local,
+    remove_journal,
+)
+from heterog.simulator.calibration import LinkMeasurement, OpMeasurement, op_signature
+from heterog.zoo import load_workload
+from tests.runtime.ranks import Ranks
+from tests.simulator.builders import cluster_of
+
+MODEL = """
+import torch, heterog
+from torch import nn
+
+def workload(batch_size: int = 192) -> heterog.Workload:
+    batch = (torch.randn(batch_size, 384), torch.randn(batch_size, 128))
+    model = lambda: nn.Sequential(nn.Linear(384, 512), nn.ReLU(), nn.Linear(512, 128))
+    return heterog.Workload(model, batch, nn.functional.mse_loss, torch.optim.Adam)
+
+def tiny(batch_size: int = 4) -> heterog.Workload:
+    batch = (torch.randn(batch_size, 6), torch.randn(batch_size, 6))
+    return heterog.Workload(lambda: nn.Linear(6, 6), batch, nn.functional.mse_loss,
+                            torch.optim.SGD, {"lr": 0.1})
+"""
+SHARES = (1.0, 0.5)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "SHARES", SHARES)
+    monkeypatch.setattr(profiler, "_LEAST_SECONDS", 0.05)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return f"{path}:workload"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The shares that are really measured."""
+    found: list[int] = []
+    real = profiler.profile_ops
+
+    def counted(
+        captured: CapturedStep, workload: Workload, samples: int, *rest: Any
+    ) -> list[OpMeasurement]:
+        found.append(samples)
+        return real(captured, workload, samples, *rest)
+
+    monkeypatch.setattr(profiler, "profile_ops", counted)
+    return found
+
+
+def kernels(graph: OpGraph) -> list[int]:
+    return [
+        op
+        for op in range(graph.num_ops)
+        if not graph.is_view[op] and graph.ops[op].phase != Phase.UPDATE
+    ]
+
+
+def eager_s(source: str) -> float:
+    """CPU seconds of a step on one device, without the optimizer."""
+    workload = load_workload(source, None)
+    model, batch = workload.make_model(), workload.make_batch()
+    seconds = []
+    for _ in range(10):
+        begin = time.thread_time()
+        workload.step_loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        seconds.append(time.thread_time() - begin)
+    return sorted(seconds)[len(seconds) // 2]
+
+
+def test_every_op_is_measured_and_their_sum_is_about_a_step(tmp_path: Path, model: str) -> None:
+    torch.set_num_threads(1)
+    rows = profile_local([model], tmp_path / "journal", "CPU")
+    graph = capture(load_workload(model, None))
+    assert all(row.seconds > 0 and row.count > 0 for row in rows)
+    found = {(row.signature, row.samples): row for row in rows if row.signature}
+    signatures = [op_signature(graph, op) for op in kernels(graph)]
+    for samples in (192, 96):
+        assert set(signatures) <= {name for name, size in found if size == samples}
+    whole = sum(found[name, 192].seconds for name in signatures)
+    assert 0.5 < whole / eager_s(model) < 2.0
+    half = sum(found[name, 96].seconds for name in signatures)
+    assert half < whole
+
+
+def test_updates_are_measured_once_for_every_size_of_parameter(tmp_path: Path, model: str) -> None:
+    rows = profile_local([model], tmp_path / "journal", "CPU")
+    graph = capture(load_workload(model, None))
+    updates = [row for row in rows if row.kind == "update.Adam" and row.samples == 192]
+    sizes = {math.prod(graph.tensors[parameter].shape) for _, parameter, _ in graph.updates}
+    assert len(updates) == len(sizes) == 4
+    by_bytes = sorted(updates, key=lambda row: row.num_bytes)
+    assert by_bytes[-1].seconds > by_bytes[0].seconds
+
+
+def test_gradients_of_a_part_of_the_batch_are_copied_too(tmp_path: Path, model: str) -> None:
+    rows = profile_local([model], tmp_path / "journal", "CPU")
+    copies = [row for row in rows if row.kind == "copy"]
+    assert copies, "half of the batch is data parallel: gradients are flattened"
+    assert all(row.num_bytes > 0 and row.flops == 0 for row in copies)
+
+
+def test_what_is_done_is_not_measured_again(tmp_path: Path, model: str, calls: list[int]) -> None:
+    journal = tmp_path / "journal"
+    first = profile_local([model, model], journal, "CPU")
+    assert calls == [192, 96]
+    assert profile_local([model], journal, "CPU") == first
+    assert calls == [192, 96]
+    others = profile_local([model], journal, "CPU", batch_size=64)
+    assert calls == [192, 96, 64, 32]
+    assert {row.samples for row in others} == {64, 32}, "rows of other sizes are not mixed in"
+    Path(model.partition(":")[0]).write_text(MODEL.replace("512", "256"))
+    profile_local([model], journal, "CPU")
+    assert calls[4:] == [192, 96], "another model under the same name"
+
+
+def test_a_journal_that_was_cut_off_goes_on(tmp_path: Path, model: str, calls: list[int]) -> None:
+    journal = tmp_path / "journal"
+    profile_local([model], journal, "CPU")
+    journal.write_bytes(journal.read_bytes()[:-30])
+    again = profile_local([model], journal, "CPU")
+    assert calls == [192, 96, 96]
+    assert profile_local([model], journal, "CPU") == again
+    assert calls == [192, 96, 96], "the line after the cut is whole"
+
+
+def test_somebody_elses_journal_is_refused(tmp_path: Path, model: str) -> None:
+    journal = tmp_path / "journal"
+    profile_local([], journal, "CPU")
+    with pytest.raises(InputFileError, match=r"holds measurements of a CPU, .* not of a T4"):
+        profile_local([model], journal, "T4")
+
+
+def test_a_small_batch_is_measured_once_per_size(
+    tmp_path: Path, model: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler, "SHARES", (1.0, 0.25, 0.125))
+    told: list[str] = []
+    tiny = model.replace(":workload", ":tiny")
+    profile_local([tiny], tmp_path / "journal", "CPU", tell=told.append)
+    assert calls == [4, 1]
+    assert told[0] == "ops 1 of 3: tiny, 4 samples"
+
+
+def test_a_share_that_does_not_fit_is_left_out(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> list[OpMeasurement]:
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(profiler, "profile_ops", fail)
+    told: list[str] = []
+    assert profile_local([model], tmp_path / "journal", "CPU", tell=told.append) == []
+    assert "workload: 192 samples do not fit on CPU; left out" in told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_not_measured(tmp_path: Path, model: str) -> None:
+    with pytest.raises(HeterogError, match=r"V100-16GB cannot be measured: .* --device-type CPU"):
+        profile_here([model], tmp_path / "journal", "V100-16GB")
+    assert not (tmp_path / "journal").exists()
+
+
+def test_a_folder_of_journals_is_removed_but_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "m.json.partial"
+    profile_here([], folder, "CPU")
+    (folder / "mine.txt").write_text("")
+    remove_journal(folder)
+    assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+    (folder / "mine.txt").unlink()
+    remove_journal(folder)
+    assert not folder.exists()
+    remove_journal(folder)
+
+
+def test_nobody_answers_a_loopback() -> None:
+    alone, tensor = LoopbackCommunicator(), torch.ones(3)
+    alone.send(tensor, 1, 0)
+    alone.flush()
+    assert alone.receive(tensor, 1, 0).wait() is tensor
+    assert alone.all_reduce(tensor, (0, 1)).wait() is tensor
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+def two_devices() -> Cluster:
+    return cluster_of((1.0, ["T4", "T4"]))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks(2)
+    yield pool
+    pool.close()
+
+
+def links(rank: int, payloads: tuple[int, ...], num_done: int) -> list[LinkMeasurement]:
+    return list(profile_links(two_devices(), payloads, num_done=num_done))
+
+
+@pytest.mark.distributed
+def test_all_pairs_and_all_collectives_are_measured(ranks: Ranks) -> None:
+    payloads = (4096, 65536)
+    rows, others = ranks.run(links, payloads, 0)
+    assert rows == others, "all ranks know all rows"
+    transfers = [row for row in rows if row.kind == "point_to_point"]
+    assert {row.devices for row in transfers} == {("A:0", "A:1"), ("A:1", "A:0")}
+    collectives = ("all_reduce_ring", "reduce_scatter", "all_gather")
+    assert len(rows) == len(payloads) * (2 + len(collectives))
+    for kind in collectives:
+        assert [row.num_bytes for row in rows if row.kind == kind] == list(payloads)
+    assert all(row.seconds > 0 and len(row.device_seconds) == 2 for row in rows)
+    left = ranks.run(links, payloads, 7)[0]
+    assert [(row.kind, row.num_bytes) for row in left] == [
+        (row.kind, row.num_bytes) for row in rows[7:]
+    ]
+
+
+@pytest.mark.distributed
+def test_a_job_of_ranks_measures_and_resumes(tmp_path: Path, model: str) -> None:
+    folder, cluster, told = tmp_path / "journal", two_devices(), list[str]()
+    first = profile_cluster([], cluster, folder, testbed=False, tell=told.append)
+    assert first.ops == ()
+    assert first.cluster is not None
+    assert Cluster.from_dict(first.cluster).describe_difference(cluster) is None
+    assert any(text.startswith("links ") for text in told)
+    journal = folder / "rank0.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:-2]))
+    again = profile_cluster([], cluster, folder, testbed=False)
+    assert again.links[:-2] == first.links[:-2], "known from the journal"
+    assert len(again.links) == len(first.links)
+    assert again.links[-2:] != first.links[-2:], "measured again"
+
+
+def test_there_is_one_rank_per_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "RANK", "0")
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "3")
+    with pytest.raises(HeterogError, match="has 2 devices, but 3 ranks are running"):
+        profile_as_rank([], two_devices(), tmp_path / "journal", tmp_path / "out.json")
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+WIDTH, HIDDEN, BATCH = 256, 1024, 256
+
+
+def wide() -> Workload:
+    torch.manual_seed(0)
+    return Workload(
+        lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)),
+        (torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)),
+        nn.functional.mse_loss,
+        torch.optim.SGD,
+        {"lr": 0.1},
+    )
+
+
+def peak_of_a_step(rank: int, path: str) -> int:
+    step = deploy(wide(), load_plan(path))
+    batch = wide().make_batch()
+    step(batch)
+    return peak_bytes(step, batch)
+
+
+def check_peaks(peaks: list[int], path: Path) -> None:
+    """Weights and their gradients; a share of the batch and the gradient of the hidden layer."""
+    weights = 4 * (2 * WIDTH * HIDDEN + WIDTH + HIDDEN)
+    share = BATCH // len(peaks)
+    for measured, predicted in zip(peaks, load_plan(path).peak_memory_bytes, strict=True):
+        assert measured >= 2 * weights + 4 * share * (WIDTH + HIDDEN)
+        assert predicted == pytest.approx(measured, rel=0.25)
+
+
+def planned(tmp_path: Path, cluster: Cluster) -> Path:
+    path = tmp_path / "plan.json"
+    graph = capture_step(wide()).graph
+    make_plan(graph, cluster, methods=["ddp"], budget="1e").save(path)
+    return path
+
+
+def test_peak_bytes_of_one_rank(tmp_path: Path) -> None:
+    path = planned(tmp_path, cluster_of((1.0, ["T4"])))
+    with profiler._alone():
+        check_peaks([peak_of_a_step(0, str(path))], path)
+
+
+@pytest.mark.distributed
+def test_peak_bytes_of_two_ranks(tmp_path: Path, ranks: Ranks) -> None:
+    path = planned(tmp_path, two_devices())
+    check_peaks(ranks.run(peak_of_a_step, str(path)), path)

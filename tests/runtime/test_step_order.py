@@ -1,0 +1,130 @@
+"""The order of tasks over several steps: one sequence, legal, the same for every rank."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heterog.graph.grouping import group_ops
+from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.step_order import LOSS, NORM, StepOrder, step_order
+from heterog.strategy.lowering import lower
+from heterog.strategy.program import TaskKind
+from heterog.strategy.strategy import Strategy
+from tests.runtime.strategies import (
+    ALL,
+    SYNCS,
+    cluster,
+    graph_of,
+    homes_of,
+    plan_of,
+    random_strategy,
+    strategy_of,
+)
+
+
+def part_of(strategy: Strategy, rank: int = 0) -> RankProgram:
+    graph = graph_of("gpt")
+    return RankProgram(graph, strategy, lower(graph, cluster(), strategy, num_steps=1), rank)
+
+
+def sequence(order: StepOrder, num_steps: int) -> list[tuple[int, int]]:
+    """(step, task) of some steps and the flush after them."""
+    found = []
+    for step in range(num_steps):
+        for turn in order.turns:
+            if not turn.of_step_before:
+                found.append((step, turn.task))
+            elif step:
+                found.append((step - 1, turn.task))
+    return found + [(num_steps - 1, task) for task in order.end]
+
+
+def parameter_reads(part: RankProgram, task: int) -> list[tuple[int, int]]:
+    """(parameter, device) of what an op reads."""
+    if part.program.kind[task] != TaskKind.COMPUTE:
+        return []
+    row, tables = part.program.subject[task], part.tables
+    span = slice(tables.parameter_read_start[row], tables.parameter_read_start[row + 1])
+    return [(int(p), int(part.program.device[task])) for p in tables.parameter_read[span]]
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32 - 1), clips=st.booleans())
+def test_three_steps_and_a_flush_are_one_legal_sequence(seed: int, clips: bool) -> None:
+    graph = graph_of("gpt")
+    strategy = random_strategy(Random(seed), graph)
+    part = part_of(strategy)
+    program = part.program
+    order = step_order(part, plan_of(graph, strategy).task_order, clips=clips)
+    assert order == step_order(
+        part_of(strategy, 2), plan_of(graph, strategy).task_order, clips=clips
+    )
+    played = sequence(order, 3)
+    position = {turn: number for number, turn in enumerate(played)}
+    assert len(position) == len(played) == 3 * (program.num_tasks + 1 + clips)
+    makes = {
+        (int(program.subject[task]), int(program.device[task])): task
+        for task in range(program.num_tasks)
+        if program.kind[task] in (TaskKind.UPDATE, TaskKind.PULL)
+    }
+    for (step, task), now in position.items():
+        if task < 0:
+            continue
+        for needed in program.dependencies(task):
+            assert position[step, needed] < now
+        for read in parameter_reads(part, task):
+            # After the update of the step before, before that of its own step.
+            if step and read in makes:
+                assert position[step - 1, makes[read]] < now
+            if read in makes:
+                assert now < position[step, makes[read]]
+        if clips and program.kind[task] in (TaskKind.SUM, TaskKind.ALL_GATHER):
+            assert now < position[step, NORM]
+        if clips and program.kind[task] in (TaskKind.UPDATE, TaskKind.PULL):
+            assert position[step, NORM] < now
+    # All ranks sum their losses and norms in one process group: the same order on each.
+    sums = [task for _, task in played if task < 0]
+    for rank in ALL:
+        own = order.for_rank(part_of(strategy, rank))
+        assert [task for _, task in sequence(own, 3) if task < 0] == sums
+
+
+def test_with_a_step_barrier_the_order_is_the_plans() -> None:
+    graph = graph_of("gpt")
+    strategy = strategy_of(graph, [SYNCS["ring"]] * group_ops(graph).num_groups)
+    part = part_of(strategy)
+    tasks = plan_of(graph, strategy).task_order
+    order = step_order(part, tasks, clips=False)
+    assert order.end == []
+    kept = [
+        turn.task for turn in order.turns if turn.task != LOSS and not part.is_early(turn.task)
+    ]
+    assert kept == [task for task in tasks if not part.is_early(task)]
+
+
+@pytest.mark.parametrize("case", ["ring", "uneven slices", "server"])
+def test_without_a_step_barrier_the_forward_pass_begins_before_the_last_update(case: str) -> None:
+    graph = graph_of("gpt")
+    strategy = strategy_of(
+        graph,
+        [SYNCS[case]] * group_ops(graph).num_groups,
+        homes=homes_of(graph, case),
+        step_barrier=False,
+    )
+    for rank in ALL:
+        part = part_of(strategy, rank)
+        order = step_order(part, plan_of(graph, strategy).task_order, clips=False).for_rank(part)
+        kinds = [
+            (TaskKind(part.program.kind[turn.task]), turn.of_step_before)
+            for turn in order.turns
+            if turn.task >= 0
+        ]
+        # A step ends without updates of its own: they are left to the next one.
+        updates = (TaskKind.UPDATE, TaskKind.PULL)
+        assert not any(kind in updates and not before for kind, before in kinds)
+        first_op = kinds.index((TaskKind.COMPUTE, False))
+        late = [kind for kind, before in kinds[first_op:] if before]
+        assert len(late) > len(graph.updates) // 2
+        assert {task for task in order.end} == {t for t, before in order.turns if before}

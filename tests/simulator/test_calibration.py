@@ -1,0 +1,425 @@
+"""Calibration: what it fits to measurements of a known law, and what it says about them."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heterog.cluster import Cluster, device_type
+from heterog.errors import ClusterError, InputFileError
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.plan import make_plan
+from heterog.runtime.testbed import load_testbed
+from heterog.simulator.calibration import (
+    Calibration,
+    LinkMeasurement,
+    Measurements,
+    OpMeasurement,
+    calibrate,
+    extrapolated_by,
+    fit_kind,
+    fit_links,
+    held_out_error,
+    link_error,
+    merge,
+    op_kind,
+    op_signature,
+)
+from heterog.simulator.collectives import alpha_beta
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.roofline import Roofline
+from heterog.strategy.channels import Channel, ChannelKind, ChannelTable
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+from heterog.strategy.tables import graph_tables
+from tests.simulator.builders import cluster_of, linear_chain
+
+T4 = device_type("T4")
+LAW = (20e-6, 2e-13, 5e-12)
+"""Seconds, seconds per FLOP, seconds per byte of the devices in these tests."""
+PAYLOADS = (4_000, 64_000, 512_000, 1_000_000_000)
+
+
+def law(flops: float, num_bytes: float) -> float:
+    return LAW[0] + LAW[1] * flops + LAW[2] * num_bytes
+
+
+def row(
+    graph: OpGraph, op: int, samples: int, seconds: float | None = None, kind: str = ""
+) -> OpMeasurement:
+    plan = batch_plan(graph)
+    flops = float(plan.flops_fixed[op] + samples * plan.flops_per_sample[op])
+    num_bytes = float(plan.bytes_fixed[op] + samples * plan.bytes_per_sample[op])
+    return OpMeasurement(
+        device_type="T4",
+        model=graph.name,
+        signature=op_signature(graph, op),
+        kind=kind or op_kind(graph, op),
+        samples=samples,
+        flops=flops,
+        num_bytes=num_bytes,
+        seconds=law(flops, num_bytes) if seconds is None else seconds,
+        count=1,
+    )
+
+
+def measured(*graphs: OpGraph, samples: Sequence[int] = (2, 4, 8)) -> Measurements:
+    ops = [row(graph, op, n) for graph in graphs for op in range(graph.num_ops) for n in samples]
+    return Measurements(environment={"torch": "none"}, ops=tuple(ops))
+
+
+def sizes(graph: OpGraph, samples: int) -> Any:
+    plan = batch_plan(graph)
+    return np.array(
+        [
+            law(*pair)
+            for pair in zip(
+                plan.flops_fixed + samples * plan.flops_per_sample,
+                plan.bytes_fixed + samples * plan.bytes_per_sample,
+                strict=True,
+            )
+        ]
+    )
+
+
+# --- ops ---------------------------------------------------------------------------------------
+
+
+def test_a_linear_law_is_found_and_holds_at_other_sizes() -> None:
+    rng = np.random.default_rng(0)
+    flops, num_bytes = 10 ** rng.uniform(6, 9, 30), 10 ** rng.uniform(4, 7, 30)
+    seconds = np.array([law(f, b) for f, b in zip(flops, num_bytes, strict=True)])
+    fit = fit_kind(flops, num_bytes, seconds)
+    assert fit.coefficients == pytest.approx(LAW, rel=1e-3)
+    elsewhere, distance = fit.seconds(np.array([3e10]), np.array([2e8]))
+    assert elsewhere[0] == pytest.approx(law(3e10, 2e8), rel=1e-3)
+    assert distance[0] > math.log(3.0)
+
+
+def test_ops_of_a_model_that_was_never_measured_follow_the_law() -> None:
+    known = [linear_chain(width=width) for width in (256, 512, 2048)]
+    new = linear_chain(width=1024)
+    model = calibrate(measured(*known))
+    for samples in (2, 3, 8):
+        predicted = model.op_seconds(new, T4, samples)
+        assert predicted == pytest.approx(sizes(new, samples), rel=1e-2)
+
+
+def test_a_curve_is_exact_where_it_was_measured_and_straight_between() -> None:
+    graph = linear_chain()
+    seconds = {2: 1e-3, 8: 4e-3}
+    rows = tuple(row(graph, 0, samples, seconds[samples]) for samples in seconds)
+    model = calibrate(Measurements(environment={}, ops=rows))
+    assert [model.op_seconds(graph, T4, n)[0] for n in (2, 4, 8)] == pytest.approx(
+        [1e-3, 2e-3, 4e-3]
+    )
+
+
+def test_a_kind_that_was_never_measured_is_extrapolated_and_takes_time() -> None:
+    graph = linear_chain()
+    rows = [row(graph, op, 8) for op in range(graph.num_ops) if graph.ops[op].kind != "update"]
+    model = calibrate(Measurements(environment={}, ops=tuple(rows)))
+    kinds, share = model.extrapolated(graph, T4, 8)
+    assert kinds == ["update.Adam"]
+    updates = [op for op, _, _ in graph.updates]
+    seconds = model.op_seconds(graph, T4, 8)
+    assert (seconds[updates] > 0).all()
+    assert share == pytest.approx(seconds[updates].sum() / seconds.sum())
+
+
+def test_a_device_type_that_was_never_measured_keeps_its_roofline() -> None:
+    graph, other = linear_chain(), device_type("V100-16GB")
+    model = calibrate(measured(graph))
+    assert (model.op_seconds(graph, other, 4) == Roofline().op_seconds(graph, other, 4)).all()
+    assert model.copy_seconds(other) == Roofline().copy_seconds(other)
+    assert model.extrapolated(graph, other, 4)[1] == 1.0
+
+
+def test_copies_follow_their_own_law() -> None:
+    graph = linear_chain()
+    copies = [
+        replace(row(graph, 0, 1, 1e-5 + 1e-10 * size, kind="copy"), flops=0.0, num_bytes=size)
+        for size in (1e3, 1e5, 1e7)
+    ]
+    found = measured(graph)
+    model = calibrate(replace(found, ops=(*found.ops, *copies)))
+    assert model.copy_seconds(T4) == pytest.approx((1e-5, 1e-10), rel=1e-3)
+
+
+def test_held_out_errors_are_small_where_the_law_holds_and_not_where_it_does_not() -> None:
+    graphs = [linear_chain(width=width) for width in range(256, 2049, 256)]
+    rows = [
+        replace(each, model=f"width {graph.ops[0].flops}")
+        for graph in graphs
+        for each in measured(graph).ops
+    ]
+    of_ops, of_models = held_out_error(rows)
+    assert of_ops < 0.02
+    assert of_models < 0.02
+    rng = np.random.default_rng(1)
+    noisy = [replace(each, seconds=each.seconds * rng.uniform(0.5, 2.0)) for each in rows]
+    assert held_out_error(noisy)[0] > 0.1
+    assert math.isnan(held_out_error(measured(graphs[0]).ops)[1]), "one model cannot be left out"
+
+
+def test_nothing_to_fit() -> None:
+    with pytest.raises(InputFileError, match="hold no op; run 'heterog profile' first"):
+        calibrate(Measurements(environment={}, ops=()))
+
+
+# --- plans --------------------------------------------------------------------------------------
+
+
+def strategy(graph: OpGraph, cluster: Cluster, shares: tuple[int, ...]) -> Strategy:
+    decision = Decision(devices=tuple(range(len(shares))), shares=shares)
+    return Strategy(
+        graph=graph.fingerprint,
+        cluster=cluster.fingerprint(),
+        decisions=(decision,) * graph_tables(graph).num_groups,
+        homes=(REPLICATED,) * len(graph.updates),
+    )
+
+
+def test_what_a_plan_extrapolates_is_weighed_by_its_seconds() -> None:
+    graph, cluster = linear_chain(), cluster_of((1.0, ["T4", "T4"]))
+    chosen = strategy(graph, cluster, (6, 2))
+    assert extrapolated_by(calibrate(measured(graph)), graph, cluster, chosen) == {}
+    rows = [row(graph, op, 8) for op in range(graph.num_ops) if graph.ops[op].kind != "update"]
+    model = calibrate(Measurements(environment={}, ops=tuple(rows)))
+    found = extrapolated_by(model, graph, cluster, chosen)
+    updates = [op for op, _, _ in graph.updates]
+    seconds = [model.op_seconds(graph, T4, samples) for samples in (6, 2)]
+    expected = sum(each[updates].sum() for each in seconds) / sum(each.sum() for each in seconds)
+    assert found["update.Adam"] == pytest.approx(expected)
+
+
+def test_a_cluster_that_names_a_calibration_is_planned_with_it(tmp_path: Path) -> None:
+    graph = linear_chain()
+    path = tmp_path / "lab.json"
+    calibrate(measured(graph), name="lab of today").save(path)
+    (tmp_path / "lab.yaml").write_text(
+        "schema_version: 1\nname: lab\ncalibration: lab.json\nhosts:\n"
+        "  - {name: a, devices: [{type: T4, count: 2}], intra: pcie3}\n"
+    )
+    cluster = Cluster.load(tmp_path / "lab.yaml")
+    evaluator = Evaluator(graph, cluster)
+    assert isinstance(evaluator.cost_model, Calibration)
+    predicted = evaluator.cost_model.op_seconds(graph, T4, 4)
+    assert predicted == pytest.approx(sizes(graph, 4))
+    assert make_plan(graph, cluster, methods=["ddp"], budget="5e").calibration == "lab of today"
+    (tmp_path / "other.yaml").write_text(
+        (tmp_path / "lab.yaml").read_text().replace("lab.json", "no.json")
+    )
+    with pytest.raises(InputFileError, match=r"no\.json"):
+        Evaluator(graph, Cluster.load(tmp_path / "other.yaml"))
+
+
+# --- links --------------------------------------------------------------------------------------
+
+KINDS = (ChannelKind.ALL_REDUCE_RING, ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER)
+
+
+def channels(cluster: Cluster) -> list[Channel]:
+    """All transfers and the collectives over all devices."""
+    table, everyone = ChannelTable(cluster), tuple(range(cluster.num_devices))
+    even = (1,) * cluster.num_devices
+    numbers = [
+        table.all_reduce(everyone, hierarchical=False),
+        table.reduce_scatter(everyone, even),
+        table.all_gather(everyone, even),
+    ]
+    transfers = [each for each in table.channels if each.kind == ChannelKind.POINT_TO_POINT]
+    between = [each for each in transfers if each.devices[0] != each.devices[1]]
+    return between + [table.channels[number] for number in numbers]
+
+
+def transferred(
+    cluster: Cluster,
+    rates: dict[str, float],
+    factors: dict[ChannelKind, tuple[float, float]] | None = None,
+    cpu_s_per_byte: float = 0.0,
+) -> list[LinkMeasurement]:
+    """Measurements that follow the alpha-beta model over given rates and factors."""
+    rows = []
+    for channel in channels(cluster):
+        cost = alpha_beta(cluster, channel, rates)
+        latency, per_byte = (factors or {}).get(channel.kind, (1.0, 1.0))
+        is_sliced = channel.kind in (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER)
+        for payload in PAYLOADS:
+            seconds = latency * cost.latency_s + per_byte * payload * cost.seconds_per_byte
+            rows.append(
+                LinkMeasurement(
+                    kind=channel.kind.name.lower(),
+                    devices=tuple(cluster.devices[device].name for device in channel.devices),
+                    slices=(1,) * len(channel.devices) if is_sliced else (),
+                    num_bytes=payload,
+                    seconds=seconds,
+                    device_seconds=(cpu_s_per_byte * payload,) * len(channel.devices),
+                )
+            )
+    return rows
+
+
+def slowed(cluster: Cluster, **part_of_host: float) -> dict[str, float]:
+    """Rates of all links, by the part that their host reaches of its nominal rate."""
+    return {
+        link.name: link.bandwidth_bytes_per_s * part_of_host[cluster.hosts[link.host_index].name]
+        for link in cluster.resources
+    }
+
+
+def test_the_rate_of_the_slowest_link_on_the_way_is_found() -> None:
+    cluster = load_testbed("skew_both")  # 200, 100 and 50 Mbit/s
+    true = slowed(cluster, a=0.5, b=0.8, c=0.9)
+    nominal = {link.name: link.bandwidth_bytes_per_s for link in cluster.resources}
+    # As fast as the true ones wherever they decide: a's NIC still is no transfer's slowest link.
+    rates = fit_links(
+        transferred(cluster, {**true, **slowed(cluster, a=1, b=0.8, c=0.9)}), cluster
+    )
+    for name, found in rates.rates.items():
+        part = {"a": (0.8 + 0.9) / 2, "b": 0.8, "c": 0.9}[name[0]]
+        if "nic" in name:
+            assert found == pytest.approx(part * nominal[name], rel=1e-3), name
+
+
+def test_factors_of_every_kind_and_the_drag_are_found() -> None:
+    cluster = load_testbed("skew_both")
+    factors = {
+        ChannelKind.POINT_TO_POINT: (5.0, 1.0),
+        ChannelKind.ALL_REDUCE_RING: (2.0, 1.3),
+        ChannelKind.REDUCE_SCATTER: (4.0, 0.9),
+        ChannelKind.ALL_GATHER: (3.0, 1.1),
+    }
+    rates = slowed(cluster, a=1, b=1, c=1)
+    rows = transferred(cluster, rates, factors, cpu_s_per_byte=2e-10)
+    fit = fit_links(rows, cluster)
+    for kind, (latency, per_byte) in factors.items():
+        found = fit.factors[kind.name.lower()]
+        assert found[1] == pytest.approx(per_byte, rel=1e-2), kind
+        assert found[0] == pytest.approx(latency, rel=0.2), kind
+    for by_type in fit.drag.values():
+        assert by_type == pytest.approx(dict.fromkeys(("CPU@0.8", "CPU@0.4", "CPU@0.3"), 2e-10))
+    model = Calibration(name="links", types={}, links=fit)
+    for channel in channels(cluster):
+        cost, ideal = model.channel_seconds(cluster, channel), alpha_beta(cluster, channel, rates)
+        per_byte = factors[channel.kind][1]
+        assert cost.seconds_per_byte == pytest.approx(per_byte * ideal.seconds_per_byte, rel=2e-2)
+        assert set(cost.held) == set(ideal.held)
+
+
+def test_link_error_is_that_of_a_payload_which_was_not_seen() -> None:
+    cluster = load_testbed("skew_both")
+    exact = transferred(cluster, slowed(cluster, a=1, b=1, c=1))
+    errors = link_error(exact, cluster)
+    assert set(errors) == {"point_to_point", *(kind.name.lower() for kind in KINDS)}
+    assert max(errors.values()) < 0.02
+    twice = [
+        replace(each, seconds=2 * each.seconds) if each.num_bytes == PAYLOADS[-2] else each
+        for each in exact
+    ]
+    assert all(
+        error == pytest.approx(0.5, abs=0.02) for error in link_error(twice, cluster).values()
+    )
+    few = [each for each in exact if each.num_bytes in PAYLOADS[:2]]
+    assert link_error(few, cluster) == {}
+
+
+def test_links_of_another_cluster_are_refused() -> None:
+    cluster = load_testbed("skew_both")
+    rows = transferred(cluster, slowed(cluster, a=1, b=1, c=1))
+    with pytest.raises(ClusterError, match="has no device 'a'"):
+        fit_links(rows, cluster_of((1.0, ["T4"]), (1.0, ["T4"])))
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def complete() -> tuple[Calibration, OpGraph, Cluster]:
+    graph, cluster = linear_chain(), load_testbed("skew_both")
+    links = transferred(cluster, slowed(cluster, a=1, b=0.8, c=0.9), cpu_s_per_byte=1e-10)
+    found = replace(measured(graph), links=tuple(links))
+    return calibrate(found, cluster, name="round"), graph, cluster
+
+
+def test_a_calibration_predicts_the_same_after_saving(tmp_path: Path) -> None:
+    model, graph, cluster = complete()
+    model.save(tmp_path / "calibration.json")
+    loaded = Calibration.load(tmp_path / "calibration.json")
+    assert loaded.name == "round"
+    new = linear_chain(width=512)
+    for each in (graph, new):
+        for samples in (1, 3, 8):
+            assert (
+                loaded.op_seconds(each, T4, samples) == model.op_seconds(each, T4, samples)
+            ).all()
+    assert loaded.copy_seconds(T4) == model.copy_seconds(T4)
+    for channel in channels(cluster):
+        assert loaded.channel_seconds(cluster, channel) == model.channel_seconds(cluster, channel)
+    of_ops, of_models = loaded.held_out_error["T4"]
+    assert of_ops == model.held_out_error["T4"][0]
+    assert math.isnan(of_models), "there was one model only"
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "version": (lambda record: record.update(schema_version=99), "schema version 99, not 1"),
+    "no types": (lambda record: record.pop("types"), "'types'"),
+    "no curve": (lambda record: record["types"]["T4"].pop("curves"), "'curves'"),
+    "unknown": (lambda record: record["types"]["T4"]["any_kind"].update(slope=[1]), "slope"),
+    "no links": (lambda record: record.update(links=None), "missing or wrong field"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_calibrations_are_refused(tmp_path: Path, case: str) -> None:
+    damage, text = DAMAGES[case]
+    path = tmp_path / "calibration.json"
+    complete()[0].save(path)
+    record = json.loads(path.read_text())
+    damage(record)
+    path.write_text(json.dumps(record))
+    with pytest.raises(InputFileError, match=text) as caught:
+        Calibration.load(path)
+    assert "calibration.json" in str(caught.value)
+
+
+def test_files_that_are_no_calibration_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    complete()[0].save(path)
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(InputFileError, match="not valid JSON"):
+        Calibration.load(path)
+    path.write_text("[1, 2]")
+    with pytest.raises(InputFileError, match="another kind of file"):
+        Calibration.load(path)
+    with pytest.raises(InputFileError, match=r"absent\.json"):
+        Calibration.load(tmp_path / "absent.json")
+
+
+def test_measurements_survive_their_file(tmp_path: Path) -> None:
+    cluster = load_testbed("skew_both")
+    rows = transferred(cluster, slowed(cluster, a=1, b=1, c=1))
+    found = replace(measured(linear_chain()), links=tuple(rows), cluster=cluster.to_dict())
+    path = tmp_path / "measurements.json"
+    found.save(path)
+    assert Measurements.load(path) == found
+    record = json.loads(path.read_text())
+    del record["ops"][0]["seconds"]
+    path.write_text(json.dumps(record))
+    with pytest.raises(InputFileError, match="seconds"):
+        Measurements.load(path)
+
+
+def test_merging_keeps_all_rows_and_refuses_two_clusters() -> None:
+    first, second = measured(linear_chain()), measured(linear_chain(width=512))
+    both = load_testbed("skew_both").to_dict()
+    merged = merge([first, replace(second, cluster=both), replace(first, cluster=both)])
+    assert merged.ops == first.ops + second.ops + first.ops
+    assert merged.cluster == both
+    other = load_testbed("skew_network").to_dict()
+    with pytest.raises(ClusterError, match=r"different clusters .* make a calibration of each"):
+        merge([replace(first, cluster=both), replace(second, cluster=other)])
