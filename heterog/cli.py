@@ -393,7 +393,11 @@ def profile(
     timeout_s = parse_seconds(timeout)
     sources = _names(models)
     _check_profile_options(testbed, cluster, device_type)
-    named = _cluster(testbed or cluster) if testbed or cluster else None
+    named = _cluster(cluster) if cluster else None
+    if testbed:
+        from heterog.runtime.testbed import load_testbed
+
+        named = load_testbed(testbed)
     for source in sources:
         _check_workload(source, batch_size)
     from heterog.runtime import profiler

@@ -285,3 +285,195 @@ def test_run_refuses_a_missing_plan(run: Run, tmp_path: Path) -> None:
     result = run("run", tmp_path / "no.json")
     assert result.code == 2
     assert "no.json" in result.err
+
+
+# --- profile, calibrate, detect ------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    from heterog.runtime import profiler
+
+    monkeypatch.setattr(profiler, "_LEAST_SECONDS", 0.02)
+    monkeypatch.setattr(profiler, "SHARES", (1.0, 0.5))
+
+
+LAB = """
+schema_version: 1
+name: lab
+calibration: calibration.json
+hosts:
+  - name: a
+    devices: [{type: CPU, count: 2}]
+    intra: {kind: shared memory, bandwidth: 5 GB/s}
+"""
+
+
+@pytest.mark.usefixtures("quick_profile")
+def test_profile_then_calibrate_then_plan(run: Run, model: str, tmp_path: Path) -> None:
+    measurements, calibration = tmp_path / "measurements.json", tmp_path / "calibration.json"
+    result = run("profile", model, "-o", measurements, "--device-type", "CPU", "--json")
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    assert document["device_types"] == ["CPU"]
+    assert document["num_ops"] > 5
+    assert document["num_link_measurements"] == 0
+    assert not (tmp_path / "measurements.json.partial").exists()
+    result = run("calibrate", measurements, "-o", calibration, "--json")
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    assert document["name"] == "calibration"
+    assert document["device_types"]["CPU"]["error_ops"] >= 0
+    assert document["device_types"]["CPU"]["error_models"] is None, "there is one model only"
+    assert "addmm.default" in document["device_types"]["CPU"]["kinds"]
+    (tmp_path / "lab.yaml").write_text(LAB)
+    call = ("plan", model, "--cluster", tmp_path / "lab.yaml", "--budget", "20e")
+    document = json.loads(run(*call, "--json").out)
+    assert document["calibration"] == "calibration"
+    assert document["extrapolated"] == {"share": 0.0, "kinds": []}
+    assert "every op was measured near its size" in run(*call).out
+    other = Path(model.partition(":")[0])
+    other.write_text(MODEL.replace("nn.ReLU", "nn.GELU"))
+    document = json.loads(run(*call, "--json").out)
+    assert 0 < document["extrapolated"]["share"] < 1
+    assert sorted(document["extrapolated"]["kinds"]) == ["gelu.default", "gelu_backward.default"]
+    assert "of the compute time is extrapolated (gelu" in run(*call).out
+    table = run("calibrate", measurements, measurements, "-o", calibration)
+    assert "error, new ops" in table.out
+    assert "calibration: calibration.json" in table.out
+
+
+def test_a_roofline_plan_says_nothing_about_extrapolation(run: Run, model: str) -> None:
+    call = ("plan", model, "--cluster", "paper_8gpu", "--method", "ddp")
+    assert json.loads(run(*call, "--json").out)["extrapolated"] is None
+    assert "extrapolated" not in run(*call).out
+
+
+@pytest.mark.usefixtures("quick_profile")
+def test_an_interrupted_profile_goes_on(
+    run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from heterog.runtime import profiler
+
+    real, samples = profiler.profile_ops, list[int]()
+
+    def interrupted(*arguments: Any) -> Any:
+        samples.append(arguments[2])
+        if samples == [64, 32]:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(profiler, "profile_ops", interrupted)
+    output = tmp_path / "m.json"
+    call = ("profile", model, "-o", output, "--device-type", "CPU")
+    assert run(*call).code == 130
+    assert not output.exists()
+    assert (tmp_path / "m.json.partial").is_dir()
+    result = run(*call)
+    assert result.code == 0, result.err
+    assert samples == [64, 32, 32], "what was done is not done again"
+    assert "workload, 32 samples ..." in result.err
+    assert "workload on CPU" in result.out
+    assert output.exists()
+    assert not (tmp_path / "m.json.partial").exists()
+
+
+def linked(folder: Path, *, cluster: bool) -> Path:
+    """A file of measurements between the devices of a testbed."""
+    from heterog.runtime.testbed import load_testbed
+    from heterog.simulator.calibration import LinkMeasurement, Measurements, OpMeasurement
+
+    lab = load_testbed("skew_both")
+    ops = tuple(
+        OpMeasurement(device_type="CPU@0.8", model=f"m{i % 2}", signature=f"{i:x}", kind="mm",
+                      samples=1, flops=1e6 * i, num_bytes=1e4 * i, seconds=1e-5 * i, count=1)
+        for i in range(1, 9)
+    )  # fmt: skip
+    links = tuple(
+        LinkMeasurement(kind="point_to_point", devices=way, slices=(), num_bytes=size,
+                        seconds=1e-3 + size / 5e6, device_seconds=(0.0, 0.0))
+        for way in (("a", "b"), ("b", "a"))
+        for size in (10_000, 100_000, 1_000_000)
+    )  # fmt: skip
+    path = folder / "links.json"
+    described = lab.to_dict() if cluster else None
+    Measurements(environment={}, ops=ops, links=links, cluster=described).save(path)
+    return path
+
+
+def test_calibrate_fits_links_of_the_cluster_that_was_measured(run: Run, tmp_path: Path) -> None:
+    measurements, output = linked(tmp_path, cluster=True), tmp_path / "fitted.json.gz"
+    result = run("calibrate", measurements, "-o", output, "--json")
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    assert document["name"] == "fitted"
+    assert document["links"]["point_to_point"]["measurements"] == 6
+    assert document["links"]["point_to_point"]["error"] < 0.05
+    assert document["link_rates_bytes_per_s"]["b nic out"] == pytest.approx(5e6, rel=0.01)
+    assert "point to point" in run("calibrate", measurements, "-o", output).out
+    unnamed = linked(tmp_path, cluster=False)
+    result = run("calibrate", unnamed, "-o", tmp_path / "no.json")
+    assert (result.code, result.out) == (2, "")
+    assert "holds links, but not of which cluster; pass --cluster" in result.err
+    assert not (tmp_path / "no.json").exists()
+    assert run("calibrate", unnamed, "-o", output, "--cluster", "skew_both").code == 0
+    wrong = run("calibrate", unnamed, "-o", output, "--cluster", "paper_8gpu")
+    assert wrong.code == 2
+    assert "has no device 'a'" in wrong.err
+
+
+def test_detect_writes_a_cluster_that_loads(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    result = run("cluster", "detect", "-o", path, "--json")
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    cluster = heterog.Cluster.load(path)
+    assert heterog.Cluster.from_dict(document["cluster"]) == cluster
+    assert document["checks"]
+    cluster.save(tmp_path / "again.yaml")
+    assert heterog.Cluster.load(tmp_path / "again.yaml") == cluster
+    assert "check these lines" in run("cluster", "detect", "-o", path).out
+
+
+def bad_measuring(model: str, folder: Path) -> dict[str, tuple[tuple[object, ...], str]]:
+    at = ("-o", folder / "m.json")
+    return {
+        "model": (("profile", "bert_lage_24l", *at), "did you mean 'bert_large_24l'"),
+        "graph": (("profile", "graph.json", *at), "saved graph, which cannot be run"),
+        "names": (("profile", ",", *at), "empty list"),
+        "batch": (("profile", model, *at, "--batch-size", 0), "batch size"),
+        "output": (("profile", model, "-o", folder / "no" / "m.json"), "does not exist"),
+        "timeout": (("profile", model, *at, "--timeout", "soon"), "soon"),
+        "testbed": (("profile", model, *at, "--testbed", "skew_bth"), "mean 'skew_both'"),
+        "both": (("profile", model, *at, "--testbed", "skew_both", "--cluster", "paper_8gpu"),
+                 "a testbed has its own"),
+        "type": (("profile", model, *at, "--testbed", "skew_both", "--device-type", "CPU"),
+                 "a testbed has its own"),
+        "cluster": (("profile", model, *at, "--cluster", "paper_8gpus"), "did you mean"),
+        "no measurements": (("calibrate", folder / "no.json", *at), "no.json"),
+        "not measurements": (("calibrate", model.partition(":")[0], *at), "not valid JSON"),
+        "no folder": (("calibrate", "x.json", "-o", folder / "no" / "c.json"), "does not exist"),
+        "detect": (("cluster", "detect", "-o", folder / "no" / "c.yaml"), "does not exist"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", bad_measuring("m.py:workload", Path(".")))
+def test_bad_input_for_measuring_is_one_clear_line_and_leaves_no_file(
+    run: Run, model: str, tmp_path: Path, case: str
+) -> None:
+    arguments, text = bad_measuring(model, tmp_path)[case]
+    result = run(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert text in result.err
+    assert result.err.count("heterog: ") == len(result.err.splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} <= {"my_model.py", "__pycache__"}
+
+
+def test_ranks_need_a_cluster_to_measure_links(
+    run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = run("profile", model, "-o", tmp_path / "m.json")
+    assert result.code == 2
+    assert "between the devices of a cluster: pass --cluster" in result.err

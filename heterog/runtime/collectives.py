@@ -6,9 +6,10 @@ with uneven shapes fail (uneven slices travel by all-to-all), and coalescing sil
 work.
 """
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,9 +66,63 @@ class _Works:
             work.wait()
 
 
-def _sent(tensor: Tensor, dst: int, group: dist.ProcessGroup | None = None, tag: int = 0) -> Any:
-    """A send under way."""
-    return dist.isend(tensor, dst, group=group, tag=tag)
+class _Sending:
+    """Sends to one rank: holds each tensor until it has been sent.
+
+    gloo tells that a send is done only to who waits for it: a thread does, so that what was sent
+    is let go at once and not at the end of the step. NCCL's wait orders streams and does not
+    block: its tensors are held until ``flush``.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: queue.SimpleQueue[tuple[dist.Work, Tensor]] = queue.SimpleQueue()
+        self._on_gpu: list[tuple[dist.Work, Tensor]] = []
+        self._num_left = 0
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def add(self, work: dist.Work, tensor: Tensor) -> None:
+        """Hold a tensor until its send is done."""
+        if tensor.is_cuda:
+            self._on_gpu.append((work, tensor))
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._num_left += 1
+        self._under_way.put((work, tensor))
+
+    def flush(self) -> None:
+        """Until all is sent.
+
+        Raises:
+            RuntimeError: the connection was lost.
+        """
+        for work, _ in self._on_gpu:
+            work.wait()
+        self._on_gpu.clear()
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_left == 0 or self._error is not None)
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        while True:
+            work, tensor = self._under_way.get()
+            try:
+                work.wait()
+            except Exception as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            del work, tensor
+            with self._changed:
+                self._num_left -= 1
+                if self._num_left == 0:
+                    self._changed.notify_all()
 
 
 class Communicator:
@@ -90,12 +145,12 @@ class Communicator:
             group = dist.new_group(list(devices))
             if rank in devices:
                 self._groups[devices] = group
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._sending: dict[int, _Sending] = {}  # by destination
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         """Send without waiting; ``flush`` waits."""
         tensor = tensor.contiguous()
-        self._sending.append((_sent(tensor, dst, tag=tag), tensor))
+        self._keep(dist.isend(tensor, dst, tag=tag), tensor, dst)
 
     def receive(self, like: Tensor, src: int, tag: int) -> Pending:
         """Receive into ``like``, a contiguous tensor."""
@@ -166,17 +221,20 @@ class Communicator:
         for index in others:
             if sent[index].numel():
                 tensor = sent[index].contiguous()
-                self._sending.append((_sent(tensor, devices[index], group), tensor))
+                self._keep(dist.isend(tensor, devices[index], group), tensor, devices[index])
         return _Works([work for work in works if work is not None])
+
+    def _keep(self, work: dist.Work | None, tensor: Tensor, dst: int) -> None:
+        assert work is not None
+        self._sending.setdefault(dst, _Sending()).add(work, tensor)
 
     def _pending(self, work: "dist.Work | _Works | None", finish: Callable[[], Tensor]) -> Pending:
         return Pending(work, finish, self.recorder.waiting() if self.recorder else None)
 
     def flush(self) -> None:
         """Wait for everything that was sent."""
-        for work, _ in self._sending:
-            work.wait()
-        self._sending.clear()
+        for sending in self._sending.values():
+            sending.flush()
 
 
 def slice_counts(num_elements: int, parts: Sequence[float]) -> list[int]:

@@ -94,7 +94,8 @@ class DeployedStep:
             seed=seed,
         )
 
-        # At exit, or when nobody has this step any more.
+        # When nobody has this step any more, or at exit: gloo may abort a process whose
+        # communication nobody has waited for.
         weakref.finalize(self, _abandon, self._executor)
 
     @property

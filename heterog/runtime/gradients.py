@@ -73,7 +73,10 @@ class Gradients:
         """Issue a collective of a bucket."""
         channel = self._part.channel(task)
         if bucket not in self._flat:
-            self._flat[bucket] = self._take_own(bucket).reshape(-1).clone()
+            own = self._take_own(bucket).reshape(-1)
+            # Collectives add in place: not where somebody still reads the gradient.
+            is_shared = any(self._values.is_read_later(b) for b in self._part.reads(task))
+            self._flat[bucket] = own.clone() if is_shared else own
         flat = self._flat[bucket]
         if kind == TaskKind.ALL_REDUCE:
             self._totals[bucket] = self._communicator.all_reduce(flat, channel.devices)
@@ -106,8 +109,8 @@ class Gradients:
         """Add what was pushed to this rank, and its own gradient."""
         parts = [pending.wait() for pending in self._pushed[row]]
         own = self._own.get(row)
-        total = parts[0].clone() if own is None else own + parts[0]
-        for part in parts[1:]:
+        total = parts[0]  # received by this rank alone
+        for part in (*parts[1:], *(() if own is None else (own,))):
             total += part
         self._sums[row] = total
 

@@ -19,6 +19,7 @@ import os
 import platform
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -432,8 +433,8 @@ def _resident_bytes(step: DeployedStep) -> int:
 # --- links -----------------------------------------------------------------------------------
 
 
-_LinkCase = tuple[ChannelKind, tuple[int, ...], int]
-"""What is measured, between which devices, with how many bytes."""
+_LinkCase = tuple[ChannelKind, tuple[int, ...], int, bool]
+"""What is measured, between which devices, with how many bytes, and whether they compute, too."""
 
 
 def profile_links(
@@ -457,9 +458,11 @@ def profile_links(
     num_ranks = dist.get_world_size()
     communicator = Communicator(dist.get_rank(), _device_sets(num_ranks))
     cases = _link_cases(num_ranks, payloads)
-    for number, (kind, devices, payload) in enumerate(cases[num_done:], num_done + 1):
+    for number, (kind, devices, payload, loaded) in enumerate(cases[num_done:], num_done + 1):
         tell(f"links {number} of {len(cases)}")
-        if kind == ChannelKind.POINT_TO_POINT:
+        if loaded:
+            yield _while_computing(cluster, communicator, kind, devices, payload)
+        elif kind == ChannelKind.POINT_TO_POINT:
             yield _point_to_point(cluster, communicator, devices[0], devices[1], payload)
         else:
             yield _collective(cluster, communicator, kind, devices, payload)
@@ -476,14 +479,13 @@ def _link_cases(num_ranks: int, payloads: Sequence[int]) -> list[_LinkCase]:
     """In the order in which they are measured."""
     ways = [(src, dst) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
     cases: list[_LinkCase] = [
-        (ChannelKind.POINT_TO_POINT, way, payload) for way in ways for payload in payloads
+        (ChannelKind.POINT_TO_POINT, way, payload, False) for way in ways for payload in payloads
     ]
-    return cases + [
-        (kind, devices, payload)
-        for devices in _device_sets(num_ranks)
-        for kind in _COLLECTIVES
-        for payload in payloads
-    ]
+    for devices in _device_sets(num_ranks):
+        for kind in _COLLECTIVES:
+            cases += [(kind, devices, payload, False) for payload in payloads]
+            cases.append((kind, devices, min(payloads), True))
+    return cases
 
 
 def _wire_device() -> torch.device:
@@ -493,6 +495,9 @@ def _wire_device() -> torch.device:
 
 
 _REPEATS = 3
+_NUM_QUEUED = 12  # collectives that are under way at once, as those of small tensors are
+_BUSY_SIZE = 256  # a matrix product of about a millisecond on one core
+_BUSY_S = 0.3
 
 
 def _repeat(act: Callable[[], None], *, takes_part: bool, num_repeats: int) -> tuple[float, float]:
@@ -559,21 +564,11 @@ def _collective(
     devices: tuple[int, ...],
     payload: int,
 ) -> LinkMeasurement:
-    rank, wire = communicator.rank, _wire_device()
-    takes_part = rank in devices
-    count = payload // 4
-    flat = torch.zeros(count, device=wire)
-    counts = [count // len(devices)] * len(devices)
-    counts[-1] += count - sum(counts)
-    own = torch.zeros(counts[devices.index(rank)] if takes_part else 0, device=wire)
+    takes_part = communicator.rank in devices
+    issue = _issuer(communicator, kind, devices, payload)
 
     def act() -> None:
-        if kind == ChannelKind.REDUCE_SCATTER:
-            communicator.reduce_scatter(flat, devices, counts).wait()
-        elif kind == ChannelKind.ALL_GATHER:
-            communicator.all_gather(own, devices, counts, torch.cat).wait()
-        else:
-            communicator.all_reduce(flat, devices).wait()
+        issue().wait()
 
     seconds, cpu = _repeat(act, takes_part=takes_part, num_repeats=_REPEATS)
     communicator.flush()
@@ -585,6 +580,69 @@ def _collective(
         num_bytes=payload,
         seconds=max(all_ranks[device][0] for device in devices),
         device_seconds=tuple(all_ranks[device][1] for device in devices),
+    )
+
+
+def _issuer(
+    communicator: Communicator, kind: ChannelKind, devices: tuple[int, ...], payload: int
+) -> Callable[[], Pending]:
+    """What issues a collective of a payload, for its members."""
+    wire = _wire_device()
+    count = payload // 4
+    flat = torch.zeros(count, device=wire)
+    counts = [count // len(devices)] * len(devices)
+    counts[-1] += count - sum(counts)
+    member = devices.index(communicator.rank) if communicator.rank in devices else 0
+    own = torch.zeros(counts[member], device=wire)
+
+    def issue() -> Pending:
+        if kind == ChannelKind.REDUCE_SCATTER:
+            return communicator.reduce_scatter(flat, devices, counts)
+        if kind == ChannelKind.ALL_GATHER:
+            return communicator.all_gather(own, devices, counts, torch.cat)
+        return communicator.all_reduce(flat, devices)
+
+    return issue
+
+
+def _while_computing(
+    cluster: Cluster,
+    communicator: Communicator,
+    kind: ChannelKind,
+    devices: tuple[int, ...],
+    payload: int,
+) -> LinkMeasurement:
+    """Several small collectives issued at once while their members compute.
+
+    Every step of a collective waits until the next member lets its communication run: on a CPU
+    that a quota has stopped, tens of milliseconds.
+    """
+    issue = _issuer(communicator, kind, devices, payload)
+    square = torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=_wire_device())
+    elapsed = 0.0
+    dist.barrier()
+    if communicator.rank in devices:
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < _BUSY_S:  # a quota is used up, a GPU's queue is full
+            square @ square
+        begin = time.perf_counter()
+        pending = [issue() for _ in range(_NUM_QUEUED)]
+        waiter = threading.Thread(target=lambda: [each.wait() for each in pending])
+        waiter.start()
+        while waiter.is_alive():
+            square @ square
+        elapsed = (time.perf_counter() - begin) / _NUM_QUEUED
+        communicator.flush()
+    dist.barrier()
+    all_ranks = _gathered([elapsed])
+    return LinkMeasurement(
+        kind=kind.name.lower(),
+        devices=tuple(cluster.devices[device].name for device in devices),
+        slices=() if kind == ChannelKind.ALL_REDUCE_RING else (1,) * len(devices),
+        num_bytes=payload,
+        seconds=max(all_ranks[device][0] for device in devices),
+        device_seconds=(0.0,) * len(devices),
+        while_computing=True,
     )
 
 

@@ -78,6 +78,10 @@ class Values:
         """Whether anyone on this rank still reads a buffer."""
         return bool(self._left.get(buffer))
 
+    def is_read_later(self, buffer: int) -> bool:
+        """Whether anyone on this rank reads a buffer after the task that is running now."""
+        return self._left.get(buffer, 0) > 1
+
     def drop_read_by(self, task: int) -> None:
         """A task has run: let go what it was the last to read."""
         for buffer in self._part.reads(task):

@@ -87,6 +87,8 @@ class LinkMeasurement:
         num_bytes: payload.
         seconds: median.
         device_seconds: compute time that it took from each device, in the order of ``devices``.
+        while_computing: one of several small ones that were issued at once while all members
+            computed: what each adds to the queue.
     """
 
     kind: str
@@ -95,6 +97,7 @@ class LinkMeasurement:
     num_bytes: int
     seconds: float
     device_seconds: tuple[float, ...]
+    while_computing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,11 +275,13 @@ class LinkFit:
         rates: measured bytes/s of link resources by name.
         factors: by channel kind: (of the latency, of the bytes' time).
         drag: by channel kind and device type: seconds of compute lost per payload byte.
+        loaded: by channel kind: factor of the latency while a member computes.
     """
 
     rates: Mapping[str, float] = field(default_factory=dict)
     factors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     drag: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    loaded: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -350,6 +355,10 @@ class Calibration:
             cost.seconds_per_byte * per_byte,
             {resource: seconds * per_byte for resource, seconds in cost.held.items()},
             drag=self.links.drag.get(channel.kind.name.lower(), {}),
+            loaded_latency_s=max(
+                cost.latency_s * latency,
+                cost.latency_s * self.links.loaded.get(channel.kind.name.lower(), 0.0),
+            ),
         )
 
     def save(self, path: str | Path) -> None:
@@ -386,6 +395,7 @@ class Calibration:
                 rates=record["links"]["rates"],
                 factors={k: tuple(v) for k, v in record["links"]["factors"].items()},
                 drag=record["links"]["drag"],
+                loaded=record["links"]["loaded"],
             )
             return Calibration(
                 name=record["name"],
@@ -519,10 +529,14 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
         ClusterError: the measurements name devices that the cluster does not have.
     """
     table = ChannelTable(cluster)
+    loaded: dict[str, list[float]] = {}
     by_channel: dict[Channel, list[LinkMeasurement]] = {}
     for row in rows:
         devices = tuple(cluster.device_index(name) for name in row.devices)
         channel = _channel(table, ChannelKind[row.kind.upper()], devices, row.slices)
+        if row.while_computing:
+            loaded.setdefault(row.kind, []).append(row.seconds / channel.latency_s)
+            continue
         by_channel.setdefault(channel, []).append(row)
     rates = _link_rates(
         cluster,
@@ -558,6 +572,7 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
             kind: {name: _mean(values) for name, values in lost.items()}
             for kind, lost in drag.items()
         },
+        loaded={kind: _mean(values) for kind, values in loaded.items()},
     )
 
 
@@ -644,7 +659,7 @@ def link_error(rows: Iterable[LinkMeasurement], cluster: Cluster) -> dict[str, f
         ClusterError: the measurements name devices that the cluster does not have.
     """
     payloads: dict[str, set[int]] = {}
-    rows = list(rows)
+    rows = [row for row in rows if not row.while_computing]
     for row in rows:
         payloads.setdefault(row.kind, set()).add(row.num_bytes)
     left_out = {kind: sorted(sizes)[-2] for kind, sizes in payloads.items() if len(sizes) > 2}

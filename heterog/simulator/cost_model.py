@@ -47,13 +47,15 @@ class ChannelSeconds(NamedTuple):
 
     Each link resource is held for ``payload x held`` only: a 100 Gbit/s NIC that talks to one of
     50 Gbit/s is busy half the time. Members of the channel lose compute time to it: ``drag``
-    seconds per payload byte, by device type.
+    seconds per payload byte, by device type. While a member computes, the latency is
+    ``loaded_latency_s`` if that is longer.
     """
 
     latency_s: float
     seconds_per_byte: float
     held: dict[int, float]
     drag: Mapping[str, float] = MappingProxyType({})
+    loaded_latency_s: float = 0.0
 
 
 class Prices(NamedTuple):
@@ -71,6 +73,7 @@ class Prices(NamedTuple):
     member_start: IntArray  # devices of each channel  # [num_channels + 1]
     member: IntArray
     has_drag: bool
+    channel_loaded_s: FloatArray  # added to the latency while a member computes
     channel_queue: IntArray  # channels over the same links wait in one queue
     resource_start: IntArray  # link resources of each channel  # [num_channels + 1]
     resource: IntArray
@@ -89,6 +92,7 @@ class ChannelPrices(NamedTuple):
     s_per_byte: FloatArray
     is_collective: npt.NDArray[np.bool_]
     drag: FloatArray
+    loaded_s: FloatArray
     member_start: IntArray
     member: IntArray
     queue: IntArray
@@ -136,6 +140,7 @@ def price_channels(
             [channel.kind != ChannelKind.POINT_TO_POINT for channel in channels]
         ),
         drag=np.array([_lost_speed(cost, names) for cost in costs]),
+        loaded_s=np.array([max(cost.loaded_latency_s - cost.latency_s, 0.0) for cost in costs]),
         member_start=np.concatenate([[0], np.cumsum(num_members)]).astype(np.int32),
         member=np.array([d for channel in channels for d in channel.devices], np.int32),
         queue=queue,

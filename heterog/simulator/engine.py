@@ -16,6 +16,7 @@ Rules, also those of the slow reference in the tests:
 - Communication drags on compute: while a channel is busy, its members compute at ``1 - drag`` of
   their speed (threads that move bytes share a CPU with kernels; NCCL takes multiprocessors). What
   an op already under way loses to communication that starts later, the next op on its device pays.
+  And compute on communication: what starts while a member computes has a longer latency.
 
 Priority is the order of getting ready (``fifo``), the upward rank (``rank``: own seconds plus the
 longest path of seconds to the end, HeteroG section 4.2), or program order (``program``).
@@ -466,6 +467,12 @@ def simulate_kernel(
             _remove_first(priority, items, schedule.queue_start[queue], schedule.queue_size[queue])
             payload = tape.tasks[best].num_bytes
             latency = prices.channel_latency_s[channel]
+            if prices.channel_loaded_s[channel] > 0.0:
+                for entry in range(prices.member_start[channel], prices.member_start[channel + 1]):
+                    if busy_until[prices.member[entry]] > now:
+                        latency += prices.channel_loaded_s[channel]
+                        schedule.seconds[best] += prices.channel_loaded_s[channel]
+                        break
             end = now + schedule.seconds[best]
             for entry in range(prices.resource_start[channel], prices.resource_start[channel + 1]):
                 resource = prices.resource[entry]

@@ -262,6 +262,7 @@ class Evaluator:
             member_start=channel.member_start,
             member=channel.member,
             has_drag=bool(channel.drag.any()),
+            channel_loaded_s=channel.loaded_s,
             channel_queue=channel.queue,
             resource_start=channel.resource_start,
             resource=channel.resource,

@@ -13,6 +13,8 @@ when flows share links as they do in a real network:
 
   by progressive filling (Bertsekas & Gallager, Data Networks, section 6.5.2): all rates rise
   together until a link is full, its flows stop there, the others rise on.
+- What communication takes from compute, and compute from communication, is what it was in the
+  engine.
 - A collective spends its latency first, holding its communicator. A transfer's latency comes after
   its bytes, when its channel is already free for the next one. What a collective takes longer than
   its most loaded link (phases that follow one another on different links) comes after its bytes
@@ -92,6 +94,7 @@ def replay_kernel(
     server = np.empty(num_tasks, np.int32)
     waiting_for = np.empty(num_tasks, np.int32)
     payload = np.empty(num_tasks)
+    loaded = np.zeros(num_tasks)  # what busy members added to the latency in the engine
     position = np.zeros(num_servers + 1, np.int32)
     for task in range(num_tasks):
         record = tape.tasks[task]
@@ -100,6 +103,10 @@ def replay_kernel(
         waiting_for[task] = tape.tasks[task + 1].read_start - record.read_start
         payload[task] = record.num_bytes
         position[server[task] + 1] += 1
+        if is_link and prices.channel_loaded_s[record.channel] > 0.0:
+            alone = prices.channel_latency_s[record.channel]
+            alone += payload[task] * prices.channel_s_per_byte[record.channel]
+            loaded[task] = max(seconds[task] - alone, 0.0)
     for index in range(num_servers):
         position[index + 1] += position[index]
     last = position[1:].copy()
@@ -163,7 +170,8 @@ def replay_kernel(
             if channel < 0:
                 when, item = now + seconds[task], 2 * task
             elif prices.channel_is_collective[channel]:
-                when, item = now + prices.channel_latency_s[channel], 2 * task + 1
+                when = now + prices.channel_latency_s[channel] + loaded[task]
+                item = 2 * task + 1
             else:
                 when, item = now, 2 * task + 1
             num_heap = push_event(heap_time, heap_item, num_heap, when, item)
@@ -225,7 +233,7 @@ def replay_kernel(
             rest = payload[task] * (prices.channel_s_per_byte[channel] - largest_held[channel])
             rest = max(rest, 0.0)
             if not prices.channel_is_collective[channel]:
-                rest += prices.channel_latency_s[channel]
+                rest += prices.channel_latency_s[channel] + loaded[task]
             if rest > 0.0:
                 num_heap = push_event(heap_time, heap_item, num_heap, now + rest, 2 * task)
             else:

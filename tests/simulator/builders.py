@@ -414,18 +414,22 @@ class Times(NamedTuple):
 
 
 class DraggingRoofline(Roofline):
-    """A roofline whose communication takes compute time from its members.
+    """A roofline whose compute and communication slow each other down.
 
     Args:
-        drag: seconds per payload byte by device type.
+        drag: seconds of compute that a payload byte takes from its members, by device type.
+        loaded: factor of the latency while a member computes.
     """
 
-    def __init__(self, drag: dict[str, float]) -> None:
+    def __init__(self, drag: dict[str, float], loaded: float = 1.0) -> None:
         self._drag = drag
+        self._loaded = loaded
 
     def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
         """As by the roofline, with drag."""
-        return super().channel_seconds(cluster, channel)._replace(drag=self._drag)
+        cost = super().channel_seconds(cluster, channel)
+        loaded_latency_s = self._loaded * cost.latency_s
+        return cost._replace(drag=self._drag, loaded_latency_s=loaded_latency_s)
 
 
 class Tasks:
@@ -515,6 +519,7 @@ class Tasks:
             member_start=channels.member_start,
             member=channels.member,
             has_drag=bool(channels.drag.any()),
+            channel_loaded_s=channels.loaded_s,
             channel_queue=channels.queue,
             resource_start=channels.resource_start,
             resource=channels.resource,
@@ -534,7 +539,7 @@ def random_case(rng: Random) -> tuple[Evaluator, Choice]:
     cost_model = Roofline()
     if rng.random() < 0.5:
         drag = {kind.name: rng.choice([0.0, 1e-11, 1e-9]) for kind in cluster.device_types}
-        cost_model = DraggingRoofline(drag)
+        cost_model = DraggingRoofline(drag, rng.choice([1.0, 30.0]))
     evaluator = Evaluator(graph, cluster, cost_model)
     choice = evaluator.encode(strategy)
     if not strategy.step_barrier:

@@ -111,7 +111,8 @@ def simulate(
 ) -> tuple[list[float], list[float]]:
     """(start, finish) of every task by the rules of the engine.
 
-    ``seconds`` gets what each compute task took with the drag of communication.
+    ``seconds`` gets what each task took with the drag of communication on compute and of compute
+    on communication.
     """
     seconds = [] if seconds is None else seconds
     seconds[:] = [task.seconds for task in tasks]
@@ -178,13 +179,17 @@ def simulate(
             chosen = min(able, key=urgency)
             ready.remove(chosen)
             start[chosen.number] = now
-            end = now + chosen.seconds
+            latency = chosen.cost.latency_s
+            if any(device_free_at.get(device, 0.0) > now for device in chosen.drag):
+                latency = max(latency, chosen.cost.loaded_latency_s)
+            seconds[chosen.number] += latency - chosen.cost.latency_s
+            end = now + seconds[chosen.number]
             for link, held in chosen.cost.held.items():
                 if chosen.payload * held > 0.0:
                     until = max(link_free_at[link], now) + chosen.payload * held
-                    end = max(end, until + chosen.cost.latency_s)
+                    end = max(end, until + latency)
                     if chosen.is_collective and link in chosen.gate:
-                        until += chosen.cost.latency_s
+                        until += latency
                     link_free_at[link] = until
                     moments.add(until)
             finish[chosen.number] = end
@@ -215,7 +220,7 @@ def replay(
 ) -> tuple[list[float], list[float]]:
     """(start, finish) of every task by the rules of the referee.
 
-    ``seconds`` is what each compute task took in the engine.
+    ``seconds`` is what each task took in the engine.
     """
     start, finish = [math.inf] * len(tasks), [math.inf] * len(tasks)
     lines: dict[tuple[str, int], list[PricedTask]] = defaultdict(list)
@@ -234,7 +239,7 @@ def replay(
                 if not task.is_link:
                     finish[task.number] = busy_until[line] = now + seconds[task.number]
                     continue
-                latency = task.cost.latency_s if task.is_collective else 0.0
+                latency = _latency(task, seconds) if task.is_collective else 0.0
                 flow_from[task.number] = now + latency
                 left[task.number] = task.payload
                 busy_until[line] = math.inf
@@ -259,11 +264,16 @@ def replay(
                 busy_until["channel", task.channel] = moment
                 most = max(task.cost.held.values(), default=0.0)
                 rest = task.payload * (task.cost.seconds_per_byte - most)
-                rest += 0.0 if task.is_collective else task.cost.latency_s
+                rest += 0.0 if task.is_collective else _latency(task, seconds)
                 finish[number] = moment + max(rest, 0.0)
             else:
                 left[number] -= rate * (moment - now)
         now = moment
+
+
+def _latency(task: PricedTask, seconds: list[float]) -> float:
+    """Of a transfer or collective, with what busy members added to it in the engine."""
+    return task.cost.latency_s + seconds[task.number] - task.seconds
 
 
 def _may_start(task: PricedTask, finish: list[float], now: float) -> bool:

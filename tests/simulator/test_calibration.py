@@ -312,6 +312,21 @@ def test_factors_of_every_kind_and_the_drag_are_found() -> None:
         assert set(cost.held) == set(ideal.held)
 
 
+def test_a_collective_waits_longer_while_its_members_compute() -> None:
+    cluster = load_testbed("skew_both")
+    rows = transferred(cluster, slowed(cluster, a=1, b=1, c=1))
+    ring = next(each for each in rows if each.kind == "all_reduce_ring")
+    busy = replace(ring, seconds=0.04, while_computing=True)
+    fit = fit_links([*rows, busy], cluster)
+    assert fit.rates == fit_links(rows, cluster).rates
+    assert fit.factors == fit_links(rows, cluster).factors
+    model = Calibration(name="links", types={}, links=fit)
+    for channel in channels(cluster):
+        cost = model.channel_seconds(cluster, channel)
+        is_ring = channel.kind == ChannelKind.ALL_REDUCE_RING
+        assert cost.loaded_latency_s == pytest.approx(0.04 if is_ring else cost.latency_s)
+
+
 def test_link_error_is_that_of_a_payload_which_was_not_seen() -> None:
     cluster = load_testbed("skew_both")
     exact = transferred(cluster, slowed(cluster, a=1, b=1, c=1))

@@ -68,6 +68,25 @@ def test_communication_drags_on_compute() -> None:
     assert times.fair_finish[late] == pytest.approx(times.finish[late])
 
 
+def test_latency_is_longer_while_a_member_computes() -> None:
+    cluster = pair()
+    model = DraggingRoofline({}, loaded=10.0)
+    cost = model.channel_seconds(cluster, ChannelTable(cluster).channels[1])
+    tasks = Tasks(cluster, model)
+    first = tasks.op(0, 0.5)
+    idle = tasks.send(0, 1, 1e6, first)
+    busy = tasks.send(0, 1, 1e6, tasks.op(0, 0.5, idle))
+    tasks.op(1, 1.0, idle)
+    times = tasks.run()
+    alone = cost.latency_s + 1e6 * cost.seconds_per_byte
+    for start, finish in (
+        (times.start, times.finish),
+        (times.fair_start, times.fair_finish),
+    ):
+        assert finish[idle] - start[idle] == pytest.approx(alone)
+        assert finish[busy] - start[busy] == pytest.approx(alone + 9.0 * cost.latency_s)
+
+
 def pair(gbit_per_s: float = 10.0) -> Cluster:
     """Two hosts with one device each."""
     return cluster_of((gbit_per_s, ["T4"]), (gbit_per_s, ["T4"]), latency_s=LATENCY)

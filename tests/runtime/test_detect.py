@@ -1,0 +1,157 @@
+"""Cluster files of machines: of those that are described by hand, and of this one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from heterog.cluster import Cluster, DeviceType, device_type
+from heterog.cluster.spec import parse_cluster
+from heterog.runtime.detect import (
+    FoundDevice,
+    FoundLink,
+    FoundMachine,
+    catalogue_name,
+    cluster_yaml,
+    default_interface,
+    detect,
+    line_rate_bytes_per_s,
+    local_type_name,
+)
+from heterog.units import GIB
+
+
+def listed(name: str, count: int) -> tuple[FoundDevice, ...]:
+    kind = device_type(name)
+    usable = kind.memory_bytes - GIB - 12345
+    found = FoundDevice(
+        label=f"NVIDIA {name}", type=kind, is_listed=True, usable_memory_bytes=usable
+    )
+    return (found,) * count
+
+
+UNKNOWN = FoundDevice(
+    label="NVIDIA Something: new #1",
+    type=DeviceType(
+        name="NVIDIA-Something:-new-#1",
+        peak_flops_per_s={"float32": 12.3456e12, "bfloat16": 99e12},
+        memory_bandwidth_bytes_per_s=777.7e9,
+        memory_bytes=20 * GIB + 5,
+        source="measured on a: b",
+        compute_efficiency=1.0,
+        memory_efficiency=1.0,
+    ),
+    is_listed=False,
+    usable_memory_bytes=19 * GIB,
+)
+
+
+def machine(
+    *devices: FoundDevice, link: FoundLink | None = None, nic: float | None = 3.125e9
+) -> FoundMachine:
+    return FoundMachine(
+        host="host-1", devices=devices, link=link, interface="eth7", nic_bytes_per_s=nic
+    )
+
+
+def loaded(found: FoundMachine, folder: Path) -> Cluster:
+    """The cluster of a file, which survives being saved again."""
+    path = folder / "cluster.yaml"
+    path.write_text(cluster_yaml(found))
+    cluster = Cluster.load(path)
+    cluster.save(folder / "again.yaml")
+    assert Cluster.load(folder / "again.yaml") == cluster
+    return cluster
+
+
+def test_cards_of_the_catalogue_keep_the_numbers_of_their_sheets(tmp_path: Path) -> None:
+    link = FoundLink(kind="nvlink", bandwidth_bytes_per_s=201.234e9)
+    cluster = loaded(machine(*listed("A100-40GB", 2), *listed("T4", 1), link=link), tmp_path)
+    assert [each.type for each in cluster.devices] == [
+        device_type("A100-40GB"),
+        device_type("A100-40GB"),
+        device_type("T4"),
+    ]
+    below = cluster.devices[0].type.memory_bytes - GIB - 12345
+    assert below - 0.01 * GIB <= cluster.devices[0].usable_memory_bytes <= below
+    host = cluster.hosts[0]
+    assert (host.name, host.intra.kind) == ("host-1", "nvlink")
+    assert host.intra.bandwidth_bytes_per_s == pytest.approx(201.2e9)
+    assert host.nic_line_rate_bytes_per_s == 3.125e9
+
+
+def test_unknown_cards_are_written_out_in_full(tmp_path: Path) -> None:
+    link = FoundLink(kind="pcie", bandwidth_bytes_per_s=11e9)
+    found = machine(UNKNOWN, UNKNOWN, link=link)
+    cluster = loaded(found, tmp_path)
+    kind = cluster.devices[1].type
+    assert kind.name == "NVIDIA-Something:-new-#1"
+    assert kind.peak_flops_per_s["float32"] == pytest.approx(12.35e12, rel=1e-3)
+    assert kind.memory_bandwidth_bytes_per_s == pytest.approx(777.7e9)
+    assert (kind.compute_efficiency, kind.memory_efficiency) == (1.0, 1.0)
+    assert kind.source == "measured on a: b"
+    assert "check: measured rates" in cluster_yaml(found)
+
+
+def test_a_rate_that_nobody_tells_is_marked_as_a_guess(tmp_path: Path) -> None:
+    found = machine(*listed("T4", 1), nic=None)
+    assert loaded(found, tmp_path).hosts[0].nic_line_rate_bytes_per_s == 1e9 / 8
+    line = next(line for line in cluster_yaml(found).splitlines() if "nic:" in line)
+    assert "a guess, the system does not tell the rate of eth7" in line
+    known = next(line for line in cluster_yaml(machine(UNKNOWN)).splitlines() if "nic:" in line)
+    assert "guess" not in known
+
+
+@pytest.mark.parametrize(
+    ("label", "gib", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA GH200 480GB", 94.5, "GH200"),
+        ("NVIDIA GeForce GTX 1080 Ti", 10.9, "GTX-1080-Ti"),
+        ("NVIDIA TITAN RTX", 23.6, "Titan-RTX"),
+        ("NVIDIA A10", 22.1, "A10"),
+        ("Tesla T4", 14.6, "T4"),
+        ("Tesla P100-PCIE-12GB", 11.9, "P100-12GB"),
+        ("Tesla V100S-PCIE-32GB", 31.7, "V100S-32GB"),
+        ("NVIDIA A10G", 22.1, None),
+        ("NVIDIA GeForce RTX 3090 Ti", 23.6, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.8, None),
+        ("NVIDIA A100-PCIE-40GB", 39.4, None),
+        ("NVIDIA GeForce GTX 1080 Ti", 5.5, None),
+    ],
+)
+def test_a_card_is_known_by_its_words_and_its_memory(
+    label: str, gib: float, name: str | None
+) -> None:
+    assert catalogue_name(label, round(gib * GIB)) == name
+
+
+def test_the_nic_is_that_of_the_default_route(tmp_path: Path) -> None:
+    routes = tmp_path / "route"
+    routes.write_text(
+        "Iface\tDestination\tGateway\tFlags\n"
+        "eth0\t0000FEA9\t00000000\t0001\neth1\t00000000\t0101A8C0\t0003\n"
+    )
+    assert default_interface(routes) == "eth1"
+    assert default_interface(tmp_path / "absent") == ""
+    for interface, speed in (("eth0", "25000"), ("eth1", "-1"), ("eth2", "unknown")):
+        (tmp_path / interface).mkdir()
+        (tmp_path / interface / "speed").write_text(f"{speed}\n")
+    assert line_rate_bytes_per_s("eth0", tmp_path) == 25e9 / 8
+    for interface in ("eth1", "eth2", "eth3", ""):
+        assert line_rate_bytes_per_s(interface, tmp_path) is None
+
+
+def test_this_machine_is_described_by_a_file_that_loads(tmp_path: Path) -> None:
+    found = detect()
+    text = cluster_yaml(found)
+    cluster = parse_cluster(text, tmp_path / "cluster.yaml")
+    assert cluster.num_devices == len(found.devices) == max(torch.cuda.device_count(), 1)
+    assert cluster.devices[0].type.name == local_type_name(), "what profile calls its rows"
+    for device in cluster.devices:
+        assert 1e8 < device.type.peak_flops_per_s["float32"] < 1e16
+        assert 1e8 < device.type.memory_bandwidth_bytes_per_s < 1e14
+    assert text.count("check: ") >= 2
