@@ -85,6 +85,7 @@ class _Text(nn.Module):
         )
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
+        nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -104,7 +105,7 @@ def _text(
 
     return heterog.Workload(
         lambda: _Text(vocabulary, width, heads, num_layers),
-        (tokens, tokens),
+        (tokens, tokens.roll(-1, 1)),
         loss,
         torch.optim.SGD,
         {"lr": 0.01},

@@ -13,7 +13,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +20,30 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from scipy.stats import spearmanr
+from testbed_calibration import calibrated
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
 from heterog.planners.plan import load_plan, make_plan
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import run_commands
-from heterog.runtime.profiler import peak_bytes, profile_cluster
-from heterog.runtime.testbed import Testbed, load_testbed
-from heterog.simulator.calibration import Measurements, calibrate
+from heterog.runtime.profiler import peak_bytes
+from heterog.runtime.rank import join
+from heterog.runtime.testbed import Testbed
 from heterog.zoo import load_workload
 
 TESTBEDS = ("skew_compute", "skew_network", "skew_both")
 MODELS = ("mlp", "vgg", "gpt", "encoder")
 METHODS = ("ddp", "cp_ar", "cp_ps", "single_device", "model_parallel", "local_search")
 HERE = Path(__file__).parent
-CALIBRATED_ON = ("mlp_small", "mlp_wide", "vgg_narrow", "vgg_wide", "text_small", "text_wide")
 WARM_UP = 1
+_NOTHING_BYTES = 64 * 1024  # a rank that takes no part holds the loss
 
 
 def serve(folder: Path, model: str, num_steps: int) -> None:
     """One rank: all plans in turn; writes seconds and peak bytes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join(timeout_s=1800)
     rank = dist.get_rank()
     workload = load_workload(f"{HERE / 'testbed_workloads.py'}:{model}", None)
     batch = workload.make_batch()
@@ -65,29 +65,6 @@ def serve(folder: Path, model: str, num_steps: int) -> None:
     (folder / f"rank{rank}.json").write_text(json.dumps({"seconds": seconds, "peaks": peaks}))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def calibrated(testbed: str, folder: Path) -> Cluster:
-    """The testbed's cluster with a calibration of its own; measured once per folder.
-
-    Ops are not measured again on types of devices that another testbed has had measured.
-    """
-    cluster = load_testbed(testbed)
-    path = folder / f"{testbed}.calibration.json"
-    if not path.exists():
-        known = [Measurements.load(each) for each in sorted(folder.glob("*.measurements.json"))]
-        types = {kind.name for kind in cluster.device_types}
-        ops = tuple(row for part in known for row in part.ops if row.device_type in types)
-        is_known = types <= {row.device_type for row in ops}
-        sources = [f"{HERE / 'calibration_workloads.py'}:{name}" for name in CALIBRATED_ON]
-        measured = profile_cluster(
-            [] if is_known else sources, cluster, folder / f"{testbed}.journal"
-        )
-        measured.save(folder / f"{testbed}.measurements.json")
-        if is_known:
-            measured = replace(measured, ops=ops)
-        calibrate(measured, cluster, name=f"calibrated on {testbed}").save(path)
-    return replace(cluster, calibration=str(path))
 
 
 def measure(cluster: Cluster, model: str, num_steps: int) -> list[dict[str, Any]]:
@@ -161,7 +138,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             for p, m in zip(
                 row["predicted_peak_memory_bytes"], row["peak_memory_bytes"], strict=True
             )
-            if m > 0
+            if m > _NOTHING_BYTES
         ]
     )
     return {

@@ -73,6 +73,7 @@ class LanguageModel(nn.Module):
         )
         self.head = nn.Linear(256, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
+        nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of every position, ``[batch x tokens, vocabulary]``."""
@@ -112,7 +113,7 @@ def _tokens(model: object, batch_size: int) -> heterog.Workload:
 
     return heterog.Workload(
         model,  # type: ignore[arg-type]
-        (tokens, tokens),
+        (tokens, tokens.roll(-1, 1)),
         loss,
         torch.optim.SGD,
         {"lr": 0.01},

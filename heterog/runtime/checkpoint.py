@@ -56,6 +56,7 @@ from heterog.errors import HeterogError, InputFileError, StrategyError
 from heterog.files import check_writable, read_json, write_json
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import TensorKind
+from heterog.runtime.collectives import gather_texts
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import CHECKPOINT_INDEX
 
@@ -157,7 +158,7 @@ def save_checkpoint(
             own, states = _own_state(step)
             tensors = _write_tensors(own, data, step.rank)
         # Parts of the index are small, and collected as text.
-        parts = _gather_texts(json.dumps([_to_json(tensors), _to_json(states)]))
+        parts = gather_texts(json.dumps([_to_json(tensors), _to_json(states)]))
         with _together():
             if step.rank == 0:
                 graph = step.captured.graph
@@ -630,7 +631,7 @@ def _together() -> Iterator[None]:
         yield
     except Exception as caught:  # the others wait for this rank, whatever it is
         error = caught
-    said = _gather_texts("" if error is None else _first_line(error))
+    said = gather_texts("" if error is None else _first_line(error))
     if error is not None and not isinstance(error, OSError | RuntimeError):
         raise error
     for rank, text in enumerate(said):
@@ -642,23 +643,6 @@ def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     own = isinstance(error, HeterogError | OSError)
     return " ".join([*([] if own else [f"{type(error).__name__}:"]), *lines[:1]])
-
-
-def _gather_texts(text: str) -> list[str]:
-    """What every rank says, as UTF-8 bytes: objects would be pickled."""
-    mine = text.encode()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)]))
-    longest = max(int(size) for size in sizes)
-    if longest == 0:
-        return [""] * len(sizes)
-    padded = torch.tensor(list(mine.ljust(longest, b"\0")), dtype=torch.uint8)
-    received = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(received, padded)
-    return [
-        bytes(each[: int(size)].tolist()).decode()
-        for each, size in zip(received, sizes, strict=True)
-    ]
 
 
 def _from_rank_0(number: int) -> int:

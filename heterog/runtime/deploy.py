@@ -75,6 +75,12 @@ class DeployedStep:
         self._model = _one_model(workload)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
         named = dict(self._model.named_parameters())
+        held = set(self._held_parameters())
+        for _, tensor, _ in graph.updates:
+            if tensor not in held:
+                # Its shape stays, its memory is given back.
+                parameter = named[self._names[tensor]]
+                parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
         self._parameters: dict[int, nn.Parameter] = {
             parameter: named[self._names[parameter]] for parameter in self._held_parameters()
         }
@@ -100,7 +106,7 @@ class DeployedStep:
 
     @property
     def model(self) -> nn.Module:
-        """The module; parameters that this rank does not hold are as they were at the start."""
+        """The module; parameters that this rank does not hold are zeros without memory."""
         self.flush()
         return self._model
 

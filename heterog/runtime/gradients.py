@@ -75,7 +75,7 @@ class Gradients:
         if bucket not in self._flat:
             own = self._take_own(bucket).reshape(-1)
             # Collectives add in place: not where somebody still reads the gradient.
-            is_shared = any(self._values.is_read_later(b) for b in self._part.reads(task))
+            is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
             self._flat[bucket] = own.clone() if is_shared else own
         flat = self._flat[bucket]
         if kind == TaskKind.ALL_REDUCE:

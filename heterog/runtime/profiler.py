@@ -42,7 +42,7 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.workload import Workload
-from heterog.runtime.collectives import Communicator, Pending
+from heterog.runtime.collectives import Communicator, Pending, gather_texts
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.executor import StepExecutor, batch_by_tensor
 from heterog.runtime.launch import run_commands
@@ -414,7 +414,7 @@ def _allocations(events: Sequence[Any]) -> Iterator[tuple[int, int]]:
 def _resident_bytes(step: DeployedStep) -> int:
     """Bytes of what is there between steps."""
     graph = step.captured.graph
-    tensors: list[Tensor] = [*step.parameters.values(), *step.model.buffers()]
+    tensors: list[Tensor] = [*step.model.parameters(), *step.model.buffers()]
     if step.optimizer is not None:
         for state in step.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
@@ -954,12 +954,11 @@ def profile_as_rank(
         tell("waiting for the other ranks")
         join(timeout_s)
         links = _journalled_links(cluster, Journal(file, of), tell)
-        parts: list[Any] = [None] * num_ranks
-        dist.all_gather_object(parts, ops)
+        parts = gather_texts(json.dumps([asdict(row) for row in ops]))
         if rank == 0:
             measured = Measurements(
                 environment=environment(),
-                ops=tuple(row for part in parts for row in part),
+                ops=tuple(OpMeasurement(**row) for part in parts for row in json.loads(part)),
                 links=links,
                 cluster=replace(cluster, calibration=None).to_dict(),
             )
@@ -972,13 +971,14 @@ def _journalled_links(
     cluster: Cluster, journal: Journal, tell: Callable[[str], None]
 ) -> tuple[LinkMeasurement, ...]:
     """All rows of links; rank 0's journal decides which are still to be measured."""
-    keys = (f"link {number}" for number in itertools.count())
+    keys = [f"link {case}" for case in _link_cases(dist.get_world_size(), _PAYLOADS)]
     known = list(itertools.takewhile(lambda key: key in journal, keys))
     num_done = int(_gathered([len(known)])[0][0])
     rows = [link_measurement(journal.rows(key)[0]) for key in known]
-    for number, row in enumerate(profile_links(cluster, num_done=num_done, tell=tell), num_done):
+    measured = profile_links(cluster, num_done=num_done, tell=tell)
+    for key, row in zip(keys[num_done:], measured, strict=True):
         if dist.get_rank() == 0:
-            journal.add(f"link {number}", [row])
+            journal.add(key, [row])
         rows.append(row)
     return tuple(rows)
 

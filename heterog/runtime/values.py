@@ -12,6 +12,16 @@ from heterog.runtime.collectives import Pending
 from heterog.runtime.local_op import LocalOp
 from heterog.runtime.placed import cut
 from heterog.runtime.rank_program import Layout, Near, RankProgram
+from heterog.strategy.program import TaskKind
+
+_READS_VALUES = (
+    TaskKind.COMPUTE,
+    TaskKind.SPLIT,
+    TaskKind.CONCAT,
+    TaskKind.SEND,
+    TaskKind.REDUCE_VALUE,
+    TaskKind.GATHER_VALUE,
+)
 
 
 @dataclass(slots=True)
@@ -61,9 +71,14 @@ class Values:
         self._buffers = buffers
         self._device = device
         self._num_reads: dict[int, int] = {}
-        for task in tasks:
+        self._last_op: dict[int, int] = {}  # position of the last op or conversion that reads it
+        self._position: dict[int, int] = {}
+        for position, task in enumerate(tasks):
+            self._position[task] = position
             for buffer in part.reads(task):
                 self._num_reads[buffer] = self._num_reads.get(buffer, 0) + 1
+                if part.program.kind[task] in _READS_VALUES:
+                    self._last_op[buffer] = position
         self.held: dict[int, Held] = {}
         self._left: dict[int, int] = {}
         self._batch: Mapping[int, Tensor] = {}
@@ -78,9 +93,12 @@ class Values:
         """Whether anyone on this rank still reads a buffer."""
         return bool(self._left.get(buffer))
 
-    def is_read_later(self, buffer: int) -> bool:
-        """Whether anyone on this rank reads a buffer after the task that is running now."""
-        return self._left.get(buffer, 0) > 1
+    def is_needed_after(self, task: int, buffer: int) -> bool:
+        """Whether an op or conversion on this rank reads a buffer after a task.
+
+        Updates do not count: they read what has become of a gradient.
+        """
+        return self._last_op.get(buffer, -1) > self._position[task]
 
     def drop_read_by(self, task: int) -> None:
         """A task has run: let go what it was the last to read."""

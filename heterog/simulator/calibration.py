@@ -535,7 +535,9 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
         devices = tuple(cluster.device_index(name) for name in row.devices)
         channel = _channel(table, ChannelKind[row.kind.upper()], devices, row.slices)
         if row.while_computing:
-            loaded.setdefault(row.kind, []).append(row.seconds / channel.latency_s)
+            loaded.setdefault(row.kind, []).append(
+                row.seconds / max(channel.latency_s, _LEAST_SECONDS)
+            )
             continue
         by_channel.setdefault(channel, []).append(row)
     rates = _link_rates(
@@ -564,7 +566,8 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
         weight = 1.0 / (seconds + _JITTER_S)
         columns = np.stack([latency, payload], axis=1) * weight[:, None]
         solution, _ = nnls(columns, seconds * weight)
-        factors[kind.name.lower()] = (float(solution[0]), float(solution[1]))
+        # Small messages may pass a shaper faster than light; a search would make use of it.
+        factors[kind.name.lower()] = (max(float(solution[0]), 1.0), float(solution[1]))
     return LinkFit(
         rates=rates,
         factors=factors,

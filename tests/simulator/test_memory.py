@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator import reference
 from tests.simulator.builders import (
@@ -36,6 +36,11 @@ def test_equals_the_slow_reference(seed: int) -> None:
     np.testing.assert_allclose(peak, reference.memory(program, start, finish), rtol=1e-9)
 
 
+def with_margin(num_bytes: float) -> int:
+    """What is reported where tensors need so many bytes."""
+    return round(num_bytes * (1.0 + MEMORY_MARGIN))
+
+
 def test_one_device_by_hand() -> None:
     graph = linear_chain(("a", "b"))
     cluster = cluster_of((10.0, ["T4"]))
@@ -45,7 +50,7 @@ def test_one_device_by_hand() -> None:
     # weights' gradients and that of y1 are alive.
     expected = resident + 2 * WEIGHT + 8 * SAMPLE
     (peak,) = Evaluator(graph, cluster).evaluate(strategy, Order.FIFO).peak_memory_bytes
-    assert peak == expected
+    assert peak == with_margin(expected)
 
 
 def test_a_value_lives_until_its_last_reader() -> None:
@@ -64,7 +69,7 @@ def test_a_value_lives_until_its_last_reader() -> None:
     (peak,) = Evaluator(graph, cluster).evaluate(strategy, Order.FIFO).peak_memory_bytes
     # At the gradient only the first product is alive: the last one was freed at once.
     gradient_time = WEIGHT + 4 * SAMPLE
-    assert peak == WEIGHT + 4 * SAMPLE + max(gradient_time, 3 * 4 * SAMPLE)
+    assert peak == with_margin(WEIGHT + 4 * SAMPLE + max(gradient_time, 3 * 4 * SAMPLE))
 
 
 def test_resident_bytes_of_replicas() -> None:
@@ -99,6 +104,7 @@ def test_buffers_of_received_values_count() -> None:
     strategy = strategy_of(graph, cluster, decisions)
     peak = evaluator.evaluate(strategy, Order.FIFO).peak_memory_bytes
     # Device 1: y2, b's weight's gradient, and first y1 received, then y1's own gradient.
-    assert peak[1] == WEIGHT * (1 + ADAM) + 6 * SAMPLE + WEIGHT + 2 * 6 * SAMPLE
+    expected = WEIGHT * (1 + ADAM) + 6 * SAMPLE + WEIGHT + 2 * 6 * SAMPLE
+    assert peak[1] == with_margin(expected)
     # Device 0: its own y1 is gone once sent; then the gradient of y1 and of a.
-    assert peak[0] == WEIGHT * (1 + ADAM) + 6 * SAMPLE + WEIGHT + 6 * SAMPLE
+    assert peak[0] == with_margin(WEIGHT * (1 + ADAM) + 6 * SAMPLE + WEIGHT + 6 * SAMPLE)

@@ -1,0 +1,35 @@
+"""Testbeds with calibrations of their own, for the experiments that run on them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from heterog.cluster import Cluster
+from heterog.runtime.profiler import profile_cluster
+from heterog.runtime.testbed import load_testbed
+from heterog.simulator.calibration import Measurements, calibrate
+
+WORKLOADS = Path(__file__).with_name("calibration_workloads.py")
+CALIBRATED_ON = ("mlp_small", "mlp_wide", "vgg_narrow", "vgg_wide", "text_small", "text_wide")
+
+
+def calibrated(testbed: str, folder: Path) -> Cluster:
+    """The testbed's cluster with a calibration of its own; measured once per folder.
+
+    Ops are not measured again on types of devices that another testbed has had measured.
+    """
+    cluster = load_testbed(testbed)
+    path = folder / f"{testbed}.calibration.json"
+    if not path.exists():
+        known = [Measurements.load(each) for each in sorted(folder.glob("*.measurements.json"))]
+        types = {kind.name for kind in cluster.device_types}
+        ops = tuple(row for part in known for row in part.ops if row.device_type in types)
+        is_known = types <= {row.device_type for row in ops}
+        sources = [f"{WORKLOADS}:{name}" for name in CALIBRATED_ON]
+        measured = profile_cluster(
+            [] if is_known else sources, cluster, folder / f"{testbed}.journal"
+        )
+        measured.save(folder / f"{testbed}.measurements.json")
+        if is_known:
+            measured = replace(measured, ops=ops)
+        calibrate(measured, cluster, name=f"calibrated on {testbed}").save(path)
+    return replace(cluster, calibration=str(path))
