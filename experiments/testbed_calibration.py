@@ -19,17 +19,21 @@ def calibrated(testbed: str, folder: Path) -> Cluster:
     """
     cluster = load_testbed(testbed)
     path = folder / f"{testbed}.calibration.json"
+    kept = folder / f"{testbed}.measurements.json"
     if not path.exists():
-        known = [Measurements.load(each) for each in sorted(folder.glob("*.measurements.json"))]
+        others = [Measurements.load(each) for each in sorted(folder.glob("*.measurements.json"))]
         types = {kind.name for kind in cluster.device_types}
-        ops = tuple(row for part in known for row in part.ops if row.device_type in types)
+        ops = tuple(row for part in others for row in part.ops if row.device_type in types)
         is_known = types <= {row.device_type for row in ops}
-        sources = [f"{WORKLOADS}:{name}" for name in CALIBRATED_ON]
-        measured = profile_cluster(
-            [] if is_known else sources, cluster, folder / f"{testbed}.journal"
-        )
-        measured.save(folder / f"{testbed}.measurements.json")
-        if is_known:
+        if kept.exists():
+            measured = Measurements.load(kept)
+        else:
+            sources = [f"{WORKLOADS}:{name}" for name in CALIBRATED_ON]
+            measured = profile_cluster(
+                [] if is_known else sources, cluster, folder / f"{testbed}.journal"
+            )
+            measured.save(kept)
+        if not measured.ops:
             measured = replace(measured, ops=ops)
         calibrate(measured, cluster, name=f"calibrated on {testbed}").save(path)
     return replace(cluster, calibration=str(path))

@@ -45,7 +45,6 @@ _NEAR = math.log(2.0)  # sizes within a factor of 2 speak for each other
 _FAR = math.log(3.0)  # beyond this factor from anything measured, a size is extrapolated
 _SHRINK = 0.1  # weight of "the fit is right" against that of one measurement of the same size
 _LEAST_SECONDS = 1e-7  # no clock tells less apart
-_JITTER_S = 1e-3  # of one transfer between processes: smaller ones say little about the fit
 _COPY = "copy"
 
 
@@ -562,12 +561,7 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
             name = cluster.devices[device].type.name
             lost.setdefault(name, []).append(seconds / largest.num_bytes)
     for kind, entries in by_kind.items():
-        latency, payload, seconds = np.array(entries).T
-        weight = 1.0 / (seconds + _JITTER_S)
-        columns = np.stack([latency, payload], axis=1) * weight[:, None]
-        solution, _ = nnls(columns, seconds * weight)
-        # Small messages may pass a shaper faster than light; a search would make use of it.
-        factors[kind.name.lower()] = (max(float(solution[0]), 1.0), float(solution[1]))
+        factors[kind.name.lower()] = _factors(*np.array(entries).T)
     return LinkFit(
         rates=rates,
         factors=factors,
@@ -598,6 +592,21 @@ def _link_rates(cluster: Cluster, seconds_per_byte: Mapping[Channel, float]) -> 
         ratio = float(np.mean([rate / nominal[name] for name, rate in rates.items()]))
         rates = {name: rates.get(name, rate * ratio) for name, rate in nominal.items()}
     return rates
+
+
+def _factors(latency: FloatArray, payload: FloatArray, seconds: FloatArray) -> tuple[float, float]:
+    """Factors of the seconds that latency and payload take without them.
+
+    Medians, as a process that is stopped for a moment makes single measurements meaningless: the
+    payload's over the large ones, then the latency's over the small ones.
+    """
+    is_large = payload >= 0.5 * payload.max()
+    is_small = payload <= 2.0 * payload.min()
+    of_payload = np.median(seconds[is_large] / payload[is_large])
+    rest = seconds[is_small] - of_payload * payload[is_small]
+    of_latency = np.median(rest / np.maximum(latency[is_small], _LEAST_SECONDS))
+    # Small messages may pass a shaper unhindered; a search would make use of it.
+    return max(float(of_latency), 1.0), float(of_payload)
 
 
 def _channel(

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from heterog.errors import InputFileError
-from heterog.report.trace import trace_document, write_trace
+from heterog.report.trace import trace_document, write_comparison, write_trace
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.timeline import Timeline
@@ -31,6 +31,39 @@ def data_parallel() -> Timeline:
 
 def events_of(document: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     return [event for event in document["traceEvents"] if event["ph"] == phase]
+
+
+def test_predicted_and_measured_lanes_side_by_side(tmp_path: Path) -> None:
+    predicted = data_parallel()
+    start, finish = 2.0 * predicted.start, 2.0 * predicted.finish
+    start[0] = np.nan  # not recorded: left out
+    measured = Timeline(predicted.program, start, finish, predicted.cluster, predicted.graph)
+    path = tmp_path / "trace.json"
+    write_comparison(path, predicted, measured)
+    document = json.loads(path.read_text())
+    lanes = [event for event in events_of(document, "M") if event["name"] == "process_name"]
+    assert [(event["pid"], event["args"]["name"]) for event in lanes] == [
+        (1, "host A, predicted"),
+        (2, "host B, predicted"),
+        (3, "links, predicted"),
+        (4, "host A, measured"),
+        (5, "host B, measured"),
+        (6, "links, measured"),
+    ]
+    order = [e for e in events_of(document, "M") if e["name"] == "process_sort_index"]
+    assert [e["pid"] for e in sorted(order, key=lambda e: e["args"]["sort_index"])] == [
+        *(1, 4, 2, 5, 3, 6)
+    ]
+    events = events_of(document, "X")
+    first = [event for event in events if event["pid"] <= 3]
+    second = {event["args"]["task"]: event for event in events if event["pid"] > 3}
+    assert len(first) == predicted.program.num_tasks
+    assert len(second) == predicted.program.num_tasks - 1
+    for event in first:
+        if event["args"]["task"] > 0:
+            twin = second[event["args"]["task"]]
+            assert (twin["name"], twin["pid"]) == (event["name"], event["pid"] + 3)
+            assert twin["dur"] == pytest.approx(2.0 * event["dur"], abs=5e-3)
 
 
 def test_trace_of_data_parallelism(tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from heterog.cli import main
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
-from heterog.planners.plan import make_plan
+from heterog.planners.plan import load_plan, make_plan
 from heterog.runtime import launch
 from heterog.runtime.launch import LaunchError, run_ranks
 from heterog.zoo import load_workload
@@ -70,12 +71,21 @@ def left_over(plan: Path) -> str:
 
 @pytest.mark.distributed
 def test_ranks_train_together_and_are_measured(plan: Path) -> None:
-    measured = run_ranks(plan, 2, num_steps=4, timeout_s=120)
+    measured = run_ranks(plan, 2, num_steps=4, timeout_s=120, record=True)
     assert measured["num_ranks"] == 2
     assert len(measured["step_times_s"]) == len(measured["losses"]) == 4
     assert measured["step_time_min_s"] <= measured["step_time_s"] <= measured["step_time_max_s"]
     assert measured["losses"] == sorted(measured["losses"], reverse=True), "it learns"
     assert left_over(plan) == ""
+    loaded = load_plan(plan)
+    timeline = loaded.measured_timeline(measured["tasks"])
+    assert np.isfinite(timeline.finish).all(), "every task was recorded"
+    assert timeline.seconds <= 2.0 * measured["step_times_s"][-1]
+    for task in range(timeline.program.num_tasks):
+        assert 0.0 <= timeline.start[task] <= timeline.finish[task]
+        if timeline.is_compute(task):
+            makers = timeline.program.dependencies(task)
+            assert all(timeline.start[task] >= timeline.start[maker] for maker in makers)
 
 
 @pytest.mark.distributed
@@ -125,6 +135,7 @@ def test_the_options_of_the_command_reach_the_ranks(
         "save": Path("a"),
         "resume": Path("b"),
         "allow_nonfinite": True,
+        "record": True,
     }
     printed = capsys.readouterr()
     assert "loss 1.0000 -> nan" in printed.out.replace("\n", " ")
