@@ -201,7 +201,7 @@ class StepExecutor:
         if kind == TaskKind.COMPUTE:
             self._compute(task, subject, micro, step.gradients)
         elif kind == TaskKind.ACCUMULATE:
-            step.gradients.accumulate(subject)
+            step.gradients.accumulate(task, subject)
         elif kind == TaskKind.FLATTEN:
             step.gradients.flatten(subject)
         elif kind == TaskKind.SUM:

@@ -60,9 +60,14 @@ class Gradients:
         else:
             self._own[row] = _waited(gradient)
 
-    def accumulate(self, row: int) -> None:
-        """Add the gradient of a micro-batch to that of those before."""
-        self._own[row] = self._own[row] + _waited(self._fresh.pop(row))
+    def accumulate(self, task: int, row: int) -> None:
+        """Add the gradient of a micro-batch to that of those before, in place where it may be."""
+        own, fresh = self._own[row], _waited(self._fresh.pop(row))
+        is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
+        if is_shared or not own.is_contiguous():
+            self._own[row] = own + fresh
+        else:
+            own += fresh
 
     def flatten(self, bucket: int) -> None:
         """Copy gradients into their bucket."""

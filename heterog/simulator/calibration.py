@@ -348,16 +348,15 @@ class Calibration:
     def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
         """Alpha-beta seconds over measured rates, corrected for the kind of channel."""
         cost = alpha_beta(cluster, channel, self.links.rates)
-        latency, per_byte = self.links.factors.get(channel.kind.name.lower(), (1.0, 1.0))
+        kind = _measured_as(channel.kind)
+        latency, per_byte = self.links.factors.get(kind, (1.0, 1.0))
+        loaded = max(latency, self.links.loaded.get(kind, 0.0))
         return ChannelSeconds(
             cost.latency_s * latency,
             cost.seconds_per_byte * per_byte,
             {resource: seconds * per_byte for resource, seconds in cost.held.items()},
-            drag=self.links.drag.get(channel.kind.name.lower(), {}),
-            loaded_latency_s=max(
-                cost.latency_s * latency,
-                cost.latency_s * self.links.loaded.get(channel.kind.name.lower(), 0.0),
-            ),
+            drag=self.links.drag.get(kind, {}),
+            loaded_latency_s=cost.latency_s * loaded,
         )
 
     def save(self, path: str | Path) -> None:
@@ -569,7 +568,8 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
             kind: {name: _mean(values) for name, values in lost.items()}
             for kind, lost in drag.items()
         },
-        loaded={kind: _mean(values) for kind, values in loaded.items()},
+        # Spread over orders of magnitude: it depends on who is stopped when.
+        loaded={kind: float(np.exp(np.mean(np.log(values)))) for kind, values in loaded.items()},
     )
 
 
@@ -592,6 +592,16 @@ def _link_rates(cluster: Cluster, seconds_per_byte: Mapping[Channel, float]) -> 
         ratio = float(np.mean([rate / nominal[name] for name, rate in rates.items()]))
         rates = {name: rates.get(name, rate * ratio) for name, rate in nominal.items()}
     return rates
+
+
+def _measured_as(kind: ChannelKind) -> str:
+    """Name under which a kind of channel was measured.
+
+    Both all-reduces are one call of the communication library, which chooses for itself.
+    """
+    if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL:
+        kind = ChannelKind.ALL_REDUCE_RING
+    return kind.name.lower()
 
 
 def _factors(latency: FloatArray, payload: FloatArray, seconds: FloatArray) -> tuple[float, float]:

@@ -16,7 +16,7 @@ Rules, also those of the slow reference in the tests:
 - Communication drags on compute: while a channel is busy, its members compute at ``1 - drag`` of
   their speed (threads that move bytes share a CPU with kernels; NCCL takes multiprocessors). What
   an op already under way loses to communication that starts later, the next op on its device pays.
-  And compute on communication: what starts while a member computes has a longer latency.
+  And compute on communication: what starts while a member runs an op has a longer latency.
 
 Priority is the order of getting ready (``fifo``), the upward rank (``rank``: own seconds plus the
 longest path of seconds to the end, HeteroG section 4.2), or program order (``program``).
@@ -320,6 +320,7 @@ def simulate_kernel(
     num_candidates = 0
     idle = np.ones(num_devices, np.bool_)
     busy_until = np.zeros(num_devices)
+    op_until = np.zeros(num_devices)
     drag_until = np.zeros(num_devices)
     drag_share = np.zeros(num_devices)
     debt = np.zeros(num_devices)
@@ -435,6 +436,8 @@ def simulate_kernel(
             if event >= 0 or picked >= 0:
                 idle[device] = False
                 busy_until[device] = time
+                if picked >= 0:
+                    op_until[device] = time
                 num_heap = push_event(heap_time, heap_item, num_heap, time, event)
         num_touched = 0
         # Links: start the best head that may start, until none may.
@@ -469,7 +472,7 @@ def simulate_kernel(
             latency = prices.channel_latency_s[channel]
             if prices.channel_loaded_s[channel] > 0.0:
                 for entry in range(prices.member_start[channel], prices.member_start[channel + 1]):
-                    if busy_until[prices.member[entry]] > now:
+                    if op_until[prices.member[entry]] > now:
                         latency += prices.channel_loaded_s[channel]
                         schedule.seconds[best] += prices.channel_loaded_s[channel]
                         break

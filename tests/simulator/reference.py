@@ -117,6 +117,7 @@ def simulate(
     seconds = [] if seconds is None else seconds
     seconds[:] = [task.seconds for task in tasks]
     debt: dict[int, float] = defaultdict(float)
+    op_until: dict[int, float] = defaultdict(float)
     drag_until: dict[int, float] = defaultdict(float)
     drag_share: dict[int, float] = defaultdict(float)
     start, finish = [math.inf] * len(tasks), [math.inf] * len(tasks)
@@ -164,6 +165,8 @@ def simulate(
                     work = work / (1.0 - share) if work <= in_window else work + share * window
                 seconds[chosen.number] = work
                 finish[chosen.number] = device_free_at[device] = now + work
+                if not chosen.is_free:
+                    op_until[device] = now + work
                 moments.add(finish[chosen.number])
         while True:
             heads: dict[object, PricedTask] = {}
@@ -180,7 +183,7 @@ def simulate(
             ready.remove(chosen)
             start[chosen.number] = now
             latency = chosen.cost.latency_s
-            if any(device_free_at.get(device, 0.0) > now for device in chosen.drag):
+            if any(op_until[device] > now for device in chosen.drag):
                 latency = max(latency, chosen.cost.loaded_latency_s)
             seconds[chosen.number] += latency - chosen.cost.latency_s
             end = now + seconds[chosen.number]
