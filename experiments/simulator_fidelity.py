@@ -27,7 +27,7 @@ from heterog.graph.capture import capture, capture_step
 from heterog.planners.plan import load_plan, make_plan
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import run_commands
-from heterog.runtime.profiler import peak_bytes
+from heterog.runtime.peak_memory import peak_bytes
 from heterog.runtime.rank import join
 from heterog.runtime.testbed import Testbed
 from heterog.zoo import load_workload

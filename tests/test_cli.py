@@ -292,9 +292,9 @@ def test_run_refuses_a_missing_plan(run: Run, tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    from heterog.runtime import profiler
+    from heterog.runtime import op_profiler, profiler
 
-    monkeypatch.setattr(profiler, "_LEAST_SECONDS", 0.02)
+    monkeypatch.setattr(op_profiler, "_LEAST_SECONDS", 0.02)
     monkeypatch.setattr(profiler, "SHARES", (1.0, 0.5))
 
 
@@ -353,9 +353,9 @@ def test_a_roofline_plan_says_nothing_about_extrapolation(run: Run, model: str) 
 def test_an_interrupted_profile_goes_on(
     run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from heterog.runtime import profiler
+    from heterog.runtime import op_profiler, profiler
 
-    real, samples = profiler.profile_ops, list[int]()
+    real, samples = op_profiler.profile_ops, list[int]()
 
     def interrupted(*arguments: Any) -> Any:
         samples.append(arguments[2])

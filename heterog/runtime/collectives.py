@@ -164,18 +164,35 @@ class Communicator:
     def reduce_scatter(
         self, tensor: Tensor, devices: tuple[int, ...], counts: Sequence[int]
     ) -> Pending:
-        """Sum a flat tensor over devices and keep this rank's slice of ``counts`` elements.
+        """Sum a flat tensor over devices into this rank's slice of ``counts`` elements, in place.
 
         Every rank sends each other rank its slice and adds up what it receives: the slices may be
         uneven, and nothing is padded (gloo's own reduce-scatter is an all-reduce).
         """
         slices = list(torch.split(tensor, list(counts)))
         own = slices[devices.index(self.rank)]
-        received = [own.clone() if d == self.rank else torch.empty_like(own) for d in devices]
-        return self._pending(
-            self._exchange(slices, received, devices),
-            lambda: torch.stack(received).sum(0),
-        )
+        received = [own if d == self.rank else torch.empty_like(own) for d in devices]
+
+        def finish() -> Tensor:
+            for part in received:
+                if part is not own:
+                    own.add_(part)
+            return own
+
+        return self._pending(self._exchange(slices, received, devices), finish)
+
+    def all_gather_slices(
+        self, tensor: Tensor, devices: tuple[int, ...], counts: Sequence[int]
+    ) -> Pending:
+        """Complete a flat tensor of which each rank has its own slice, in place.
+
+        After ``reduce_scatter`` of the same tensor nothing that must still be sent is overwritten:
+        another rank sends its slice when it has all parts of it, this rank's too.
+        """
+        slices = list(torch.split(tensor, list(counts)))
+        own = slices[devices.index(self.rank)]
+        work = self._exchange([own] * len(devices), slices, devices)
+        return self._pending(work, lambda: tensor)
 
     def all_gather(
         self,

@@ -90,10 +90,8 @@ class Gradients:
         if kind == TaskKind.REDUCE_SCATTER:
             self._slices[bucket] = self._communicator.reduce_scatter(flat, channel.devices, counts)
             return
-        own = self._slices.pop(bucket).wait()
-        self._totals[bucket] = self._communicator.all_gather(
-            own, channel.devices, counts, torch.cat
-        )
+        self._slices.pop(bucket).wait()
+        self._totals[bucket] = self._communicator.all_gather_slices(flat, channel.devices, counts)
 
     def push(self, task: int, row: int) -> None:
         """Send a gradient to where it is added or missing, or receive it."""

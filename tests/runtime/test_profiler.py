@@ -17,15 +17,15 @@ from heterog.graph.capture import CapturedStep, capture, capture_step
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan, make_plan
-from heterog.runtime import profiler
+from heterog.runtime import op_profiler, profiler
 from heterog.runtime.deploy import deploy
+from heterog.runtime.link_profiler import profile_links
+from heterog.runtime.op_profiler import LoopbackCommunicator
+from heterog.runtime.peak_memory import peak_bytes
 from heterog.runtime.profiler import (
-    LoopbackCommunicator,
-    peak_bytes,
     profile_as_rank,
     profile_cluster,
     profile_here,
-    profile_links,
     profile_local,
     remove_journal,
 )
@@ -54,7 +54,7 @@ SHARES = (1.0, 0.5)
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "SHARES", SHARES)
-    monkeypatch.setattr(profiler, "_LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(op_profiler, "_LEAST_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def model(tmp_path: Path) -> str:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The shares that are really measured."""
     found: list[int] = []
-    real = profiler.profile_ops
+    real = op_profiler.profile_ops
 
     def counted(
         captured: CapturedStep, workload: Workload, samples: int, *rest: Any

@@ -1,0 +1,236 @@
+"""Measures transfers and collectives between the ranks of a job."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from heterog.cluster.topology import Cluster
+from heterog.runtime.collectives import Communicator, Pending
+from heterog.runtime.op_profiler import CPU
+from heterog.simulator.calibration import (
+    LinkMeasurement,
+)
+from heterog.strategy.channels import ChannelKind
+
+PAYLOADS = (4 * 1024, 64 * 1024, 512 * 1024, 3 * 1024**2)
+_COLLECTIVES = (
+    ChannelKind.ALL_REDUCE_RING,
+    ChannelKind.REDUCE_SCATTER,
+    ChannelKind.ALL_GATHER,
+)
+
+_LinkCase = tuple[ChannelKind, tuple[int, ...], int, bool]
+"""What is measured, between which devices, with how many bytes, and whether they compute, too."""
+
+
+def profile_links(
+    cluster: Cluster,
+    payloads: Sequence[int] = PAYLOADS,
+    *,
+    num_done: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Iterator[LinkMeasurement]:
+    """Measure transfers between all pairs and collectives over all devices; on every rank.
+
+    Only the devices that take part do anything. All ranks yield the same rows. With NCCL tensors
+    travel from GPU to GPU, and what that takes from their kernels is not measured.
+
+    Args:
+        cluster: one device per rank.
+        payloads: bytes of each transfer.
+        num_done: leave out that many at the beginning; the same on all ranks.
+        tell: hears about progress.
+    """
+    num_ranks = dist.get_world_size()
+    communicator = Communicator(dist.get_rank(), _device_sets(num_ranks))
+    cases = link_cases(num_ranks, payloads)
+    for number, (kind, devices, payload, loaded) in enumerate(cases[num_done:], num_done + 1):
+        tell(f"links {number} of {len(cases)}")
+        if loaded:
+            yield _while_computing(cluster, communicator, kind, devices, payload)
+        elif kind == ChannelKind.POINT_TO_POINT:
+            yield _point_to_point(cluster, communicator, devices[0], devices[1], payload)
+        else:
+            yield _collective(cluster, communicator, kind, devices, payload)
+
+
+def _device_sets(num_ranks: int) -> list[tuple[int, ...]]:
+    """All devices, and all pairs: groups of collectives."""
+    everyone = tuple(range(num_ranks))
+    pairs = [(a, b) for a in everyone for b in everyone if a < b]
+    return list(dict.fromkeys([everyone, *pairs])) if num_ranks > 1 else []
+
+
+def link_cases(num_ranks: int, payloads: Sequence[int]) -> list[_LinkCase]:
+    """In the order in which they are measured."""
+    ways = [(src, dst) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
+    cases: list[_LinkCase] = [
+        (ChannelKind.POINT_TO_POINT, way, payload, False) for way in ways for payload in payloads
+    ]
+    for devices in _device_sets(num_ranks):
+        for kind in _COLLECTIVES:
+            cases += [(kind, devices, payload, False) for payload in payloads]
+            cases.append((kind, devices, min(payloads), True))
+    return cases
+
+
+def _wire_device() -> torch.device:
+    """Where tensors lie that travel: on the GPU if NCCL carries them."""
+    uses_nccl = "cuda:nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else CPU
+
+
+_REPEATS = 3
+_NUM_QUEUED = 12  # collectives that are under way at once, as those of small tensors are
+_BUSY_SIZE = 256  # a matrix product of about a millisecond on one core
+_BUSY_S = 0.3
+
+
+def _repeat(act: Callable[[], None], *, takes_part: bool, num_repeats: int) -> tuple[float, float]:
+    """(seconds, CPU seconds) of one of several calls between two barriers."""
+    on_gpu = _wire_device().type == "cuda"
+    for timed in (False, True):
+        dist.barrier()
+        begin, cpu = time.perf_counter(), time.process_time()
+        if takes_part:
+            for _ in range(num_repeats if timed else 1):
+                act()
+            if on_gpu:
+                torch.cuda.synchronize()
+        elapsed, used = time.perf_counter() - begin, time.process_time() - cpu
+        dist.barrier()
+    if on_gpu:  # a CPU that waits for its GPU is nobody's loss
+        used = 0.0
+    return elapsed / num_repeats, used / num_repeats
+
+
+def gathered(values: Sequence[float]) -> list[list[float]]:
+    """The values of all ranks."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return [part.tolist() for part in parts]
+
+
+def _point_to_point(
+    cluster: Cluster, communicator: Communicator, src: int, dst: int, payload: int
+) -> LinkMeasurement:
+    """A message one way and an empty answer, less half of an empty round trip."""
+    rank, wire = communicator.rank, _wire_device()
+    results = []
+    for count in (payload // 4, 1):  # the message, and next to nothing
+        message, answer = torch.zeros(count, device=wire), torch.zeros(1, device=wire)
+
+        def act(message: Tensor = message, answer: Tensor = answer) -> None:
+            if rank == src:
+                communicator.send(message, dst, 0)
+                communicator.receive(answer, dst, 1).wait()
+            else:
+                communicator.receive(message, src, 0).wait()
+                communicator.send(answer, src, 1)
+            communicator.flush()
+
+        results.append(_repeat(act, takes_part=rank in (src, dst), num_repeats=_REPEATS))
+    (whole, cpu), (empty, _) = results
+    all_ranks = gathered([whole - empty / 2, cpu])
+    return LinkMeasurement(
+        kind=ChannelKind.POINT_TO_POINT.name.lower(),
+        devices=(cluster.devices[src].name, cluster.devices[dst].name),
+        slices=(),
+        num_bytes=payload,
+        seconds=max(all_ranks[src][0], 1e-9),
+        device_seconds=(all_ranks[src][1], all_ranks[dst][1]),
+    )
+
+
+def _collective(
+    cluster: Cluster,
+    communicator: Communicator,
+    kind: ChannelKind,
+    devices: tuple[int, ...],
+    payload: int,
+) -> LinkMeasurement:
+    takes_part = communicator.rank in devices
+    issue = _issuer(communicator, kind, devices, payload)
+
+    def act() -> None:
+        issue().wait()
+
+    seconds, cpu = _repeat(act, takes_part=takes_part, num_repeats=_REPEATS)
+    communicator.flush()
+    all_ranks = gathered([seconds, cpu])
+    return LinkMeasurement(
+        kind=kind.name.lower(),
+        devices=tuple(cluster.devices[device].name for device in devices),
+        slices=() if kind == ChannelKind.ALL_REDUCE_RING else (1,) * len(devices),
+        num_bytes=payload,
+        seconds=max(all_ranks[device][0] for device in devices),
+        device_seconds=tuple(all_ranks[device][1] for device in devices),
+    )
+
+
+def _issuer(
+    communicator: Communicator, kind: ChannelKind, devices: tuple[int, ...], payload: int
+) -> Callable[[], Pending]:
+    """What issues a collective of a payload, for its members."""
+    wire = _wire_device()
+    count = payload // 4
+    flat = torch.zeros(count, device=wire)
+    counts = [count // len(devices)] * len(devices)
+    counts[-1] += count - sum(counts)
+    member = devices.index(communicator.rank) if communicator.rank in devices else 0
+    own = torch.zeros(counts[member], device=wire)
+
+    def issue() -> Pending:
+        if kind == ChannelKind.REDUCE_SCATTER:
+            return communicator.reduce_scatter(flat, devices, counts)
+        if kind == ChannelKind.ALL_GATHER:
+            return communicator.all_gather(own, devices, counts, torch.cat)
+        return communicator.all_reduce(flat, devices)
+
+    return issue
+
+
+def _while_computing(
+    cluster: Cluster,
+    communicator: Communicator,
+    kind: ChannelKind,
+    devices: tuple[int, ...],
+    payload: int,
+) -> LinkMeasurement:
+    """Several small collectives issued at once while their members compute.
+
+    Every step of a collective waits until the next member lets its communication run: on a CPU
+    that a quota has stopped, tens of milliseconds.
+    """
+    issue = _issuer(communicator, kind, devices, payload)
+    square = torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=_wire_device())
+    elapsed = 0.0
+    dist.barrier()
+    if communicator.rank in devices:
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < _BUSY_S:  # a quota is used up, a GPU's queue is full
+            square @ square
+        begin = time.perf_counter()
+        pending = [issue() for _ in range(_NUM_QUEUED)]
+        waiter = threading.Thread(target=lambda: [each.wait() for each in pending])
+        waiter.start()
+        while waiter.is_alive():
+            square @ square
+        elapsed = (time.perf_counter() - begin) / _NUM_QUEUED
+        communicator.flush()
+    dist.barrier()
+    all_ranks = gathered([elapsed])
+    return LinkMeasurement(
+        kind=kind.name.lower(),
+        devices=tuple(cluster.devices[device].name for device in devices),
+        slices=() if kind == ChannelKind.ALL_REDUCE_RING else (1,) * len(devices),
+        num_bytes=payload,
+        seconds=max(all_ranks[device][0] for device in devices),
+        device_seconds=(0.0,) * len(devices),
+        while_computing=True,
+    )

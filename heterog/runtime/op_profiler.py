@@ -1,0 +1,335 @@
+"""Measures the ops of a training step on the device that this process runs on.
+
+Ops are measured inside a real training step, not alone in a loop: caches hold what they will hold.
+The step is the executor's own, of a device with a part of the batch in data parallelism, with a
+communicator that talks to nobody.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heterog.cluster.topology import Cluster, Device, DeviceType, Host, Link
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.capture import CapturedStep
+from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.graph.workload import Workload
+from heterog.runtime.collectives import Communicator, Pending
+from heterog.runtime.executor import StepExecutor, batch_by_tensor
+from heterog.simulator.calibration import (
+    OpMeasurement,
+    op_kind,
+    op_signature,
+)
+from heterog.strategy.lowering import lower
+from heterog.strategy.program import Program, TaskKind
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+from heterog.strategy.tables import graph_tables
+
+_WARM_UP_STEPS = 1
+_LEAST_STEPS = 2
+_LEAST_SECONDS = 1.0  # long against the 100 ms after which a CPU quota is renewed
+_COPIES = (TaskKind.FLATTEN, TaskKind.ACCUMULATE, TaskKind.SUM)
+_UPDATE_REPEATS = 5
+
+
+class LoopbackCommunicator(Communicator):
+    """A communicator of a rank that is alone: what it would receive is already there."""
+
+    def __init__(self) -> None:
+        super().__init__(0, ())
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        """Nobody hears."""
+
+    def receive(self, like: Tensor, src: int, tag: int) -> Pending:
+        """Whatever ``like`` holds."""
+        return Pending(None, lambda: like)
+
+    def all_reduce(self, tensor: Tensor, devices: tuple[int, ...]) -> Pending:
+        """The tensor itself."""
+        return Pending(None, lambda: tensor)
+
+
+class _Clock:
+    """Records the seconds of every task of a step.
+
+    On a CPU with one thread: the thread's CPU time over the share of a core that it may use. A
+    quota stops the process for tens of milliseconds wherever it happens to be; this spreads the
+    pauses over all tasks, as they are spread over many steps. On a GPU: events.
+    """
+
+    def __init__(self, device: torch.device, quota: float | None) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._use_cpu_time = not self._is_cuda and torch.get_num_threads() == 1
+        self.stretch = 1.0 / quota if quota and self._use_cpu_time else 1.0
+        self.own: dict[int, list[Any]] = {}
+        self._begin: Any = None
+
+    def _now(self) -> Any:
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream())
+            return event
+        return time.thread_time() if self._use_cpu_time else time.perf_counter()
+
+    def begin_task(self, task: int) -> None:
+        """A task begins."""
+        self._begin = self._now()
+
+    def end_task(self, task: int) -> None:
+        """A task ends."""
+        end = self._now()
+        self.own.setdefault(task, []).append((self._begin, end))
+
+    def begin_update(self, parameters: Sequence[int]) -> None:
+        """The optimizer begins; measured on its own."""
+
+    def end_update(self, parameters: Sequence[int]) -> None:
+        """The optimizer ends."""
+
+    def waiting(self) -> None:
+        """Nobody waits: the communicator talks to nobody."""
+
+    def seconds(self) -> dict[int, list[float]]:
+        """Seconds of every call by task."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+            return {
+                task: [begin.elapsed_time(end) * 1e-3 for begin, end in calls]
+                for task, calls in self.own.items()
+            }
+        return {
+            task: [(end - begin) * self.stretch for begin, end in calls]
+            for task, calls in self.own.items()
+        }
+
+
+def profile_ops(
+    captured: CapturedStep,
+    workload: Workload,
+    samples: int,
+    device_type: str,
+    quota: float | None = None,
+) -> list[OpMeasurement]:
+    """Measure the ops of a step on a part of the batch, on this process's device.
+
+    Needs a process group of this process alone.
+
+    Args:
+        captured: the step.
+        workload: that it was captured from.
+        samples: local share; at most the batch size.
+        device_type: name under which the rows are kept.
+        quota: share of a core that this process may use.
+
+    Returns:
+        One row per op signature, and rows of kind ``copy`` for copies and sums.
+    """
+    graph = captured.graph
+    device = _device_of(device_type)
+    program = _data_parallel(graph, samples)
+    model = workload.make_model().to(device)
+    named = dict(model.named_parameters())
+    named_buffers = dict(model.named_buffers())
+    parameters: dict[int, nn.Parameter] = {}
+    buffers: dict[int, Tensor] = {}
+    for tensor in range(graph.num_inputs):
+        kind, name = graph.tensors[tensor].kind, graph.tensors[tensor].name
+        if kind == TensorKind.PARAMETER:
+            parameters[tensor] = named[name]
+        elif kind == TensorKind.BUFFER:
+            buffers[tensor] = named_buffers.get(name, named.get(name, torch.empty(0))).detach()
+        elif kind == TensorKind.CONSTANT:
+            buffers[tensor] = getattr(captured.module, name).to(device)
+    optimizer = workload.optimizer(list(parameters.values()), **dict(workload.optimizer_options))
+    executor = StepExecutor(
+        captured,
+        _strategy(graph, samples),
+        program,
+        range(program.num_tasks),
+        rank=0,
+        communicator=LoopbackCommunicator(),
+        parameters=parameters,
+        buffers=buffers,
+        optimizer=optimizer,
+    )
+    batch = {
+        tensor: value.to(device)
+        for tensor, value in batch_by_tensor(captured, workload.make_batch()).items()
+    }
+    for _ in range(_WARM_UP_STEPS):
+        executor(batch)
+    clock = _Clock(device, quota)
+    executor.recorder = clock
+    begin, steps = time.perf_counter(), 0
+    while steps < _LEAST_STEPS or time.perf_counter() - begin < _LEAST_SECONDS:
+        executor(batch)
+        steps += 1
+    rows = _op_rows(graph, program, clock.seconds(), samples, device_type)
+    rows += _update_rows(graph, parameters, optimizer, clock.stretch, samples, device_type, device)
+    return rows
+
+
+CPU = torch.device("cpu")
+
+
+def has_cuda() -> bool:
+    """Whether there is a GPU to measure."""
+    return torch.cuda.is_available()
+
+
+def _device_of(device_type: str) -> torch.device:
+    """This process's device of a type: its GPU, if it has one and the type is not the CPU's."""
+    is_cpu = device_type.partition("@")[0] == "CPU"  # a testbed's types are named CPU@QUOTA
+    return CPU if is_cpu or not has_cuda() else torch.device("cuda", torch.cuda.current_device())
+
+
+def _data_parallel(graph: OpGraph, samples: int) -> Program:
+    return lower(graph, _pair(), _strategy(graph, samples), num_steps=1)
+
+
+def _pair() -> Cluster:
+    """Two devices of no particular kind: what is lowered, not priced."""
+    kind = DeviceType(
+        name="profiled",
+        peak_flops_per_s={"float32": 1e12},
+        memory_bandwidth_bytes_per_s=1e11,
+        memory_bytes=2**50,
+        source="not priced",
+    )
+    link = Link(kind="bus", bandwidth_bytes_per_s=1e9)
+    host = Host(name="host", nic_line_rate_bytes_per_s=1e9, intra=link)
+    devices = tuple(
+        Device(name=f"host:{i}", type=kind, host_index=0, usable_memory_bytes=2**50)
+        for i in range(2)
+    )
+    return Cluster(name="profiled", hosts=(host,), devices=devices)
+
+
+def _strategy(graph: OpGraph, samples: int) -> Strategy:
+    """Data parallelism over two devices, of which this process plays the first."""
+    decision = Decision(devices=(0, 1), shares=(samples, graph.batch_size - samples))
+    if samples == graph.batch_size:
+        decision = Decision(devices=(0,), shares=(samples,))
+    return Strategy(
+        graph=graph.fingerprint,
+        cluster=_pair().fingerprint(),
+        decisions=(decision,) * graph_tables(graph).num_groups,
+        homes=(REPLICATED,) * len(graph.updates),
+        bucket_bytes=25 * 2**20,
+    )
+
+
+def _op_rows(
+    graph: OpGraph,
+    program: Program,
+    seconds: Mapping[int, Sequence[float]],
+    samples: int,
+    device_type: str,
+) -> list[OpMeasurement]:
+    """Rows of ops, equal signatures together, and of copies."""
+    plan = batch_plan(graph)
+    tables = graph_tables(graph)
+    found: dict[str, tuple[int, list[float]]] = {}
+    rows = []
+    for task, calls in seconds.items():
+        kind = TaskKind(program.kind[task])
+        if kind == TaskKind.COMPUTE:
+            op = int(tables.op_id[program.subject[task]])
+            found.setdefault(op_signature(graph, op), (op, []))[1].extend(calls)
+        elif kind in _COPIES:
+            rows.append(
+                OpMeasurement(
+                    device_type=device_type,
+                    model=graph.name,
+                    signature="",
+                    kind="copy",
+                    samples=samples,
+                    flops=0.0,
+                    num_bytes=float(program.num_bytes[task]),
+                    seconds=statistics.median(calls),
+                    count=len(calls),
+                )
+            )
+    for signature, (op, calls) in found.items():
+        rows.append(
+            OpMeasurement(
+                device_type=device_type,
+                model=graph.name,
+                signature=signature,
+                kind=op_kind(graph, op),
+                samples=samples,
+                flops=float(plan.flops_fixed[op] + samples * plan.flops_per_sample[op]),
+                num_bytes=float(plan.bytes_fixed[op] + samples * plan.bytes_per_sample[op]),
+                seconds=_trimmed_mean(calls),
+                count=len(calls),
+            )
+        )
+    return rows
+
+
+def _trimmed_mean(values: Sequence[float]) -> float:
+    """Mean without the highest tenth: interrupts belong to nobody."""
+    kept = sorted(values)[: math.ceil(0.9 * len(values))]
+    return sum(kept) / len(kept)
+
+
+def _update_rows(
+    graph: OpGraph,
+    parameters: Mapping[int, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    stretch: float,
+    samples: int,
+    device_type: str,
+    device: torch.device,
+) -> list[OpMeasurement]:
+    """Rows of the optimizer's steps: of each size of parameter, scaled to the step of all."""
+    sizes: dict[int, tuple[int, list[int]]] = {}
+    for op, parameter, _ in graph.updates:
+        sizes.setdefault(parameters[parameter].numel(), (op, []))[1].append(parameter)
+
+    def seconds(chosen: Sequence[int]) -> float:
+        for parameter in chosen:
+            parameters[parameter].grad = torch.zeros_like(parameters[parameter])
+        times = []
+        for _ in range(_UPDATE_REPEATS):
+            begin = _stamp(device)
+            optimizer.step()
+            times.append(_stamp(device) - begin)
+        for parameter in chosen:
+            parameters[parameter].grad = None
+        return statistics.median(times) * stretch
+
+    nothing = seconds(())
+    alone = {
+        size: max(seconds(members[:1]) - nothing, 1e-9) for size, (_, members) in sizes.items()
+    }
+    together = seconds([parameter for _, parameter, _ in graph.updates])
+    total = sum(alone[size] * len(members) for size, (_, members) in sizes.items())
+    return [
+        OpMeasurement(
+            device_type=device_type,
+            model=graph.name,
+            signature=op_signature(graph, op),
+            kind=op_kind(graph, op),
+            samples=samples,
+            flops=graph.ops[op].flops,
+            num_bytes=graph.ops[op].bytes_read + graph.ops[op].bytes_written,
+            seconds=alone[size] * together / total,
+            count=len(members) * _UPDATE_REPEATS,
+        )
+        for size, (op, members) in sizes.items()
+    ]
+
+
+def _stamp(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()

@@ -1,0 +1,64 @@
+"""The most bytes that a rank really holds during a step."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+from heterog.graph.op_graph import TensorKind
+from heterog.runtime.deploy import DeployedStep
+from heterog.runtime.op_profiler import has_cuda
+
+
+def peak_bytes(step: DeployedStep, batch: Any) -> int:
+    """Most bytes that this rank's tensors held during one more step.
+
+    On a GPU by its allocator's own count. On a CPU by following every allocation and release of
+    the tensor allocator, those inside kernels included, on top of what is there all the time:
+    parameters, optimizer state, buffers and this rank's part of the batch.
+    """
+    if has_cuda():
+        torch.cuda.reset_peak_memory_stats()
+        step(batch)
+        return int(torch.cuda.max_memory_allocated())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step(batch)
+    results = recorded.profiler
+    assert results is not None
+    assert results.kineto_results is not None
+    changes = sorted(_allocations(results.kineto_results.experimental_event_tree()))
+    held = highest = 0
+    for _, num_bytes in changes:
+        held += num_bytes
+        highest = max(highest, held)
+    return _resident_bytes(step) + highest
+
+
+def _allocations(events: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """(time, bytes taken or given back) of all events."""
+    for event in events:
+        if event.tag == _EventType.Allocation:
+            yield event.start_time_ns, event.extra_fields.alloc_size
+        yield from _allocations(event.children)
+
+
+def _resident_bytes(step: DeployedStep) -> int:
+    """Bytes of what is there between steps."""
+    graph = step.captured.graph
+    tensors: list[Tensor] = [*step.model.parameters(), *step.model.buffers()]
+    if step.optimizer is not None:
+        for state in step.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    samples = max(
+        (
+            dict(zip(decision.devices, decision.shares, strict=True)).get(step.rank, 0)
+            for decision in step.plan.strategy.decisions
+        ),
+        default=0,
+    )
+    whole = sum(int(graph.tensor_bytes[t]) for t in graph.inputs_of_kind(TensorKind.BATCH))
+    return sum(len(each) for each in storages.values()) + whole * samples // graph.batch_size
