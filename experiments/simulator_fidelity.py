@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ WARM_UP = 1
 _NOTHING_BYTES = 64 * 1024  # a rank that takes no part holds the loss
 
 
-def serve(folder: Path, model: str, num_steps: int) -> None:
+def serve(folder: Path, model: str, methods: Sequence[str], num_steps: int) -> None:
     """One rank: all plans in turn; writes seconds and peak bytes."""
     torch.set_num_threads(1)
     join(timeout_s=1800)
@@ -50,9 +51,9 @@ def serve(folder: Path, model: str, num_steps: int) -> None:
     captured = capture_step(workload)
     steps = {
         method: DeployedStep(workload, load_plan(folder / f"{method}.json"), captured=captured)
-        for method in METHODS
+        for method in methods
     }
-    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+    seconds: dict[str, list[float]] = {method: [] for method in methods}
     for number in range(num_steps + WARM_UP):
         for method, step in steps.items():
             dist.barrier()
@@ -67,11 +68,13 @@ def serve(folder: Path, model: str, num_steps: int) -> None:
     dist.destroy_process_group()
 
 
-def measure(cluster: Cluster, model: str, num_steps: int) -> list[dict[str, Any]]:
+def measure(
+    cluster: Cluster, model: str, methods: Sequence[str], num_steps: int
+) -> list[dict[str, Any]]:
     """Rows of one model on one testbed."""
     graph = capture(load_workload(f"{HERE / 'testbed_workloads.py'}:{model}", None))
     plans = {
-        method: make_plan(graph, cluster, methods=(method,), budget="500e") for method in METHODS
+        method: make_plan(graph, cluster, methods=(method,), budget="500e") for method in methods
     }
     with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
         folder = Path(name)
@@ -81,6 +84,7 @@ def measure(cluster: Cluster, model: str, num_steps: int) -> list[dict[str, Any]
             [
                 *(str(Path(__file__).resolve()), "--rank-folder", name),
                 *("--models", model, "--steps", str(num_steps)),
+                *("--methods", ",".join(methods)),
             ],
             cluster.num_devices,
             wrap=bed.command,
@@ -160,12 +164,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--testbeds", default=",".join(TESTBEDS))
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
     parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    methods = arguments.methods.split(",")
     if arguments.rank_folder:
-        serve(Path(arguments.rank_folder), arguments.models, arguments.steps)
+        serve(Path(arguments.rank_folder), arguments.models, methods, arguments.steps)
         return
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -173,7 +179,7 @@ def main() -> None:
         for testbed in arguments.testbeds.split(","):
             cluster = calibrated(testbed, folder)
             for model in arguments.models.split(","):
-                found = measure(cluster, model, arguments.steps)
+                found = measure(cluster, model, methods, arguments.steps)
                 rows += found
                 for row in found:
                     print(line(row), file=sys.stderr, flush=True)

@@ -77,6 +77,7 @@ class _Sending:
     def __init__(self) -> None:
         self._under_way: queue.SimpleQueue[tuple[dist.Work, Tensor]] = queue.SimpleQueue()
         self._on_gpu: list[tuple[dist.Work, Tensor]] = []
+        self._sent: list[Tensor] = []
         self._num_left = 0
         self._changed = threading.Condition()
         self._error: Exception | None = None
@@ -93,6 +94,12 @@ class _Sending:
         with self._changed:
             self._num_left += 1
         self._under_way.put((work, tensor))
+        self.release()
+
+    def release(self) -> None:
+        """Let go what has been sent, in the thread that made it: profilers count by thread."""
+        with self._changed:
+            self._sent.clear()
 
     def flush(self) -> None:
         """Until all is sent.
@@ -107,6 +114,7 @@ class _Sending:
             self._changed.wait_for(lambda: self._num_left == 0 or self._error is not None)
         if self._error is not None:
             raise self._error
+        self.release()
 
     def _wait(self) -> None:
         while True:
@@ -118,8 +126,9 @@ class _Sending:
                     self._error = error
                     self._changed.notify_all()
                 return
-            del work, tensor
             with self._changed:
+                self._sent.append(tensor)
+                del work, tensor
                 self._num_left -= 1
                 if self._num_left == 0:
                     self._changed.notify_all()
@@ -154,6 +163,8 @@ class Communicator:
 
     def receive(self, like: Tensor, src: int, tag: int) -> Pending:
         """Receive into ``like``, a contiguous tensor."""
+        for sending in self._sending.values():
+            sending.release()
         return self._pending(dist.irecv(like, src, tag=tag), lambda: like)
 
     def all_reduce(self, tensor: Tensor, devices: tuple[int, ...]) -> Pending:

@@ -102,6 +102,11 @@ class StepExecutor:
             self._part, self._ops, self._values, self._losses, communicator
         )
         self._open: StepUpdates | None = None
+        # As lists: single elements are looked up for every task of every step.
+        self._kind = [TaskKind(kind) for kind in program.kind.tolist()]
+        self._subject: list[int] = program.subject.tolist()
+        self._micro: list[int] = program.micro.tolist()
+        self._op: list[int] = self._part.tables.op_id.tolist()
 
     @property
     def recorder(self) -> Recorder | None:
@@ -196,8 +201,7 @@ class StepExecutor:
             recorder.end_task(task)
 
     def _run(self, task: int, step: StepUpdates) -> None:
-        kind = TaskKind(self.program.kind[task])
-        subject, micro = int(self.program.subject[task]), int(self.program.micro[task])
+        kind, subject, micro = self._kind[task], self._subject[task], self._micro[task]
         if kind == TaskKind.COMPUTE:
             self._compute(task, subject, micro, step.gradients)
         elif kind == TaskKind.ACCUMULATE:
@@ -219,7 +223,7 @@ class StepExecutor:
 
     def _compute(self, task: int, row: int, micro: int, gradients: Gradients) -> None:
         part, values = self._part, self._values
-        op = int(part.tables.op_id[row])
+        op = self._op[row]
         local_op = self._ops[op]
         layout = part.layout_of_op(op)
         begin, count = layout.range(micro, self.rank) if layout else (0, 0)
