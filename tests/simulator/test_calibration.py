@@ -327,6 +327,32 @@ def test_a_collective_waits_longer_while_its_members_compute() -> None:
         assert cost.loaded_latency_s == pytest.approx(0.04 if is_ring else cost.latency_s)
 
 
+def test_a_hierarchical_all_reduce_costs_what_the_measured_one_costs() -> None:
+    """The library has one all-reduce; unmeasured, it looked twenty times as fast."""
+    cluster = load_testbed("skew_both")
+    rows = transferred(
+        cluster, slowed(cluster, a=1, b=1, c=1), {ChannelKind.ALL_REDUCE_RING: (40.0, 1.2)}
+    )
+    model = Calibration(name="links", types={}, links=fit_links(rows, cluster))
+    table = ChannelTable(cluster)
+    ring = table.channels[table.all_reduce((0, 1, 2), hierarchical=False)]
+    hierarchical = table.channels[table.all_reduce((0, 1, 2), hierarchical=True)]
+    cost, like = model.channel_seconds(cluster, hierarchical), model.channel_seconds(cluster, ring)
+    factor = like.latency_s / ring.latency_s
+    assert cost.latency_s == pytest.approx(factor * hierarchical.latency_s)
+    assert cost.drag == like.drag
+
+
+def test_one_measurement_gone_wrong_changes_no_factor() -> None:
+    cluster = load_testbed("skew_both")
+    rows = transferred(cluster, slowed(cluster, a=1, b=1, c=1))
+    wrong = next(i for i, row in enumerate(rows) if row.kind == "point_to_point")
+    rows[wrong] = replace(rows[wrong], seconds=1e-9)
+    fit, exact = fit_links(rows, cluster), fit_links(rows[:wrong] + rows[wrong + 1 :], cluster)
+    for kind, factors in exact.factors.items():
+        assert fit.factors[kind] == pytest.approx(factors, rel=0.1)
+
+
 def test_link_error_is_that_of_a_payload_which_was_not_seen() -> None:
     cluster = load_testbed("skew_both")
     exact = transferred(cluster, slowed(cluster, a=1, b=1, c=1))
