@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--testbeds", default=",".join(TESTBEDS))
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--budget", default="1000e")
+    parser.add_argument("--budget", default="4000e")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
     parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
