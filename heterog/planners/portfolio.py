@@ -11,8 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import heterog.planners.data_parallel
-import heterog.planners.local_search
-import heterog.planners.model_parallel  # noqa: F401 - registers its methods
+import heterog.planners.model_parallel
+import heterog.planners.tuned_uniform
+import heterog.planners.two_segment
+
+# isort: split
+# Registered last: it starts from what all others have found.
+import heterog.planners.local_search  # noqa: F401
 from heterog.planners.planner import (
     Budget,
     Candidate,
@@ -59,8 +64,7 @@ def run_methods(
         UnknownNameError: a method does not exist.
     """
     chosen = _chosen(methods)
-    if AUTO in methods:
-        budget = _divided(budget, sum(planner.stage != "baseline" for planner in chosen))
+    searches_left = sum(planner.stage != "baseline" for planner in chosen)
     task = Task(
         evaluator=evaluator, budget=budget, seed=seed, step_barrier=step_barrier, orders=orders
     )
@@ -74,9 +78,15 @@ def run_methods(
         if not wanted and (planner.stage != "baseline" or not searching):
             continue
         progress(planner.name, 0.0, math.inf)
+        if AUTO in methods and planner.stage != "baseline":
+            # What one search leaves over, the later ones share.
+            task = replace(task, budget=_part(budget, searches_left))
+            searches_left -= 1
         row = run_method(
             planner, replace(task, seeds=tuple(seeds), report=_named(planner, progress))
         )
+        if AUTO in methods and planner.stage != "baseline" and searches_left:
+            budget = _rest(budget, row)
         if row.candidate is not None:
             seeds.append(row.candidate)
         if wanted:
@@ -141,11 +151,20 @@ def _chosen(methods: Sequence[str]) -> list[Planner]:
     return [planner_by_name(name) for name in methods]
 
 
-def _divided(budget: Budget, parts: int) -> Budget:
+def _part(budget: Budget, parts: int) -> Budget:
+    """One of equal parts of a budget."""
     if budget.evaluations is not None:
         return Budget(evaluations=max(budget.evaluations // parts, 1))
     assert budget.seconds is not None
     return Budget(seconds=budget.seconds / parts)
+
+
+def _rest(budget: Budget, row: MethodRow) -> Budget:
+    """What a method has left of a budget; never nothing."""
+    if budget.evaluations is not None:
+        return Budget(evaluations=max(budget.evaluations - row.num_evaluations, 1))
+    assert budget.seconds is not None
+    return Budget(seconds=max(budget.seconds - row.search_seconds, 1e-3))
 
 
 def _named(planner: Planner, progress: Progress) -> Callable[[float, float], None]:

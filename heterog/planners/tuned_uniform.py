@@ -1,0 +1,99 @@
+"""Data parallelism tuned by hand: the baseline that a search has to beat.
+
+One decision for the whole model: the best subset of machines, shares in proportion to measured
+speed, gradients by reduce-scatter and all-gather with slices in proportion to the NICs' rates, a
+full update on every rank, the best of the three orders. Tensor by tensor or in 25 MiB buckets,
+whichever is better.
+"""
+
+import time
+from collections.abc import Iterator
+
+from heterog.cluster.topology import Cluster
+from heterog.planners.data_parallel import device_speeds, uniform_strategy
+from heterog.planners.planner import Candidate, PlanResult, Spending, Task, best_of, register
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.channels import proportional_slices
+from heterog.strategy.space import device_sets
+from heterog.strategy.strategy import (
+    DEFAULT_BUCKET_BYTES,
+    Decision,
+    Strategy,
+    Sync,
+    split_in_proportion,
+)
+
+NUM_RETURNED = 3
+"""Strategies handed to the referee."""
+
+
+def machine_subsets(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Device sets that are whole machines, the largest first; at most 256 (see ``space``)."""
+    hosts = [set(cluster.host_devices(index)) for index in range(cluster.num_hosts)]
+    whole = [
+        devices
+        for devices in device_sets(cluster)
+        if all(host <= set(devices) or host.isdisjoint(devices) for host in hosts)
+    ]
+    return sorted(whole, key=lambda devices: (-len(devices), devices))
+
+
+def tuned_decision(
+    evaluator: Evaluator, devices: tuple[int, ...], speeds: tuple[float, ...]
+) -> Decision:
+    """Replicas on some devices with shares and slices in proportion."""
+    batch = evaluator.graph.batch_size
+    if len(devices) == 1:
+        return Decision(devices=devices, shares=(batch,))
+    return Decision(
+        devices=devices,
+        shares=split_in_proportion(batch, tuple(speeds[device] for device in devices)),
+        sync=Sync.REDUCE_SCATTER_ALL_GATHER,
+        slices=proportional_slices(evaluator.cluster, devices),
+    )
+
+
+class TunedUniform:
+    """One tuned decision for every group; see the module docstring."""
+
+    name = "tuned_uniform"
+    stage = "baseline"
+
+    def plan(self, task: Task) -> PlanResult:
+        """Try every subset of machines, both bucket sizes and every order."""
+        begin = time.perf_counter()
+        spending = Spending(task.budget, task.evaluator)
+        tried: list[tuple[Strategy, Order]] = []
+        evaluations = []
+        for strategy in _strategies(task):
+            choice = task.evaluator.encode(strategy)
+            for order in Order:
+                tried.append((strategy, order))
+                evaluations.append(task.evaluator.evaluate_choice(choice, order))
+        ranked: list[Candidate] = []
+        left = list(range(len(tried)))
+        while left and len(ranked) < NUM_RETURNED:
+            strategy, order = tried[left.pop(best_of([evaluations[index] for index in left]))]
+            ranked.append(Candidate(strategy=strategy, orders=(order,)))
+        return PlanResult(
+            candidates=tuple(ranked),
+            num_evaluations=spending.evaluations,
+            search_seconds=time.perf_counter() - begin,
+        )
+
+
+def _strategies(task: Task) -> Iterator[Strategy]:
+    speeds = device_speeds(task.evaluator)
+    for devices in machine_subsets(task.evaluator.cluster):
+        decision = tuned_decision(task.evaluator, devices, speeds)
+        for bucket_bytes in (0, DEFAULT_BUCKET_BYTES):
+            yield uniform_strategy(
+                task.evaluator,
+                decision,
+                bucket_bytes=bucket_bytes,
+                step_barrier=task.step_barrier,
+            )
+
+
+register(TunedUniform())
