@@ -711,15 +711,28 @@ def _measured_cluster(measured: "Measurements") -> "Cluster | None":
 
 
 def _print_measured(measured: "Measurements", output: Path, *, as_json: bool) -> None:
+    from heterog.simulator.calibration import STEP
+
     types = sorted({row.device_type for row in measured.ops})
     models = sorted({row.model for row in measured.ops})
-    summary = {
+    summary: dict[str, Any] = {
         "file": str(output),
         "models": models,
         "device_types": types,
         "num_ops": len({row.signature for row in measured.ops if row.signature}),
         "num_op_measurements": len(measured.ops),
         "num_link_measurements": len(measured.links),
+        "steps": [
+            {
+                "model": row.model,
+                "device_type": row.device_type,
+                "samples": row.samples,
+                "step_time_s": row.seconds,
+                "peak_memory_bytes": round(row.num_bytes),
+            }
+            for row in measured.ops
+            if row.kind == STEP
+        ],
         "environment": dict(measured.environment),
     }
     if as_json:
@@ -731,6 +744,14 @@ def _print_measured(measured: "Measurements", output: Path, *, as_json: bool) ->
         soft_wrap=True,
         markup=False,
     )
+    for step in summary["steps"]:
+        out.print(
+            f"{step['model']}, {step['samples']} samples on {step['device_type']}: "
+            f"{format_seconds(step['step_time_s'])} a step, at most "
+            f"{format_bytes(step['peak_memory_bytes'])}",
+            soft_wrap=True,
+            markup=False,
+        )
     out.print(f"next: heterog calibrate {output} -o calibration.json", soft_wrap=True)
 
 

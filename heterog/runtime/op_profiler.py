@@ -21,7 +21,9 @@ from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.workload import Workload
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.executor import StepExecutor, batch_by_tensor
+from heterog.runtime.peak_memory import peak_during, stored_bytes
 from heterog.simulator.calibration import (
+    STEP,
     OpMeasurement,
     op_kind,
     op_signature,
@@ -129,7 +131,8 @@ def profile_ops(
         quota: share of a core that this process may use.
 
     Returns:
-        One row per op signature, and rows of kind ``copy`` for copies and sums.
+        One row per op signature, rows of kind ``copy`` for copies and sums, and one of kind
+        ``step``.
     """
     graph = captured.graph
     device = _device_of(device_type)
@@ -172,6 +175,18 @@ def profile_ops(
         executor(batch)
         steps += 1
     rows = _op_rows(graph, program, clock.seconds(), samples, device_type)
+    executor.recorder = None
+    rows.append(
+        _step_row(
+            graph,
+            executor,
+            batch,
+            optimizer,
+            (time.perf_counter() - begin) / steps,
+            samples,
+            device_type,
+        )
+    )
     rows += _update_rows(graph, parameters, optimizer, clock.stretch, samples, device_type, device)
     return rows
 
@@ -272,6 +287,35 @@ def _op_rows(
             )
         )
     return rows
+
+
+def _step_row(
+    graph: OpGraph,
+    executor: StepExecutor,
+    batch: Mapping[int, Tensor],
+    optimizer: torch.optim.Optimizer,
+    seconds: float,
+    samples: int,
+    device_type: str,
+) -> OpMeasurement:
+    """The whole step: its seconds, and the most bytes that tensors held in one more of it."""
+    num_bytes = peak_during(lambda: executor(batch))
+    if not has_cuda():
+        state = [value for each in optimizer.state.values() for value in each.values()]
+        model = [value for group in optimizer.param_groups for value in group["params"]]
+        num_bytes += stored_bytes([*model, *(v for v in state if isinstance(v, Tensor))])
+        num_bytes += stored_bytes(batch.values()) * samples // graph.batch_size
+    return OpMeasurement(
+        device_type=device_type,
+        model=graph.name,
+        signature="",
+        kind=STEP,
+        samples=samples,
+        flops=float(graph.flops.sum()) * samples / graph.batch_size,
+        num_bytes=float(num_bytes),
+        seconds=seconds,
+        count=1,
+    )
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:

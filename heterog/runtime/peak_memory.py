@@ -1,6 +1,6 @@
 """The most bytes that a rank really holds during a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from heterog.graph.op_graph import TensorKind
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.op_profiler import has_cuda
 
 
 def peak_bytes(step: DeployedStep, batch: Any) -> int:
@@ -20,12 +19,21 @@ def peak_bytes(step: DeployedStep, batch: Any) -> int:
     the tensor allocator, those inside kernels included, on top of what is there all the time:
     parameters, optimizer state, buffers and this rank's part of the batch.
     """
-    if has_cuda():
+    highest = peak_during(lambda: step(batch))
+    return highest if torch.cuda.is_available() else _resident_bytes(step) + highest
+
+
+def peak_during(call: Callable[[], object]) -> int:
+    """Most bytes that tensors held during a call.
+
+    On a GPU all that are there, on a CPU in addition to what was there before.
+    """
+    if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-        step(batch)
+        call()
         return int(torch.cuda.max_memory_allocated())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        step(batch)
+        call()
     results = recorded.profiler
     assert results is not None
     assert results.kineto_results is not None
@@ -34,7 +42,7 @@ def peak_bytes(step: DeployedStep, batch: Any) -> int:
     for _, num_bytes in changes:
         held += num_bytes
         highest = max(highest, held)
-    return _resident_bytes(step) + highest
+    return highest
 
 
 def _allocations(events: Sequence[Any]) -> Iterator[tuple[int, int]]:
@@ -52,7 +60,6 @@ def _resident_bytes(step: DeployedStep) -> int:
     if step.optimizer is not None:
         for state in step.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
     samples = max(
         (
             dict(zip(decision.devices, decision.shares, strict=True)).get(step.rank, 0)
@@ -61,4 +68,10 @@ def _resident_bytes(step: DeployedStep) -> int:
         default=0,
     )
     whole = sum(int(graph.tensor_bytes[t]) for t in graph.inputs_of_kind(TensorKind.BATCH))
-    return sum(len(each) for each in storages.values()) + whole * samples // graph.batch_size
+    return stored_bytes(tensors) + whole * samples // graph.batch_size
+
+
+def stored_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes behind tensors, shared memory once."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return sum(len(each) for each in storages.values())

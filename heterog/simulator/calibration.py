@@ -46,6 +46,8 @@ _FAR = math.log(3.0)  # beyond this factor from anything measured, a size is ext
 _SHRINK = 0.1  # weight of "the fit is right" against that of one measurement of the same size
 _LEAST_SECONDS = 1e-7  # no clock tells less apart
 _COPY = "copy"
+STEP = "step"
+"""Kind of the rows that hold a whole step: seconds, and as bytes the most that tensors held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +58,10 @@ class OpMeasurement:
         device_type: name of the type.
         model: workload that it was measured in.
         signature: of the op at global size, see ``op_signature``.
-        kind: ATen kind, ``update.CLASS`` or ``copy``.
+        kind: ATen kind, ``update.CLASS``, ``copy`` or ``step``.
         samples: local share.
         flops: of the share.
-        num_bytes: moved for the share.
+        num_bytes: moved for the share; of a ``step`` the most bytes that tensors held.
         seconds: mean over calls.
         count: calls.
     """
@@ -441,6 +443,8 @@ def calibrate(
         raise InputFileError("the measurements hold no op; run 'heterog profile' first.")
     by_type: dict[str, list[OpMeasurement]] = {}
     for row in measurements.ops:
+        if row.kind == STEP:
+            continue
         by_type.setdefault(row.device_type, []).append(row)
     return Calibration(
         name=name,
