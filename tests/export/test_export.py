@@ -27,14 +27,12 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.plan import Plan, make_plan, plan_from_rows
-from heterog.planners.planner import Candidate, MethodRow
+from heterog.planners.plan import Plan, make_plan
 from heterog.runtime.launch import free_port
 from heterog.runtime.testbed import load_testbed
-from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.export import tiny
+from tests.simulator.builders import plan_by_hand
 
 NUM_STEPS = 3
 WORKLOAD = """
@@ -123,20 +121,7 @@ def plan_of(
         step_barrier=step_barrier,
         bucket_bytes=bucket_bytes,
     )
-    evaluator = Evaluator(graph, cluster)
-    evaluation = evaluator.referee(strategy, Order.FIFO)
-    row = MethodRow(
-        method="by hand",
-        stage="baseline",
-        outcome=str(evaluation.outcome),
-        step_time_s=evaluation.step_time_s,
-        order="fifo",
-        peak_memory_bytes=evaluation.peak_memory_bytes,
-        num_evaluations=1,
-        search_seconds=0.0,
-        candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
-    )
-    return plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+    return plan_by_hand(graph, cluster, strategy)
 
 
 @pytest.fixture(scope="module")

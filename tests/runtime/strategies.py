@@ -7,13 +7,10 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.plan import Plan, plan_from_rows
-from heterog.planners.planner import Candidate, MethodRow
-from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
+from heterog.planners.plan import Plan
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync, split_evenly
 from tests.runtime.cases import BATCH, workload_of
-from tests.simulator.builders import cluster_of
+from tests.simulator.builders import cluster_of, plan_by_hand
 
 ALL = (0, 1, 2)
 SYNCS = {
@@ -38,20 +35,7 @@ def graph_of(name: str, optimizer: str = "SGD") -> OpGraph:
 
 
 def plan_of(graph: OpGraph, strategy: Strategy) -> Plan:
-    evaluator = Evaluator(graph, cluster())
-    evaluation = evaluator.referee(strategy, Order.FIFO)
-    row = MethodRow(
-        method="by hand",
-        stage="baseline",
-        outcome=str(evaluation.outcome),
-        step_time_s=evaluation.step_time_s,
-        order="fifo",
-        peak_memory_bytes=evaluation.peak_memory_bytes,
-        num_evaluations=1,
-        search_seconds=0.0,
-        candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
-    )
-    return plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+    return plan_by_hand(graph, cluster(), strategy)
 
 
 def strategy_of(

@@ -11,15 +11,12 @@ from torch.nn import functional
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan, plan_from_rows
-from heterog.planners.planner import Candidate, MethodRow
+from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
-from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from tests.runtime.cases import STEPS, TinyGpt, batch_of, mlp, token_loss
 from tests.runtime.ranks import Ranks
-from tests.simulator.builders import cluster_of
+from tests.simulator.builders import cluster_of, plan_by_hand
 
 BFLOAT16_STEP = 2.0**-8
 """Relative spacing of bfloat16, to which products of parts are rounded before they are added."""
@@ -94,21 +91,8 @@ def test_uneven_shares_under_autocast(ranks: Ranks, tmp_path: Path, name: str) -
         decisions=(Decision(devices=(0, 1), shares=(5, 3)),) * group_ops(graph).num_groups,
         homes=(REPLICATED,) * len(graph.updates),
     )
-    evaluator = Evaluator(graph, cluster)
-    evaluation = evaluator.referee(strategy, Order.FIFO)
-    row = MethodRow(
-        method="by hand",
-        stage="baseline",
-        outcome=str(evaluation.outcome),
-        step_time_s=evaluation.step_time_s,
-        order="fifo",
-        peak_memory_bytes=evaluation.peak_memory_bytes,
-        num_evaluations=1,
-        search_seconds=0.0,
-        candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
-    )
     path = tmp_path / "plan.json"
-    plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0).save(path)
+    plan_by_hand(graph, cluster, strategy).save(path)
     results = ranks.run(train, name, str(path))
     losses, before, after = reference(name)
     for found, _ in results:

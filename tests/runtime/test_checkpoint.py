@@ -19,17 +19,14 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan, plan_from_rows
-from heterog.planners.planner import Candidate, MethodRow
+from heterog.planners.plan import load_plan
 from heterog.runtime import checkpoint
 from heterog.runtime.checkpoint import load_checkpoint, read_contents, save_checkpoint
 from heterog.runtime.deploy import deploy
-from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.runtime.cases import MODELS, NORMALISED, batch_of
 from tests.runtime.ranks import Ranks
-from tests.simulator.builders import cluster_of
+from tests.simulator.builders import cluster_of, plan_by_hand
 
 ADAM = ("Adam", {"lr": 1e-2})
 MOMENTUM = ("SGD", {"lr": 0.1, "momentum": 0.9})
@@ -77,20 +74,7 @@ def save_plan(
         decisions=chosen,
         homes=tuple(homes),
     )
-    evaluator = Evaluator(graph, cluster(num_devices))
-    evaluation = evaluator.referee(strategy, Order.FIFO)
-    row = MethodRow(
-        method="by hand",
-        stage="baseline",
-        outcome=str(evaluation.outcome),
-        step_time_s=evaluation.step_time_s,
-        order="fifo",
-        peak_memory_bytes=evaluation.peak_memory_bytes,
-        num_evaluations=1,
-        search_seconds=0.0,
-        candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
-    )
-    plan = plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+    plan = plan_by_hand(graph, cluster(num_devices), strategy)
     plan.save(path)
     return str(path)
 

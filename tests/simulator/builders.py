@@ -14,6 +14,8 @@ from heterog.cluster import Cluster, Device, DeviceType, Host, Link, device_type
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
 from heterog.graph.placement import Arg, L, P, Placement, R, S, TensorRef
+from heterog.planners.plan import Plan, plan_from_rows
+from heterog.planners.planner import Candidate, MethodRow
 from heterog.simulator.cost_model import ChannelSeconds, CostModel, Prices, price_channels
 from heterog.simulator.engine import Order, make_schedule, price_kernel, simulate_kernel
 from heterog.simulator.evaluator import Evaluator
@@ -545,3 +547,21 @@ def random_case(rng: Random) -> tuple[Evaluator, Choice]:
     if not strategy.step_barrier:
         choice = choice._replace(num_steps=rng.randint(2, 3))
     return evaluator, choice
+
+
+def plan_by_hand(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> Plan:
+    """A plan of a strategy that nobody searched for, first come, first served."""
+    evaluator = Evaluator(graph, cluster)
+    evaluation = evaluator.referee(strategy, Order.FIFO)
+    row = MethodRow(
+        method="by hand",
+        stage="baseline",
+        outcome=str(evaluation.outcome),
+        step_time_s=evaluation.step_time_s,
+        order="fifo",
+        peak_memory_bytes=evaluation.peak_memory_bytes,
+        num_evaluations=1,
+        search_seconds=0.0,
+        candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
+    )
+    return plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
