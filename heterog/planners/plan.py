@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.planners.planner import Budget, MethodRow
 from heterog.planners.portfolio import Progress, assert_not_below, best_row, run_methods
+from heterog.planners.stability import Gain, best_data_parallel, gain
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -79,6 +80,19 @@ class Plan:
         """Samples trained per second; ``None`` unless ``ok``."""
         return None if self.step_time_s is None else self.graph.batch_size / self.step_time_s
 
+    @property
+    def gains(self) -> tuple[Gain, ...]:
+        """Speed-ups over the best data parallelism and over ``tuned_uniform``, with their spread.
+
+        Empty where the plan or the other does not fit, or the method was not asked for.
+        """
+        winner = next(row for row in self.rows if row.method == self.method)
+        tuned = [row for row in self.rows if row.method == "tuned_uniform" and row.step_time_s]
+        others = [best_data_parallel(self.rows), *tuned]
+        if winner.step_time_s is None:
+            return ()
+        return tuple(gain(winner, row) for row in others if row is not None)
+
     def timeline(self) -> Timeline:
         """The predicted step, by the referee."""
         evaluator = Evaluator(self.graph, self.cluster)
@@ -117,6 +131,7 @@ class Plan:
             "step_barrier": self.strategy.step_barrier,
             "calibration": self.calibration,
             "shortage": self.shortage,
+            "gains": [asdict(each) for each in self.gains],
             "methods": [self._row(row) for row in self.rows],
             "strategy": strategy_to_dict(self.strategy),
         }
@@ -318,6 +333,7 @@ def row_to_dict(
         "lower_bound_s": lower_bound_s,
         "order": row.order,
         "peak_memory_bytes": list(row.peak_memory_bytes),
+        "noisy_step_times_s": list(row.noisy_step_times_s),
         "num_evaluations": row.num_evaluations,
         "search_seconds": row.search_seconds,
         "shortage": row.shortage,
@@ -337,4 +353,5 @@ def _row_from_dict(record: Mapping[str, Any]) -> MethodRow:
         num_evaluations=record["num_evaluations"],
         search_seconds=record["search_seconds"],
         shortage=record["shortage"],
+        noisy_step_times_s=tuple(record.get("noisy_step_times_s", ())),
     )

@@ -161,6 +161,8 @@ class MethodRow:
         search_seconds: seconds spent.
         shortage: why it is not ``ok``, in words.
         candidate: the strategy itself; ``None`` if the method does not apply.
+        noisy_step_times_s: seconds per step when devices and links are not as fast as predicted,
+            one for each draw of ``simulator.noise``; the same draws for every method.
     """
 
     method: str
@@ -173,6 +175,7 @@ class MethodRow:
     search_seconds: float
     shortage: str = ""
     candidate: Candidate | None = None
+    noisy_step_times_s: tuple[float, ...] = ()
 
 
 class Planner(Protocol):

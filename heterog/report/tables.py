@@ -11,10 +11,9 @@ from rich.text import Text
 
 from heterog.cluster.topology import Cluster
 from heterog.planners.planner import MethodRow
+from heterog.planners.stability import best_data_parallel
 from heterog.units import GIB, format_bytes, format_seconds
 
-DATA_PARALLEL = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp", "ddp_accumulate")
-"""The methods whose best is what speed-ups are quoted against."""
 # More device types than this do not fit beside each other; then only the fullest device is shown.
 _MAX_MEMORY_COLUMNS = 4
 
@@ -46,11 +45,12 @@ class ModelEntry(Protocol):
 def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "") -> Table:
     """What every method reached on one cluster, the best in bold.
 
-    Speed-ups are over the best of ``DATA_PARALLEL`` that can run; there are none if no such row is
+    Speed-ups are over the best data parallelism that can run; there are none if no such row is
     ``ok``. Memory is that of the fullest device of each type. Why a method cannot run is said
     below the table.
     """
-    baseline = best_data_parallel_s(rows)
+    best = best_data_parallel(rows)
+    baseline = None if best is None else best.step_time_s
     fastest = min((row.step_time_s for row in rows if row.step_time_s is not None), default=None)
     table = _table(title)
     table.caption, table.caption_justify = _reasons(rows), "left"
@@ -78,18 +78,6 @@ def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "
             style="bold" if seconds is not None and seconds == fastest else "",
         )
     return table
-
-
-def best_data_parallel_s(rows: Iterable[MethodRow]) -> float | None:
-    """Seconds per step of the best of ``DATA_PARALLEL`` that can run, ``None`` if none can."""
-    return min(
-        (
-            row.step_time_s
-            for row in rows
-            if row.method in DATA_PARALLEL and row.outcome == "ok" and row.step_time_s is not None
-        ),
-        default=None,
-    )
 
 
 def models_table(entries: Iterable[ModelEntry], *, title: str = "") -> Table:

@@ -17,6 +17,7 @@ from heterog.simulator.engine import (
     simulate_kernel,
 )
 from heterog.simulator.memory import memory_kernel
+from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
 from heterog.simulator.referee import replay
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.lowering import (
@@ -191,6 +192,26 @@ class Evaluator:
         num_tasks = int(self._tape.counts[NUM_TASKS])
         assert done == num_tasks, f"only {done} of {num_tasks} tasks can be replayed"
         return seconds / choice.num_steps, replayed
+
+    def seconds_under_noise(self, choice: Choice, order: Order, noise: Noise) -> FloatArray:
+        """Seconds per step by the referee when speeds are not as predicted.
+
+        The order stays that of the undisturbed run, as it does when a plan is executed.
+
+        Returns:
+            # [num_draws]
+        """
+        self.simulate(choice, order)
+        prices, nominal = self.prices(choice), self._schedule
+        result = np.empty(noise.num_draws)
+        for draw in range(noise.num_draws):
+            noisy = noisy_prices(prices, noise.resource[draw])
+            seconds = noisy_seconds(self._tape, prices, noisy, nominal.seconds, noise.device[draw])
+            end, _, _ = replay(
+                self._tape, noisy, nominal._replace(seconds=seconds), self.cluster.num_devices
+            )
+            result[draw] = end / choice.num_steps
+        return result
 
     def _judge(self, seconds: float, peak: FloatArray, order: Order) -> Evaluation:
         """The evaluation of a predicted step time and memory."""

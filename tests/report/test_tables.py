@@ -8,12 +8,7 @@ from rich.table import Table
 
 from heterog.cluster import Cluster, preset_names
 from heterog.planners.planner import MethodRow
-from heterog.report.tables import (
-    best_data_parallel_s,
-    clusters_table,
-    methods_table,
-    models_table,
-)
+from heterog.report.tables import clusters_table, methods_table, models_table
 from heterog.zoo import registry
 
 GIB = 1024**3
@@ -85,8 +80,6 @@ def test_the_fastest_is_bold() -> None:
 
 def test_speed_up_needs_a_data_parallel_row() -> None:
     rows = [row("ev_ar", None), row("tuned_uniform", 0.3)]
-    assert best_data_parallel_s(rows) is None
-    assert best_data_parallel_s([*rows, row("cp_ps", 0.6), row("cp_ar", 0.7)]) == 0.6
     text = text_of(methods_table(rows, Cluster.load("paper_8gpu")))
     assert line_of(text, "tuned_uniform")[2] == "-"
 

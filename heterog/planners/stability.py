@@ -1,0 +1,53 @@
+"""How stable a gain is: the same comparison when speeds are not as predicted."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from heterog.planners.planner import MethodRow
+
+DATA_PARALLEL = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp", "ddp_accumulate")
+"""The methods whose best is what speed-ups are quoted against."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """A speed-up and what becomes of it under noise.
+
+    Attributes:
+        over: the method that it is measured against.
+        speedup: as predicted.
+        low: least over all draws.
+        high: largest over all draws.
+    """
+
+    over: str
+    speedup: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.speedup:.2f}x, {self.low:.2f}x to {self.high:.2f}x under noise"
+
+
+def gain(row: MethodRow, baseline: MethodRow) -> Gain:
+    """Speed-up of one row over another; both must be ``ok``.
+
+    Draw by draw: the two were replayed with the same factors on devices and links.
+    """
+    assert row.step_time_s is not None
+    assert baseline.step_time_s is not None
+    nominal = baseline.step_time_s / row.step_time_s
+    pairs = zip(baseline.noisy_step_times_s, row.noisy_step_times_s, strict=True)
+    ratios = [slow / fast for slow, fast in pairs] or [nominal]
+    return Gain(over=baseline.method, speedup=nominal, low=min(ratios), high=max(ratios))
+
+
+def best_data_parallel(rows: Iterable[MethodRow]) -> MethodRow | None:
+    """The fastest row of ``DATA_PARALLEL`` that can run, ``None`` if none can."""
+    return fastest([row for row in rows if row.method in DATA_PARALLEL])
+
+
+def fastest(rows: Sequence[MethodRow]) -> MethodRow | None:
+    """The row with the shortest step, ``None`` if nothing can run."""
+    timed = [(row.step_time_s, index) for index, row in enumerate(rows) if row.step_time_s]
+    return rows[min(timed)[1]] if timed else None

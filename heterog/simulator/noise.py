@@ -1,0 +1,93 @@
+"""How a schedule fares when devices and links are not quite as fast as the cost model says.
+
+A plan is made for predicted speeds and replayed as it is on real ones. So the *order* of the
+nominal run is kept, while every device and every link gets a factor of its own, and the referee
+replays. The same draws are used for every strategy of a comparison: what helps one and hurts
+another is a difference between them, not between draws.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.simulator.cost_model import Prices
+from heterog.strategy.lowering import NUM_TASKS, Tape
+from heterog.strategy.program import FIRST_LINK_KIND, FloatArray
+
+SPREAD = 0.10
+"""Standard deviation of the logarithm of a speed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Noise:
+    """Draws of factors on seconds: 1.1 is a tenth slower than predicted.
+
+    Attributes:
+        device: # [num_draws, num_devices]
+        resource: of each link resource.  # [num_draws, num_resources]
+    """
+
+    device: FloatArray
+    resource: FloatArray
+
+    @property
+    def num_draws(self) -> int:
+        """Number of draws."""
+        return len(self.device)
+
+
+def draw_noise(cluster: Cluster, num_draws: int, seed: int = 0, spread: float = SPREAD) -> Noise:
+    """Independent log-normal factors for every device and link, the median 1."""
+    rng = np.random.default_rng(seed)
+    return Noise(
+        device=np.exp(rng.normal(0.0, spread, (num_draws, cluster.num_devices))),
+        resource=np.exp(rng.normal(0.0, spread, (num_draws, len(cluster.resources)))),
+    )
+
+
+def noisy_prices(prices: Prices, resource_factor: FloatArray) -> Prices:
+    """Prices of channels over links that are slower or faster by a factor.
+
+    What a channel takes beyond its most loaded link (phases that follow one another) grows with
+    that link.
+    """
+    held = prices.resource_s_per_byte * resource_factor[prices.resource]
+    before = _most_loaded(prices, prices.resource_s_per_byte)
+    after = _most_loaded(prices, held)
+    factor = np.divide(after, before, out=np.ones_like(after), where=before > 0.0)
+    return prices._replace(
+        resource_s_per_byte=held, channel_s_per_byte=prices.channel_s_per_byte * factor
+    )
+
+
+def noisy_seconds(
+    tape: Tape, prices: Prices, noisy: Prices, seconds: FloatArray, device_factor: FloatArray
+) -> FloatArray:
+    """Seconds of every task on the tape under noise.
+
+    Args:
+        tape: the program.
+        prices: the nominal prices.
+        noisy: the prices under noise.
+        seconds: nominal seconds of each task.
+        device_factor: of each device.  # [num_devices]
+    """
+    tasks = tape.tasks[: int(tape.counts[NUM_TASKS])]
+    nominal = seconds[: len(tasks)]
+    is_link = tasks["kind"] >= FIRST_LINK_KIND
+    slower = noisy.channel_s_per_byte - prices.channel_s_per_byte
+    # Indices of the other kind are -1: they read a value that is then not taken.
+    return np.where(
+        is_link,
+        nominal + tasks["num_bytes"] * slower[tasks["channel"]] if len(slower) else nominal,
+        nominal * device_factor[tasks["device"]],
+    )
+
+
+def _most_loaded(prices: Prices, held: FloatArray) -> FloatArray:
+    """Seconds per byte on the most loaded link of each channel, 0 where there is none."""
+    most = np.zeros(len(prices.channel_s_per_byte))
+    channel = np.repeat(np.arange(len(most)), np.diff(prices.resource_start))
+    np.maximum.at(most, channel, held)
+    return most
