@@ -57,7 +57,7 @@ class ModelParallel:
             devices = chain[:length]
             placement = balanced_chain(
                 seconds[:, [cluster.type_index[device] for device in devices]],
-                memory,
+                np.repeat(memory[:, None], length, axis=1),
                 np.array([cluster.devices[device].usable_memory_bytes for device in devices]),
             )
             placed = tuple(devices[stage] for stage in placement)
@@ -72,7 +72,7 @@ def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) ->
 
     Args:
         seconds: of each group on each stage's device.  # [num_groups, num_stages]
-        memory: bytes that each group keeps.  # [num_groups]
+        memory: bytes that each group keeps on a stage's devices.  # [num_groups, num_stages]
         room: bytes of each stage's device.  # [num_stages]
 
     Returns:
@@ -81,7 +81,7 @@ def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) ->
     """
     num_groups, num_stages = seconds.shape
     time_before = np.concatenate([np.zeros((1, num_stages)), np.cumsum(seconds, axis=0)])
-    memory_before = np.concatenate([[0.0], np.cumsum(memory)])
+    memory_before = np.concatenate([np.zeros((1, num_stages)), np.cumsum(memory, axis=0)])
     penalty = 10.0 * float(seconds.sum(axis=0).max())
     best = np.full((num_stages + 1, num_groups + 1), np.inf)
     best[0, 0] = 0.0
@@ -90,7 +90,7 @@ def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) ->
         for end in range(num_groups + 1):
             begins = np.arange(end + 1)
             cost = time_before[end, stage] - time_before[begins, stage]
-            over = memory_before[end] - memory_before[begins] - room[stage]
+            over = memory_before[end, stage] - memory_before[begins, stage] - room[stage]
             cost = cost + penalty * np.maximum(over, 0.0) / room[stage]
             total = np.maximum(best[stage, : end + 1], cost)
             begin = int(np.argmin(total))
@@ -107,16 +107,28 @@ def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) ->
 
 def _group_costs(evaluator: Evaluator) -> tuple[FloatArray, FloatArray]:
     """(seconds of each group on each device type, bytes that each group keeps)."""
-    graph, tables = evaluator.graph, evaluator.tables
+    graph = evaluator.graph
     grouping = group_ops(graph)
     inside = grouping.group >= 0
     seconds = np.zeros((grouping.num_groups, len(evaluator.cluster.device_types)))
     for index, kind in enumerate(evaluator.cluster.device_types):
         costs = evaluator.cost_model.op_seconds(graph, kind, graph.batch_size)
         np.add.at(seconds[:, index], grouping.group[inside], costs[inside])
-    memory = np.zeros(grouping.num_groups)
+    return seconds, parameter_bytes(evaluator) + activation_bytes(evaluator)
+
+
+def parameter_bytes(evaluator: Evaluator) -> FloatArray:
+    """Bytes of each group's parameters, gradients and optimizer state.  # [num_groups]"""
+    tables = evaluator.tables
+    memory = np.zeros(tables.num_groups)
     np.add.at(memory, tables.parameter_group, tables.parameter_bytes * (2.0 + tables.state_ratio))
-    # Values of forward ops that backward ops read stay until then.
+    return memory
+
+
+def activation_bytes(evaluator: Evaluator) -> FloatArray:
+    """Bytes of each group's values that stay for the backward pass.  # [num_groups]"""
+    graph, tables = evaluator.graph, evaluator.tables
+    memory = np.zeros(tables.num_groups)
     kept = [
         value
         for value, tensor in enumerate(tables.value_tensor.tolist())
@@ -128,7 +140,7 @@ def _group_costs(evaluator: Evaluator) -> tuple[FloatArray, FloatArray]:
     for value in kept:
         if owners[value] >= 0:
             memory[owners[value]] += sizes[value]
-    return seconds, memory
+    return memory
 
 
 def _placed(task: Task, device_of_group: tuple[int, ...], num_micro: int) -> Strategy:

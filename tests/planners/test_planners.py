@@ -159,9 +159,9 @@ def test_ddp_accumulates_as_little_as_fits() -> None:
 
 def test_balanced_chain_by_hand() -> None:
     seconds = np.array([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]])
-    assert balanced_chain(seconds, np.zeros(3), np.full(2, 1.0)) == [0, 0, 1]
+    assert balanced_chain(seconds, np.zeros((3, 2)), np.full(2, 1.0)) == [0, 0, 1]
     # Without room for two groups on the first device, the second takes more than is fast.
-    assert balanced_chain(seconds, np.ones(3), np.array([1.0, 9.0])) == [0, 1, 1]
+    assert balanced_chain(seconds, np.ones((3, 2)), np.array([1.0, 9.0])) == [0, 1, 1]
 
 
 def test_local_search_is_not_worse_than_its_seeds_and_improves_with_budget() -> None:

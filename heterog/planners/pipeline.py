@@ -1,0 +1,262 @@
+"""Pipelines of machines: consecutive ranges of layers, each replicated inside its own stage.
+
+Gradients are then synchronised inside a stage only, over its fast links, and between stages move
+activations, which are small beside gradients where layers are wide. Stages are blocks of whole
+machines, or single devices; the cut that balances the stages is found by dynamic programming for
+every sequence of stages, then its boundaries are moved by simulation.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import FloatArray
+from heterog.planners.data_parallel import device_speeds
+from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
+from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
+from heterog.planners.tuned_uniform import tuned_decision
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import UNROLLED_STEPS
+from heterog.strategy.program import IntArray
+from heterog.strategy.space import StrategySpace
+
+NUM_RETURNED = 6
+"""Strategies handed to the referee."""
+
+_FIRST_MICRO = (4, 8)  # tried for every sequence of stages
+_ALL_MICRO = (1, 2, 4, 8, 16, 32)
+_NUM_WIDENED = 10  # sequences that are tried with every number of micro-batches and order
+_NUM_REFINED = 4
+_MOST_HOSTS = 5  # up to which every sequence of machines is tried
+
+Stages = tuple[tuple[int, ...], ...]
+"""Devices of each stage, in the order of the layers."""
+
+
+class Pipeline:
+    """Sequences of stages by enumeration; see the module docstring."""
+
+    name = "pipeline"
+    stage = "search"
+
+    def plan(self, task: Task) -> PlanResult:
+        """Enumerate, then refine the best until nothing improves or the budget is over."""
+        return _Enumeration(task).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    stages: Stages
+    cuts: tuple[int, ...]  # first group of each stage but the first
+    num_micro: int
+    order: Order
+
+
+def stage_sequences(cluster: Cluster) -> list[Stages]:
+    """Sequences of stages worth trying: of two and more where there are two devices.
+
+    Up to five machines: every sequence of machines, alike ones in one order only, cut into blocks
+    in every way, and its devices one by one. With more: all machines, sorted by speed both ways,
+    in blocks of equal size.
+    """
+    hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
+    kinds = [
+        (
+            tuple(cluster.device_types[cluster.type_index[device]].name for device in host),
+            cluster.nic_bandwidth_bytes_per_s(index),
+        )
+        for index, host in enumerate(hosts)
+    ]
+    found: dict[Stages, None] = {}
+    for sequence in _host_sequences(kinds):
+        count = len(sequence)
+        for cuts in _compositions(count):
+            bounds = (0, *cuts, count)
+            blocks = [
+                tuple(sorted(d for host in sequence[first:last] for d in hosts[host]))
+                for first, last in pairwise(bounds)
+            ]
+            found.setdefault(tuple(blocks))
+        found.setdefault(tuple((device,) for host in sequence for device in hosts[host]))
+    return [stages for stages in found if len(stages) > 1] or list(found)
+
+
+def _host_sequences(kinds: list[tuple[tuple[str, ...], float]]) -> Iterator[tuple[int, ...]]:
+    everything = range(len(kinds))
+    if len(kinds) > _MOST_HOSTS:
+        by_kind = sorted(everything, key=lambda host: (kinds[host], host))
+        yield tuple(by_kind)
+        yield tuple(reversed(by_kind))
+        return
+    seen = set()
+    for size in range(len(kinds), 0, -1):
+        for chosen in combinations(everything, size):
+            for sequence in permutations(chosen):
+                kind = tuple(kinds[host] for host in sequence)
+                if kind not in seen:
+                    seen.add(kind)
+                    yield sequence
+
+
+def _compositions(count: int) -> Iterator[tuple[int, ...]]:
+    """Positions at which a sequence may be cut: everywhere, or evenly if it is long."""
+    inner = range(1, count)
+    if count <= _MOST_HOSTS:
+        for size in range(count):
+            yield from combinations(inner, size)
+        return
+    for parts in range(1, count + 1):
+        yield tuple(dict.fromkeys(round(count * part / parts) for part in range(1, parts)))
+
+
+class _Enumeration:
+    def __init__(self, task: Task) -> None:
+        evaluator = task.evaluator
+        self.task = task
+        self.spending = Spending(task.budget, evaluator)
+        self.num_groups = evaluator.tables.num_groups
+        self.num_steps = 1 if task.step_barrier else UNROLLED_STEPS
+        self.speeds = device_speeds(evaluator)
+        self.space = StrategySpace(
+            evaluator.graph, evaluator.cluster, evaluator.tables, evaluator.channels, self.speeds
+        )
+        self.parameters = parameter_bytes(evaluator)
+        self.activations = activation_bytes(evaluator)
+        self.seconds: dict[tuple[int, int], FloatArray] = {}
+        self.cost: dict[_Point, tuple[float, float]] = {}
+
+    def run(self) -> PlanResult:
+        begin = time.perf_counter()
+        order = self.task.orders[min(1, len(self.task.orders) - 1)]
+        sequences = [
+            stages
+            for stages in stage_sequences(self.task.evaluator.cluster)
+            if len(stages) <= self.num_groups
+        ]
+        most = self.task.evaluator.graph.batch_size
+        self._try(
+            point
+            for num_micro in _FIRST_MICRO
+            for stages in sequences
+            if num_micro <= most
+            for point in self._balanced(stages, num_micro, order)
+        )
+        self._try(
+            point
+            for start in self._best(_NUM_WIDENED)
+            for num_micro in _ALL_MICRO
+            if num_micro <= most
+            for point in self._balanced(start.stages, num_micro, order)
+        )
+        self._try(
+            replace(start, order=other)
+            for start in self._best(_NUM_WIDENED)
+            for other in self.task.orders
+        )
+        for start in self._best(_NUM_REFINED):
+            self._refine(start)
+        return PlanResult(
+            candidates=tuple(self._candidate(point) for point in self._best(NUM_RETURNED)),
+            num_evaluations=self.spending.evaluations,
+            search_seconds=time.perf_counter() - begin,
+        )
+
+    def _balanced(self, stages: Stages, num_micro: int, order: Order) -> Iterator[_Point]:
+        """Cuts that balance the stages' seconds, with and without regard to memory."""
+        evaluator = self.task.evaluator
+        seconds = np.stack([self._stage_seconds(devices, num_micro) for devices in stages], axis=1)
+        memory = np.stack(
+            [self.parameters + self.activations / len(devices) for devices in stages], axis=1
+        )
+        usable = [device.usable_memory_bytes for device in evaluator.cluster.devices]
+        room = np.array([min(usable[device] for device in devices) for devices in stages])
+        for limit in (room, np.full(len(stages), np.inf)):
+            placement = np.array(balanced_chain(seconds, memory, limit))
+            # Every stage keeps a group, though the fastest cut may leave a slow one empty.
+            cuts = np.searchsorted(placement, np.arange(1, len(stages)))
+            lowest = np.arange(1, len(stages))
+            cuts = np.maximum.accumulate(np.maximum(cuts, lowest))
+            cuts = np.minimum(cuts, self.num_groups - lowest[::-1])
+            yield _Point(stages, tuple(int(cut) for cut in cuts), num_micro, order)
+
+    def _stage_seconds(self, devices: tuple[int, ...], num_micro: int) -> FloatArray:
+        """Seconds of each group on a stage whose devices share every micro-batch."""
+        evaluator = self.task.evaluator
+        cluster, graph = evaluator.cluster, evaluator.graph
+        micro = graph.batch_size / num_micro
+        samples = max(round(micro / len(devices)), 1)
+        rate = np.zeros(self.num_groups)
+        for device in devices:
+            kind = cluster.type_index[device]
+            if (kind, samples) not in self.seconds:
+                op_seconds = evaluator.cost_model.op_seconds(
+                    graph, cluster.device_types[kind], samples
+                )[evaluator.tables.op_id]
+                per_group = np.full(self.num_groups, 1e-9)
+                inside = evaluator.tables.op_group >= 0
+                np.add.at(per_group, evaluator.tables.op_group[inside], op_seconds[inside])
+                self.seconds[kind, samples] = per_group
+            rate += samples / self.seconds[kind, samples]
+        return graph.batch_size / rate
+
+    def _refine(self, start: _Point) -> None:
+        """Move boundaries for as long as that helps."""
+        best = start
+        while True:
+            self._try(
+                replace(best, cuts=(*best.cuts[:i], cut + step, *best.cuts[i + 1 :]))
+                for i, cut in enumerate(best.cuts)
+                for step in (-2, -1, 1, 2)
+            )
+            again = min(
+                (point for point in self.cost if point.stages == start.stages),
+                key=self.cost.__getitem__,
+            )
+            if again == best or self.spending.is_over:
+                return
+            best = again
+
+    def _try(self, points: Iterable[_Point]) -> None:
+        for point in points:
+            if self.cost and self.spending.is_over:
+                return
+            bounds = (0, *point.cuts, self.num_groups)
+            if point in self.cost or min(np.diff(bounds)) < 1:
+                continue
+            choice = self.space.encode(
+                self._row(point), bucket_bytes=0, num_steps=self.num_steps,
+                num_micro=point.num_micro,
+            )  # fmt: skip
+            evaluation = self.task.evaluator.evaluate_choice(choice, point.order)
+            self.cost[point] = evaluation.preference
+
+    def _row(self, point: _Point) -> IntArray:
+        row = np.empty(self.num_groups, np.int32)
+        bounds = (0, *point.cuts, self.num_groups)
+        for devices, first, last in zip(point.stages, bounds[:-1], bounds[1:], strict=True):
+            row[first:last] = self.space.add(
+                tuned_decision(self.task.evaluator, devices, self.speeds)
+            )
+        return row
+
+    def _best(self, count: int) -> list[_Point]:
+        best = sorted(self.cost, key=self.cost.__getitem__)[:count]
+        if best:
+            self.task.report(self.spending.fraction, self.cost[best[0]][1])
+        return best
+
+    def _candidate(self, point: _Point) -> Candidate:
+        strategy = self.space.decode(
+            self._row(point),
+            bucket_bytes=0,
+            step_barrier=self.task.step_barrier,
+            num_micro=point.num_micro,
+        )
+        return Candidate(strategy=strategy, orders=(point.order,))
+
+
+register(Pipeline())
