@@ -8,7 +8,7 @@ import json
 import time
 from collections import Counter
 
-from heterog.cli import graph_summary
+from heterog.cli.capture import graph_summary
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph

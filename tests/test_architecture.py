@@ -26,7 +26,7 @@ ROOMS = {
     "torch_geometric": ("agents/",),
     "numba": ("strategy/lowering.py", "simulator/"),
     "gymnasium": ("envs/", "agents/"),
-    "typer": ("cli.py",),
+    "typer": ("cli/",),
     "pydantic": ("cluster/spec.py", "graph/serialize.py"),
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

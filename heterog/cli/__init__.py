@@ -1,0 +1,47 @@
+"""The command line: it parses, calls, and prints; every decision is made elsewhere.
+
+With ``--json`` one document goes to stdout and nothing else; progress and notes go to stderr. Bad
+input ends with exit code 2 and one clear line. Each command is a module here and a line below.
+"""
+
+import logging
+import sys
+
+import typer
+
+from heterog.cli import calibrate, capture, cluster, compare, export, listing, plan, profile, run
+from heterog.errors import HeterogError
+
+app = typer.Typer(
+    help="Finds how to train a PyTorch model on a cluster of unequal GPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(listing.models)
+app.command()(listing.clusters)
+app.command()(capture.capture)
+app.command()(plan.plan)
+app.command()(compare.compare)
+app.command()(run.run)
+app.command()(profile.profile)
+app.command()(calibrate.calibrate)
+app.command()(export.export)
+
+cluster_app = typer.Typer(help="Make cluster files.", no_args_is_help=True)
+cluster_app.command("detect")(cluster.detect)
+app.add_typer(cluster_app, name="cluster")
+
+
+def main() -> None:
+    """Run the command line; exit code 2 and one line on bad input."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        app()
+    except HeterogError as error:
+        print(f"heterog: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("heterog: interrupted", file=sys.stderr)
+        sys.exit(130)

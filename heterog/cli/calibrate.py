@@ -1,0 +1,115 @@
+"""``heterog calibrate``: fit a cost model to measurements."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from heterog.cli.common import JsonOption, load_cluster, out, print_json
+from heterog.errors import HeterogError
+
+if TYPE_CHECKING:
+    from heterog.cluster import Cluster
+    from heterog.simulator.calibration import Measurements
+
+
+def calibrate(
+    measurements: Annotated[list[Path], typer.Argument(help="files of 'heterog profile'")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="calibration.json")],
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="whose links were measured, if not in the file")
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Fit a cost model to measurements, for the field 'calibration' of a cluster file."""
+    from heterog.files import check_writable
+    from heterog.simulator.calibration import Measurements, link_error, merge
+    from heterog.simulator.calibration import calibrate as fit
+
+    check_writable(output)
+    measured = merge([Measurements.load(path) for path in measurements])
+    target = load_cluster(cluster) if cluster else _measured_cluster(measured)
+    if measured.links and target is None:
+        raise HeterogError(
+            f"{measurements[0]} holds links, but not of which cluster; pass --cluster."
+        )
+    found = fit(measured, target, name=output.name.removesuffix(".gz").removesuffix(".json"))
+    errors = link_error(measured.links, target) if target is not None else {}
+    found.save(output)
+    types = {
+        kind: {
+            "ops": len(fitted.curves),
+            "measurements": sum(row.device_type == kind for row in measured.ops),
+            "kinds": sorted(fitted.kinds),
+            "error_ops": _number_or_none(found.held_out_error[kind][0]),
+            "error_models": _number_or_none(found.held_out_error[kind][1]),
+        }
+        for kind, fitted in found.types.items()
+    }
+    links = {
+        kind: {
+            "measurements": sum(row.kind == kind for row in measured.links),
+            "latency_factor": factors[0],
+            "bytes_factor": factors[1],
+            "error": errors.get(kind),
+        }
+        for kind, factors in found.links.factors.items()
+    }
+    if as_json:
+        print_json(
+            {
+                "name": found.name,
+                "file": str(output),
+                "device_types": types,
+                "links": links,
+                "link_rates_bytes_per_s": dict(found.links.rates),
+            }
+        )
+        return
+    _print_calibration(types, links)
+    out.print(
+        f"calibration: {output} (name it in a cluster file: 'calibration: {output.name}')",
+        soft_wrap=True,
+    )
+
+
+def _measured_cluster(measured: "Measurements") -> "Cluster | None":
+    """The cluster whose links were measured."""
+    from heterog.cluster import Cluster
+
+    return None if measured.cluster is None else Cluster.from_dict(measured.cluster)
+
+
+def _print_calibration(types: dict[str, Any], links: dict[str, Any]) -> None:
+    """What was fitted, and how far off it is where it was not fitted."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    def table(title: str, *columns: str) -> Table:
+        made = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for number, column in enumerate(columns):
+            made.add_column(column, justify="right" if number else "left")
+        return made
+
+    def percent(error: float | None) -> str:
+        return "-" if error is None else f"{error:.1%}"
+
+    ops = table("ops", "device type", "ops", "kinds", "error, new ops", "error, new models")
+    for name, row in types.items():
+        errors = (percent(row["error_ops"]), percent(row["error_models"]))
+        ops.add_row(escape(name), f"{row['ops']:,}", str(len(row["kinds"])), *errors)
+    out.print(ops)
+    if links:
+        lines = table("links", "kind", "measured", "latency", "time per byte", "error, new sizes")
+        for name, row in links.items():
+            factors = (f"{row['latency_factor']:.2f}x", f"{row['bytes_factor']:.2f}x")
+            count = f"{row['measurements']:,}"
+            lines.add_row(name.replace("_", " "), count, *factors, percent(row["error"]))
+        out.print(lines)
+
+
+def _number_or_none(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value

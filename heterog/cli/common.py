@@ -1,0 +1,121 @@
+"""What commands share: their options, loading what they name, progress, and printing."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from heterog.errors import HeterogError, UnknownNameError
+from heterog.units import format_seconds
+
+if TYPE_CHECKING:
+    from heterog.cluster import Cluster
+    from heterog.graph.op_graph import OpGraph
+
+out = Console(width=100 if not sys.stdout.isatty() else None)
+err = Console(stderr=True)
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="zoo name, path/to/file.py:function, or a saved graph")
+]
+ClusterOption = Annotated[str, typer.Option("--cluster", help="preset name or YAML file")]
+BatchOption = Annotated[int | None, typer.Option("--batch-size", help="global batch size")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+BudgetOption = Annotated[str, typer.Option("--budget", help="30s, 2m, or 5000e (evaluations)")]
+SeedOption = Annotated[int, typer.Option("--seed")]
+
+
+def print_json(value: Any) -> None:
+    """One document on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def load_model_graph(model: str, batch_size: int | None) -> "OpGraph":
+    """The graph of a zoo name, a user's function, or a saved file."""
+    if model.endswith((".json", ".json.gz")):
+        from heterog.graph.serialize import load_graph
+
+        graph = load_graph(model)
+        if batch_size not in (None, graph.batch_size):
+            raise HeterogError(
+                f"{model} was captured with batch size {graph.batch_size}, not {batch_size}; "
+                "capture the model again with --batch-size."
+            )
+        return graph
+    from heterog.zoo import load_workload
+
+    workload = load_workload(model, batch_size)
+    # Only now: a wrong name is told without waiting for torch.
+    from heterog.graph import capture as capturing
+
+    captured: OpGraph = capturing.capture(workload)
+    return captured
+
+
+def load_cluster(source: str) -> "Cluster":
+    """A preset, a YAML file, or a shipped testbed."""
+    from heterog.cluster import Cluster
+    from heterog.runtime.testbed import load_testbed, shipped_testbeds
+
+    return load_testbed(source) if source in shipped_testbeds() else Cluster.load(source)
+
+
+def split_names(text: str) -> list[str]:
+    """Names with commas between them."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise HeterogError("an empty list of names; separate names with commas.")
+    return names
+
+
+def method_names(text: str) -> list[str]:
+    """Names of methods, checked before anything slow happens."""
+    from heterog.planners import portfolio
+    from heterog.planners.planner import planners
+
+    known = [portfolio.AUTO, *(planner.name for planner in planners())]
+    names = split_names(text)
+    for name in names:
+        if name not in known:
+            raise UnknownNameError("method", name, known)
+    return names
+
+
+@contextmanager
+def progress_line(quiet: bool) -> Iterator[Callable[[str, float, float], None]]:
+    """A progress line on stderr; plain lines where that is no terminal."""
+    if not err.is_terminal:
+        seen: set[str] = set()
+
+        def tell(method: str, fraction: float, best: float) -> None:
+            if method not in seen and not quiet:
+                seen.add(method)
+                print(f"{method} ...", file=sys.stderr)
+
+        yield tell
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        line = bar.add_task("", total=1.0)
+
+        def show(method: str, fraction: float, best: float) -> None:
+            found = "" if best == float("inf") else f", best {format_seconds(best)}"
+            bar.update(line, completed=min(fraction, 1.0), description=f"{method}{found}")
+
+        yield show
+
+
+def stage_progress(stage: str) -> tuple[str, float, float]:
+    """What a rank says it does, as progress: what is counted is a bar, the rest is a word."""
+    counted, _, what = stage.partition(": ")
+    match counted.split():
+        case ["step", number, "of", last]:
+            return "training", int(number) / int(last), float("inf")
+        case ["ops" | "links" as word, number, "of", last]:
+            return what or f"measuring {word}", int(number) / int(last), float("inf")
+    return stage, 0.0, float("inf")

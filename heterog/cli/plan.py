@@ -1,0 +1,138 @@
+"""``heterog plan``: find how to train a model on a cluster."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from heterog.cli.common import (
+    BatchOption,
+    BudgetOption,
+    ClusterOption,
+    JsonOption,
+    ModelArgument,
+    SeedOption,
+    load_cluster,
+    load_model_graph,
+    method_names,
+    out,
+    print_json,
+    progress_line,
+)
+from heterog.units import format_seconds
+
+
+def plan(
+    model: ModelArgument,
+    cluster: ClusterOption,
+    batch_size: BatchOption = None,
+    method: Annotated[str, typer.Option("--method", help="auto, or names with commas")] = "auto",
+    budget: BudgetOption = "30s",
+    seed: SeedOption = 0,
+    order: Annotated[str, typer.Option("--order", help="best, fifo, rank or program")] = "best",
+    no_step_barrier: Annotated[
+        bool,
+        typer.Option("--no-step-barrier", help="the next step may start before all updates end"),
+    ] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="plan.json")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="trace.json for ui.perfetto.dev")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find how to train a model on a cluster."""
+    from heterog.files import check_writable
+    from heterog.planners.plan import check_batch, make_plan, parse_orders
+    from heterog.planners.planner import Budget
+
+    for path in (output, trace):
+        if path is not None:
+            check_writable(path)
+    parsed = Budget.parse(budget)
+    parse_orders(order)
+    methods = method_names(method)
+    target = load_cluster(cluster)
+    with progress_line(as_json) as progress:
+        progress("capture", 0.0, float("inf"))
+        graph = load_model_graph(model, batch_size)
+        check_batch(graph, target)
+        found = make_plan(
+            graph,
+            target,
+            methods=methods,
+            budget=parsed,
+            seed=seed,
+            order=order,
+            step_barrier=not no_step_barrier,
+            progress=progress,
+        )
+    if output is not None:
+        found.save(output)
+    if trace is not None:
+        from heterog.report.trace import write_trace
+
+        write_trace(trace, found.timeline())
+    extrapolated = _extrapolated(found)
+    if as_json:
+        print_json(found.summary() | {"extrapolated": extrapolated})
+        return
+    from heterog.report.tables import methods_table
+
+    out.print(methods_table(found.rows, target, title=_title(found)))
+    out.print(_verdict(found))
+    if extrapolated is not None:
+        out.print(_trust(found.calibration, extrapolated), soft_wrap=True)
+    for path, what in ((output, "plan"), (trace, "trace (open it in https://ui.perfetto.dev)")):
+        if path is not None:
+            out.print(f"{what}: {path}", soft_wrap=True)
+
+
+def _extrapolated(found: Any) -> dict[str, Any] | None:
+    """Part of a plan's compute time that was never measured near; ``None`` for the roofline."""
+    from heterog.simulator.calibration import Calibration, cost_model_of, extrapolated_by
+
+    model = cost_model_of(found.cluster)
+    if not isinstance(model, Calibration):
+        return None
+    shares = extrapolated_by(model, found.graph, found.cluster, found.strategy)
+    return {"share": sum(shares.values()), "kinds": list(shares)}
+
+
+def _trust(calibration: str, extrapolated: dict[str, Any]) -> str:
+    """One sentence: what of a prediction was measured."""
+    share, kinds = extrapolated["share"], extrapolated["kinds"]
+    if not kinds:
+        return f"calibrated on {calibration}; every op was measured near its size"
+    shown = ", ".join(kinds[:4]) + (", ..." if len(kinds) > 4 else "")
+    return (
+        f"calibrated on {calibration}; {share:.0%} of the compute time is extrapolated ({shown})"
+    )
+
+
+def _title(found: Any) -> str:
+    barrier = "" if found.strategy.step_barrier else ", no step barrier"
+    return (
+        f"{found.graph.name}, batch {found.graph.batch_size}, on {found.cluster.name} "
+        f"(predicted by {found.calibration}, seed {found.seed}, budget {found.budget}{barrier})"
+    )
+
+
+def _verdict(found: Any) -> str:
+    """One or two sentences: what won, and by how much."""
+    if found.step_time_s is None:
+        return f"No method fits. The nearest is {found.method}: {found.shortage}."
+    text = (
+        f"{found.method}: {format_seconds(found.step_time_s)} a step, "
+        f"{found.throughput_samples_per_s:.1f} samples/s, order {found.order}, at least "
+        f"{format_seconds(found.lower_bound_s)} by any strategy with a step barrier."
+    )
+    baselines = [
+        row for row in found.rows if row.step_time_s is not None and row.stage == "baseline"
+    ]
+    if baselines and found.method not in {row.method for row in baselines}:
+        best = min(baselines, key=lambda row: row.step_time_s)
+        gain = best.step_time_s / found.step_time_s
+        text += f" {gain:.2f}x over the best baseline ({best.method})."
+        if gain < 1.01:
+            text += f" That is within 1 %: prefer the simpler {best.method}."
+    return text

@@ -1,0 +1,115 @@
+"""``heterog run``: train with a plan on local processes."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from heterog.cli.common import JsonOption, out, print_json, progress_line, stage_progress
+from heterog.errors import HeterogError
+from heterog.units import format_seconds
+
+
+def run(
+    plan: Annotated[Path, typer.Argument(help="plan.json")],
+    model: Annotated[str, typer.Option("--model", help="if the plan does not name it")] = "",
+    steps: Annotated[int, typer.Option("--steps", help="measured training steps")] = 10,
+    testbed: Annotated[
+        str,
+        typer.Option("--testbed", help="shaped CPUs and links: a shipped name or a YAML file"),
+    ] = "",
+    timeout: Annotated[str, typer.Option("--timeout", help="of the whole job")] = "300s",
+    step_timeout: Annotated[
+        str, typer.Option("--step-timeout", help="after which a step counts as hung")
+    ] = "300s",
+    save: Annotated[
+        Path | None, typer.Option("--save", help="folder for a checkpoint at the end")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", help="checkpoint to begin with, also of another plan"),
+    ] = None,
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port",
+            min=0,
+            max=65535,
+            envvar="MASTER_PORT",
+            help="where ranks meet; 0 is any that is free",
+        ),
+    ] = 0,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="go on when the loss is not finite")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="trace.json with predicted and measured lanes"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train with a plan on local processes, one per device, or on a local testbed."""
+    from contextlib import ExitStack
+
+    from heterog.files import check_writable
+    from heterog.planners.plan import load_plan
+    from heterog.runtime.launch import run_ranks
+    from heterog.runtime.testbed import Testbed, load_testbed
+    from heterog.units import parse_seconds
+
+    if steps < 1:
+        raise HeterogError(f"--steps is {steps}; measure at least one step.")
+    if trace is not None:
+        check_writable(trace)
+    loaded = load_plan(plan)
+    if loaded.step_time_s is None:
+        raise HeterogError(f"{plan} does not fit into memory ({loaded.shortage}); plan again.")
+    with ExitStack() as stack:
+        options: dict[str, Any] = {}
+        if testbed:
+            cluster = load_testbed(testbed)
+            difference = loaded.cluster.describe_difference(cluster)
+            if difference is not None:
+                raise HeterogError(
+                    f"{plan} was made for another cluster than the testbed: {difference}; plan "
+                    f"with --cluster {testbed}."
+                )
+            bed = stack.enter_context(Testbed(cluster))
+            options = {"wrap": bed.command, "environment": bed.environment}
+        show = stack.enter_context(progress_line(as_json))
+        measured = run_ranks(
+            plan,
+            loaded.cluster.num_devices,
+            model=model,
+            num_steps=steps,
+            timeout_s=parse_seconds(timeout),
+            step_timeout_s=parse_seconds(step_timeout),
+            port=port,
+            save=save,
+            resume=resume,
+            allow_nonfinite=allow_nonfinite,
+            record=True,
+            progress=lambda stage: show(*stage_progress(stage)),
+            **options,
+        )
+    if trace is not None:
+        from heterog.report.trace import write_comparison
+
+        write_comparison(trace, loaded.timeline(), loaded.measured_timeline(measured["tasks"]))
+    if as_json:
+        print_json(measured)
+        return
+    first, last = (
+        float("nan") if loss is None else loss
+        for loss in (measured["losses"][0], measured["losses"][-1])
+    )
+    out.print(
+        f"{measured['model']} on {measured['num_ranks']} "
+        f"{'ranks of testbed ' + testbed if testbed else 'local ranks'}: "
+        f"{format_seconds(measured['step_time_s'])} a step (median of {steps}, "
+        f"{format_seconds(measured['step_time_min_s'])} to "
+        f"{format_seconds(measured['step_time_max_s'])}), predicted for {loaded.cluster.name} "
+        f"{format_seconds(loaded.step_time_s)}; loss {first:.4f} -> {last:.4f}"
+    )
+    if save is not None:
+        out.print(f"checkpoint: {save}", soft_wrap=True)
