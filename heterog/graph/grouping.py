@@ -60,6 +60,27 @@ def group_ops(graph: OpGraph) -> Grouping:
     return Grouping(group=group, names=tuple(first))
 
 
+@lru_cache(maxsize=16)
+def alike_groups(graph: OpGraph) -> IntArray:
+    """Number of each group's kind: repeated layers give groups of the same kind.
+
+    Groups are alike if they run the same ops on the same shapes, in the same order.
+
+    Returns:
+        # [num_groups]
+    """
+    grouping = group_ops(graph)
+    parts: list[list[tuple[str, tuple[tuple[int, ...], ...]]]] = [
+        [] for _ in range(grouping.num_groups)
+    ]
+    for index, op in enumerate(graph.ops):
+        if grouping.group[index] != CONSTANT_GROUP:
+            shapes = tuple(graph.tensors[tensor].shape for tensor in graph.outputs(index))
+            parts[grouping.group[index]].append((op.kind, shapes))
+    kinds: dict[tuple[tuple[str, tuple[tuple[int, ...], ...]], ...], int] = {}
+    return np.array([kinds.setdefault(tuple(ops), len(kinds)) for ops in parts], np.int32)
+
+
 def _constant_ops(graph: OpGraph) -> list[bool]:
     """Ops computed from buffers and constants alone."""
     free = [

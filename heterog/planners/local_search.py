@@ -1,9 +1,15 @@
 """Local search over rows of candidates, warm-started from other methods' strategies.
 
-A row holds one candidate per group, groups in the order of the forward pass. First every uniform
-row is scored; then simulated annealing with restarts changes segments of neighbouring groups. What
-pays (measured in ablations on BERT and Transformer): device subsets per range of layers,
-collectives whose slices follow the NICs, and the order on top.
+A row holds one candidate per group, groups in the order of the forward pass; neighbouring groups
+with the same candidate are a *run*. Simulated annealing with restarts changes runs: it shifts,
+adds and removes boundaries, gives a run, part of it or all groups of one kind another decision,
+and changes what holds for the whole step. What pays (measured in ablations on BERT and
+Transformer): device subsets per range of layers, collectives whose slices follow the NICs, and the
+order on top.
+
+A search overfits the link model that it looks at. So what annealing finds with the fast engine is
+scored again by the referee, restarts begin from the referee's favourites, and the last part of the
+budget anneals with the referee as the judge.
 """
 
 import math
@@ -12,17 +18,27 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from heterog.graph.grouping import alike_groups
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation
+from heterog.strategy.lowering import Choice
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import StrategySpace
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
-BUCKETS = (0, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
+BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
 NUM_RETURNED = 6
-"""Strategies handed to the referee: a search overfits the fast engine's link model."""
+"""Strategies handed to the portfolio, the best by the referee."""
+NUM_ELITES = 12
+REFEREE_FROM = 0.6
+"""Part of the budget after which the referee judges every move."""
+
+_MOST_UNIFORM = 128  # uniform rows scored at the start
+_LEAST_SPEED = 0.25  # of the cluster's, for the devices of a uniform row
+_NUM_MOVES = 300  # of one annealing run
+_HOT, _COLD = 0.02, 0.0005  # temperatures as parts of the start's cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +55,11 @@ class _State:
         return self.row.tobytes(), self.bucket_bytes, int(self.order), self.num_micro
 
 
+_Key = tuple[bytes, int, int, int]
+
+
 class LocalSearch:
-    """Simulated annealing on segments of groups; see the module docstring."""
+    """Simulated annealing on runs of groups; see the module docstring."""
 
     name = "local_search"
     stage = "search"
@@ -50,32 +69,55 @@ class LocalSearch:
         return _Search(task).run()
 
 
+class _Elites:
+    """The best few different states by one judge, best first."""
+
+    def __init__(self) -> None:
+        self.states: list[tuple[float, _State]] = []
+
+    def offer(self, cost: float, state: _State) -> bool:
+        """Keep a state if it is good enough; whether it is now the best."""
+        if len(self.states) == NUM_ELITES and cost >= self.states[-1][0]:
+            return False
+        if any(state.key == other.key for _, other in self.states):
+            return False
+        self.states.append((cost, state))
+        self.states.sort(key=lambda pair: pair[0])
+        del self.states[NUM_ELITES:]
+        return self.states[0][1] is state
+
+
 class _Search:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.evaluator = task.evaluator
         self.rng = np.random.default_rng(task.seed)
         self.spending = Spending(task.budget, task.evaluator)
+        self.speeds = device_speeds(task.evaluator)
         self.space = StrategySpace(
             task.evaluator.graph,
             task.evaluator.cluster,
             task.evaluator.tables,
             task.evaluator.channels,
-            device_speeds(task.evaluator),
+            self.speeds,
         )
+        self.num_named = len(self.space.candidates)
         self.num_groups = task.evaluator.tables.num_groups
         self.num_steps = 1 if task.step_barrier else UNROLLED_STEPS
-        self.cost: dict[tuple[bytes, int, int, int], float] = {}
-        self.best: list[tuple[float, _State]] = []
+        self.alike = alike_groups(task.evaluator.graph)
+        self.by_engine: dict[_Key, float] = {}
+        self.by_referee: dict[_Key, float] = {}
+        self.elites = _Elites()
+        self.judged = _Elites()
 
     def run(self) -> PlanResult:
         begin = time.perf_counter()
-        elites = self._seed()
-        while elites and not self.spending.is_over:
+        self._seed()
+        while not self.spending.is_over:
+            pool = self.judged if self.rng.random() < 0.75 else self.elites
             # Restarts go back to one of the best states, the first ones most often.
-            start = elites[min(int(self.rng.exponential(1.5)), len(elites) - 1)]
-            self._anneal(start)
-            elites = [state for _, state in self.best]
+            which = min(int(self.rng.exponential(1.5)), len(pool.states) - 1)
+            self._anneal(pool.states[which][1])
         candidates = tuple(
             Candidate(
                 strategy=self.space.decode(
@@ -86,7 +128,7 @@ class _Search:
                 ),
                 orders=(state.order,),
             )
-            for _, state in self.best
+            for _, state in self.judged.states[:NUM_RETURNED]
         )
         return PlanResult(
             candidates=candidates,
@@ -94,8 +136,10 @@ class _Search:
             search_seconds=time.perf_counter() - begin,
         )
 
-    def _seed(self) -> list[_State]:
-        """Score the other methods' strategies and every uniform row."""
+    # --- scores ---------------------------------------------------------------------------------
+
+    def _seed(self) -> None:
+        """Score the other methods' strategies and uniform rows; the best meet the referee."""
         starts: list[_State] = []
         for candidate in self.task.seeds:
             row = self.space.row_of(candidate.strategy)
@@ -110,86 +154,144 @@ class _Search:
                     for order in candidate.orders
                 ]
         order = self.task.orders[min(1, len(self.task.orders) - 1)]
-        for number in range(len(self.space.candidates)):
-            row = np.full(self.num_groups, number, np.int32)
-            starts.append(_State(row, DEFAULT_BUCKET_BYTES, order))
+        starts += [
+            _State(np.full(self.num_groups, number, np.int32), DEFAULT_BUCKET_BYTES, order)
+            for number in self._uniform()
+        ]
         for state in starts:
-            if self.spending.is_over and self.best:
+            if self.spending.is_over and self.elites.states:
                 break
-            self._score(state)
-        return [state for _, state in self.best]
+            self._engine(state)
+        for index, (_, state) in enumerate(list(self.elites.states)):
+            if index and self.spending.is_over:
+                break
+            self._referee(state)
 
-    def _score(self, state: _State) -> float:
-        """Cost of a state: seconds, with memory overflow charged heavily."""
+    def _uniform(self) -> list[int]:
+        """Candidates worth a uniform row: those with the fastest devices together first."""
+        total = sum(self.speeds)
+        speed = [
+            sum(self.speeds[device] for device in decision.devices)
+            for decision in self.space.candidates[: self.num_named]
+        ]
+        worth = [n for n in range(self.num_named) if speed[n] >= _LEAST_SPEED * total]
+        return sorted(worth, key=lambda n: (-speed[n], n))[:_MOST_UNIFORM]
+
+    def _engine(self, state: _State) -> float:
+        """Cost of a state by the fast engine."""
         key = state.key
-        if key not in self.cost:
-            choice = self.space.encode(
-                state.row,
-                bucket_bytes=state.bucket_bytes,
-                num_steps=self.num_steps,
-                num_micro=state.num_micro,
-            )
-            evaluation = self.evaluator.evaluate_choice(choice, state.order)
-            self.cost[key] = cost = _cost(evaluation)
-            self._remember(cost, state)
-        return self.cost[key]
+        if key not in self.by_engine:
+            evaluation = self.evaluator.evaluate_choice(self._choice(state), state.order)
+            self.by_engine[key] = _cost(evaluation)
+            self.elites.offer(self.by_engine[key], state)
+        return self.by_engine[key]
 
-    def _remember(self, cost: float, state: _State) -> None:
-        if len(self.best) < NUM_RETURNED or cost < self.best[-1][0]:
-            self.best.append((cost, state))
-            self.best.sort(key=lambda pair: pair[0])
-            del self.best[NUM_RETURNED:]
-            self.task.report(self.spending.fraction, self.best[0][0])
+    def _referee(self, state: _State) -> float:
+        """Cost of a state by the referee."""
+        key = state.key
+        if key not in self.by_referee:
+            self.by_referee[key] = _cost(self.evaluator.referee(self._choice(state), state.order))
+            if self.judged.offer(self.by_referee[key], state):
+                self.task.report(self.spending.fraction, self.by_referee[key])
+        return self.by_referee[key]
 
-    def _anneal(self, start: _State, num_moves: int = 600) -> None:
-        """One annealing run from a state, cooling from 3 % to 0.1 % of its cost."""
-        state, cost = start, self._score(start)
-        for move in range(num_moves):
+    def _choice(self, state: _State) -> Choice:
+        return self.space.encode(
+            state.row,
+            bucket_bytes=state.bucket_bytes,
+            num_steps=self.num_steps,
+            num_micro=state.num_micro,
+        )
+
+    # --- moves ----------------------------------------------------------------------------------
+
+    def _anneal(self, start: _State) -> None:
+        """One annealing run from a state; its best state then meets the referee."""
+        judge = self._engine if self.spending.fraction < REFEREE_FROM else self._referee
+        state, cost = start, judge(start)
+        best, best_cost = state, cost
+        for move in range(_NUM_MOVES):
             if self.spending.is_over:
-                return
-            temperature = 0.03 * cost * (0.03 ** (move / num_moves))
+                break
+            temperature = _HOT * cost * (_COLD / _HOT) ** (move / _NUM_MOVES)
             neighbour = self._neighbour(state)
-            new = self._score(neighbour)
+            new = judge(neighbour)
             if new < cost or self.rng.random() < math.exp((cost - new) / temperature):
                 state, cost = neighbour, new
+                if cost < best_cost:
+                    best, best_cost = state, cost
+        self._referee(best)
 
     def _neighbour(self, state: _State) -> _State:
-        """A random move: of a segment's decisions, or of what holds for the whole step."""
+        """A random move: of some groups' decisions, or of what holds for the whole step."""
         kind = self.rng.random()
-        row = state.row.copy()
-        if kind < 0.06:
+        if kind < 0.05:
             return replace(state, bucket_bytes=BUCKETS[self.rng.integers(len(BUCKETS))])
-        if kind < 0.09:
+        if kind < 0.08:
             order = self.task.orders[self.rng.integers(len(self.task.orders))]
             return replace(state, order=order)
         if kind < 0.12:
             most = self.evaluator.graph.batch_size
             near = (max(state.num_micro // 2, 1), min(2 * state.num_micro, most))
             return replace(state, num_micro=near[self.rng.integers(2)])
-        first, last = self._segment()
-        if kind < 0.45:  # the decision of a neighbouring group: shifts or removes a boundary
-            neighbour = first - 1 if (self.rng.random() < 0.5 and first > 0) else last
-            row[first:last] = row[min(neighbour, self.num_groups - 1)]
-        elif kind < 0.60:
-            self._move_sample(row, first, last)
-        elif kind < 0.75:  # another synchronisation on the same devices
-            old = self.space.candidates[row[first]]
-            others = self.space.decisions_on(old.devices)
-            row[first:last] = self.space.add(others[self.rng.integers(len(others))])
+        row = state.row.copy()
+        if kind < 0.32:
+            self._shift_boundary(row)
         else:
-            row[first:last] = self.rng.integers(len(self.space.candidates))
+            chosen = self._some_groups(row)
+            if kind < 0.50:  # a neighbour's decision: moves or removes boundaries
+                near = chosen[0] - 1 if self.rng.random() < 0.5 else chosen[-1] + 1
+                row[chosen] = row[min(max(near, 0), self.num_groups - 1)]
+            elif kind < 0.65:
+                self._move_samples(row, chosen)
+            elif kind < 0.80:  # another synchronisation or share rule on the same devices
+                devices = self.space.candidates[row[chosen[0]]].devices
+                others = self.space.decisions_on(devices)
+                row[chosen] = self.space.add(others[self.rng.integers(len(others))])
+            elif kind < 0.90:  # a decision that is used elsewhere
+                row[chosen] = row[self.rng.integers(self.num_groups)]
+            else:
+                row[chosen] = self.rng.integers(self.num_named)
         return replace(state, row=row)
 
-    def _segment(self) -> tuple[int, int]:
-        """A random range of groups; short ones are as likely as long ones."""
-        length = int(math.exp(self.rng.uniform(0.0, math.log(self.num_groups + 1))))
-        length = min(max(length, 1), self.num_groups)
-        first = int(self.rng.integers(self.num_groups - length + 1))
-        return first, first + length
+    def _some_groups(self, row: IntArray) -> IntArray:
+        """A range of groups, a whole run, or all groups of one kind in a run."""
+        kind = self.rng.random()
+        if kind < 0.5:
+            return self._range(self.num_groups)
+        anchor = int(self.rng.integers(self.num_groups))
+        edges = np.flatnonzero(np.diff(row)) + 1
+        first = int(edges[edges <= anchor].max(initial=0))
+        last = int(edges[edges > anchor].min(initial=self.num_groups))
+        run = np.arange(first, last, dtype=np.int32)
+        if kind < 0.7:
+            return run
+        if kind < 0.85:
+            return first + self._range(last - first)
+        return run[self.alike[run] == self.alike[anchor]]
 
-    def _move_sample(self, row: IntArray, first: int, last: int) -> None:
-        """Move one or a few samples between two devices of the decision at a segment's start."""
-        old = self.space.candidates[row[first]]
+    def _range(self, size: int) -> IntArray:
+        """A random range below ``size``; short ones are as likely as long ones."""
+        length = int(math.exp(self.rng.uniform(0.0, math.log(size + 1))))
+        length = min(max(length, 1), size)
+        first = int(self.rng.integers(size - length + 1))
+        return np.arange(first, first + length, dtype=np.int32)
+
+    def _shift_boundary(self, row: IntArray) -> None:
+        """Move a boundary between two runs by a few groups."""
+        edges = np.flatnonzero(np.diff(row)) + 1
+        if len(edges) == 0:
+            return
+        edge = int(edges[self.rng.integers(len(edges))])
+        step = int(self.rng.geometric(0.5))
+        if self.rng.random() < 0.5:
+            row[max(edge - step, 0) : edge] = row[edge]
+        else:
+            row[edge : edge + step] = row[edge - 1]
+
+    def _move_samples(self, row: IntArray, chosen: IntArray) -> None:
+        """Move one or a few samples between two devices of the first group's decision."""
+        old = self.space.candidates[row[chosen[0]]]
         if len(old.devices) < 2:
             return
         giver, taker = self.rng.choice(len(old.devices), 2, replace=False)
@@ -198,12 +300,9 @@ class _Search:
         shares = list(old.shares)
         shares[giver] -= amount
         shares[taker] += amount
-        changed = Decision(
-            devices=old.devices, shares=tuple(shares), sync=old.sync, slices=old.slices
-        )
-        number = self.space.add(changed)
-        same = row[first:last] == row[first]
-        row[first:last][same] = number
+        changed = replace(old, shares=tuple(shares))
+        same = chosen[row[chosen] == row[chosen[0]]]
+        row[same] = self.space.add(changed)
 
 
 def _cost(evaluation: Evaluation) -> float:

@@ -87,15 +87,14 @@ def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) ->
     best[0, 0] = 0.0
     cut = np.zeros((num_stages + 1, num_groups + 1), np.int64)
     for stage in range(num_stages):
-        for end in range(num_groups + 1):
-            begins = np.arange(end + 1)
-            cost = time_before[end, stage] - time_before[begins, stage]
-            over = memory_before[end, stage] - memory_before[begins, stage] - room[stage]
-            cost = cost + penalty * np.maximum(over, 0.0) / room[stage]
-            total = np.maximum(best[stage, : end + 1], cost)
-            begin = int(np.argmin(total))
-            best[stage + 1, end] = total[begin]
-            cut[stage + 1, end] = begin
+        # [begin, end] of the groups on this stage
+        cost = time_before[None, :, stage] - time_before[:, None, stage]
+        over = memory_before[None, :, stage] - memory_before[:, None, stage] - room[stage]
+        cost += penalty * np.maximum(over, 0.0) / room[stage]
+        total = np.maximum(best[stage][:, None], cost)
+        total[np.tril_indices(num_groups + 1, -1)] = np.inf
+        cut[stage + 1] = total.argmin(axis=0)
+        best[stage + 1] = total.min(axis=0)
     placement = [0] * num_groups
     end = num_groups
     for stage in range(num_stages, 0, -1):
