@@ -118,7 +118,9 @@ def _title(found: Any) -> str:
 
 
 def _verdict(found: Any) -> str:
-    """One or two sentences: what won, and by how much."""
+    """A few sentences: what won, by how much, and how stable that is."""
+    from heterog.planners.stability import DATA_PARALLEL
+
     if found.step_time_s is None:
         return f"No method fits. The nearest is {found.method}: {found.shortage}."
     text = (
@@ -126,13 +128,12 @@ def _verdict(found: Any) -> str:
         f"{found.throughput_samples_per_s:.1f} samples/s, order {found.order}, at least "
         f"{format_seconds(found.lower_bound_s)} by any strategy with a step barrier."
     )
-    baselines = [
-        row for row in found.rows if row.step_time_s is not None and row.stage == "baseline"
-    ]
-    if baselines and found.method not in {row.method for row in baselines}:
-        best = min(baselines, key=lambda row: row.step_time_s)
-        gain = best.step_time_s / found.step_time_s
-        text += f" {gain:.2f}x over the best baseline ({best.method})."
-        if gain < 1.01:
-            text += f" That is within 1 %: prefer the simpler {best.method}."
+    for each in found.gains:
+        text += f" {each.speedup:.2f}x over {each.over}"
+        if each.low < each.high:
+            text += f" ({each.low:.2f}x to {each.high:.2f}x if devices and links vary by 10 %)"
+        text += "."
+    simple = found.gains[0] if found.gains else None
+    if simple is not None and found.method not in DATA_PARALLEL and simple.speedup < 1.01:
+        text += f" That is within 1 % of data parallelism: prefer the simpler {simple.over}."
     return text

@@ -8,7 +8,14 @@ from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import row_to_dict
 from heterog.planners.planner import Budget, MethodRow, planners
-from heterog.planners.portfolio import AUTO, Progress, assert_not_below, best_row, run_methods
+from heterog.planners.portfolio import (
+    AUTO,
+    Progress,
+    assert_not_below,
+    best_row,
+    run_methods,
+    with_noise,
+)
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -77,6 +84,7 @@ def compare_methods(
         orders=orders,
         progress=progress,
     )
+    rows = with_noise(evaluator, rows)
     picked_from = ""
     if AUTO in methods:
         best = best_row(rows)

@@ -268,7 +268,8 @@ class _Search:
             return run
         if kind < 0.85:
             return first + self._range(last - first)
-        return run[self.alike[run] == self.alike[anchor]]
+        alike: IntArray = run[self.alike[run] == self.alike[anchor]]
+        return alike
 
     def _range(self, size: int) -> IntArray:
         """A random range below ``size``; short ones are as likely as long ones."""

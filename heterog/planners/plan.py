@@ -15,7 +15,13 @@ from heterog.files import read_json, write_json
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.planners.planner import Budget, MethodRow
-from heterog.planners.portfolio import Progress, assert_not_below, best_row, run_methods
+from heterog.planners.portfolio import (
+    Progress,
+    assert_not_below,
+    best_row,
+    run_methods,
+    with_noise,
+)
 from heterog.planners.stability import Gain, best_data_parallel, gain
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
@@ -263,6 +269,7 @@ def plan_from_rows(
     """The plan of the best row, with its order and program."""
     graph, cluster = evaluator.graph, evaluator.cluster
     row = best_row(rows)
+    rows = with_noise(evaluator, rows)
     assert row.candidate is not None
     strategy = row.candidate.strategy
     # The order is that of one step, which is what a rank runs, also where eight were simulated.

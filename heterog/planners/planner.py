@@ -162,7 +162,8 @@ class MethodRow:
         shortage: why it is not ``ok``, in words.
         candidate: the strategy itself; ``None`` if the method does not apply.
         noisy_step_times_s: seconds per step when devices and links are not as fast as predicted,
-            one for each draw of ``simulator.noise``; the same draws for every method.
+            one for each draw of ``simulator.noise``; the same draws for every method. Empty for
+            rows that no gain is quoted between.
     """
 
     method: str
