@@ -1,0 +1,211 @@
+"""What fills each device's memory at the moment when it is fullest.
+
+The same liveness as ``memory``, asked another question: of the buffers that are alive at the peak,
+how many bytes are gradients, activations, communication? What stays for the whole step is split by
+asking the lowering's own ``resident_bytes`` again with one ingredient left out at a time, so that
+nothing here needs to know how a strategy places parameters and optimizer state.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.graph.op_graph import OpGraph, Phase
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.lowering import Choice, resident_bytes
+from heterog.strategy.program import FloatArray, Program, TaskKind
+from heterog.strategy.strategy import Strategy
+from heterog.strategy.tables import GraphTables
+
+
+class MemoryKind(StrEnum):
+    """What bytes are for."""
+
+    PARAMETERS = "parameters"
+    OPTIMIZER_STATE = "optimizer state"
+    GRADIENTS = "gradients"
+    """Of parameters, where an op made them."""
+    ACTIVATIONS = "activations"
+    """Made by forward ops."""
+    BACKWARD = "backward"
+    """Made by backward ops, other than the gradients of parameters."""
+    COMMUNICATION = "communication"
+    """Received, gathered or copied together for sending."""
+    BATCH = "batch"
+    CONSTANTS = "constants"
+    """The model's buffers and constants, and parameters that are not trained."""
+    MARGIN = "margin"
+    """What is added for workspaces of kernels and rounding of allocators."""
+
+
+_KINDS = tuple(MemoryKind)
+_NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """The memory of one device at its fullest.
+
+    Attributes:
+        device: name of the device.
+        device_type: name of its type.
+        peak_bytes: most bytes it needs at once; what an evaluation reports.
+        usable_bytes: bytes that a job may use there.
+        peak_at_s: when that is, seconds from the step's begin.
+        parts: bytes of each kind at that moment; they add up to ``peak_bytes``.
+    """
+
+    device: str
+    device_type: str
+    peak_bytes: int
+    usable_bytes: int
+    peak_at_s: float
+    parts: tuple[tuple[MemoryKind, int], ...]
+
+    @property
+    def lacking_bytes(self) -> int:
+        """Bytes missing, 0 if it fits."""
+        return max(self.peak_bytes - self.usable_bytes, 0)
+
+    def bytes_of(self, kind: MemoryKind) -> int:
+        """Bytes of one kind."""
+        return dict(self.parts)[kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Whether a strategy fits, device by device.
+
+    Attributes:
+        devices: in the cluster's order.
+    """
+
+    devices: tuple[DeviceMemory, ...]
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether every device has enough memory."""
+        return all(device.lacking_bytes == 0 for device in self.devices)
+
+    @property
+    def fullest(self) -> DeviceMemory:
+        """The device that lacks most, or else the one with the least room in proportion."""
+        return max(
+            self.devices,
+            key=lambda device: (device.lacking_bytes, device.peak_bytes / device.usable_bytes),
+        )
+
+
+def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) -> Fit:
+    """What fills the memory of each device, as ``Evaluator.referee`` reports its peak.
+
+    The peak is the larger one of the engine's and the referee's schedule; the breakdown is of the
+    schedule that it comes from.
+
+    Args:
+        evaluator: of the graph and cluster.
+        strategy: made for them.
+        order: in which waiting tasks run.
+    """
+    choice = evaluator.encode(strategy) if isinstance(strategy, Strategy) else strategy
+    reported = evaluator.referee(choice, order).peak_memory_bytes
+    resident = _resident_parts(evaluator.tables, choice)
+    by_schedule = []
+    for schedule in (evaluator.schedule, evaluator.referee_schedule):
+        program, start, finish = schedule(choice, order)
+        kinds = _buffer_kinds(program, evaluator.tables, evaluator.graph)
+        by_schedule.append(_parts_at_peak(program, start, finish, kinds, resident))
+    devices = []
+    for index, device in enumerate(evaluator.cluster.devices):
+        parts, at_s = max((tried[index] for tried in by_schedule), key=lambda p: p[0].sum())
+        whole = np.rint(parts).astype(np.int64)
+        whole[_NUMBER[MemoryKind.MARGIN]] = reported[index] - whole.sum()
+        devices.append(
+            DeviceMemory(
+                device=device.name,
+                device_type=device.type.name,
+                peak_bytes=reported[index],
+                usable_bytes=device.usable_memory_bytes,
+                peak_at_s=at_s,
+                parts=tuple(zip(_KINDS, whole.tolist(), strict=True)),
+            )
+        )
+    return Fit(devices=tuple(devices))
+
+
+def _resident_parts(tables: GraphTables, choice: Choice) -> FloatArray:
+    """Bytes of each kind that stay for the whole step.  # [num_devices, num_kinds]
+
+    ``resident_bytes`` is a sum of terms in proportion to each ingredient, so leaving one out
+    takes away exactly its bytes.
+    """
+    bare = tables._replace(state_ratio=0.0, common_bytes=0.0, input_bytes_per_sample=0.0)
+    ingredients = {
+        MemoryKind.OPTIMIZER_STATE: bare._replace(state_ratio=tables.state_ratio),
+        MemoryKind.CONSTANTS: bare._replace(common_bytes=tables.common_bytes),
+        MemoryKind.BATCH: bare._replace(input_bytes_per_sample=tables.input_bytes_per_sample),
+    }
+    parameters = resident_bytes(bare, choice)
+    parts = np.zeros((len(parameters), len(_KINDS)))
+    parts[:, _NUMBER[MemoryKind.PARAMETERS]] = parameters
+    for kind, some in ingredients.items():
+        parts[:, _NUMBER[kind]] = resident_bytes(some, choice) - parameters
+    return parts
+
+
+def _buffer_kinds(
+    program: Program, tables: GraphTables, graph: OpGraph
+) -> npt.NDArray[np.int64]:
+    """Number of the kind of each buffer.  # [num_buffers]"""
+    maker = program.buffer_maker
+    kinds = np.full(len(maker), _NUMBER[MemoryKind.COMMUNICATION])
+    by_op = np.flatnonzero(program.kind[maker] == TaskKind.COMPUTE)
+    task = maker[by_op]
+    op = program.subject[task]
+    value = tables.value_start[op] + (by_op - program.buffer_start[task])
+    is_forward = np.array([graph.ops[each].phase == Phase.FORWARD for each in tables.op_id])
+    is_gradient = np.zeros(len(tables.value_op), np.bool_)
+    is_gradient[tables.parameter_gradient] = True
+    kinds[by_op] = np.where(
+        is_gradient[value],
+        _NUMBER[MemoryKind.GRADIENTS],
+        np.where(
+            is_forward[op], _NUMBER[MemoryKind.ACTIVATIONS], _NUMBER[MemoryKind.BACKWARD]
+        ),
+    )
+    return kinds
+
+
+def _parts_at_peak(
+    program: Program,
+    start: FloatArray,
+    finish: FloatArray,
+    kinds: npt.NDArray[np.int64],
+    resident: FloatArray,
+) -> list[tuple[FloatArray, float]]:
+    """(bytes of each kind, moment) at the peak of each device, without margin.
+
+    A buffer lives from its maker's start to its last reader's end; at one instant, ends come
+    before starts.
+    """
+    makers = program.buffer_maker
+    readers = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
+    end = finish[makers]
+    np.maximum.at(end, program.read_buffer, finish[readers])
+    found = []
+    for device in range(program.num_devices):
+        mine = np.flatnonzero((program.buffer_device == device) & (program.buffer_bytes > 0.0))
+        sizes = program.buffer_bytes[mine]
+        times = np.concatenate([start[makers[mine]], end[mine]])
+        changes = np.concatenate([sizes, -sizes])
+        order = np.lexsort((changes, times))
+        totals = np.concatenate([[0.0], np.cumsum(changes[order])])
+        upto = int(np.argmax(totals))
+        past = order[:upto]  # what has happened until then: births and deaths of buffers
+        which = kinds[np.concatenate([mine, mine])[past]]
+        parts = resident[device] + np.bincount(which, changes[past], minlength=len(_KINDS))
+        found.append((parts, float(times[past[-1]]) if upto else 0.0))
+    return found
