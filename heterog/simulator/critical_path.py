@@ -1,0 +1,236 @@
+"""What limits a step: the seconds of its critical path by place, purpose and module.
+
+``Timeline.critical_path`` is the chain of tasks that the step's time follows from. Here each of its
+tasks becomes one or two *pieces*: seconds of compute on a device, seconds in which bytes pass
+through the slowest link of a channel, seconds of latency, seconds of waiting. The pieces follow one
+another without gap from the step's begin to its end, so they add up to the step.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+
+from heterog.cluster.topology import Cluster
+from heterog.simulator.cost_model import CostModel
+from heterog.simulator.timeline import PathStep, Timeline
+from heterog.strategy.channels import Channel, ChannelKind
+from heterog.strategy.program import TaskKind
+
+# A link counts as the slowest one if it needs at least this part of the longest time.
+_AS_SLOW = 0.99
+
+_EXCHANGE = frozenset(
+    {
+        TaskKind.PUSH,
+        TaskKind.PULL,
+        TaskKind.ALL_REDUCE,
+        TaskKind.REDUCE_SCATTER,
+        TaskKind.ALL_GATHER,
+    }
+)
+_NUMBERED = re.compile(r"(.*?)(\d+)$")
+
+
+class Limit(StrEnum):
+    """What the seconds of a piece are spent on."""
+
+    COMPUTE = "compute"
+    """A task of a compute stream."""
+    LINK = "link"
+    """Bytes pass through a link."""
+    LATENCY = "latency"
+    """A message is on its way; more bandwidth would not help."""
+    WAIT = "wait"
+    """Nothing that the schedule knows of."""
+
+
+class Purpose(StrEnum):
+    """What a piece is good for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    COPIES = "copies"
+    """Splitting, joining and adding what was or will be moved."""
+    GRADIENTS = "gradients"
+    """Gradients and updated parameters travel."""
+    ACTIVATIONS = "activations"
+    """Activations and their gradients travel."""
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some seconds of the critical path, or a sum of such.
+
+    Attributes:
+        limit: what they are spent on.
+        place: the device, the slowest link (``"NICs of B and C"``), or ``""`` for a wait.
+        purpose: what for.
+        block: the module's path up to its first number: ``"encoder.layer.3"``.
+        seconds: of the path.
+    """
+
+    limit: Limit
+    place: str
+    purpose: Purpose
+    block: str
+    seconds: float
+
+
+def critical_pieces(timeline: Timeline, cost_model: CostModel) -> tuple[Piece, ...]:
+    """The critical path in pieces, in the order of time; their seconds add up to the step's.
+
+    Args:
+        timeline: of a simulated step.
+        cost_model: that priced it; says which link of a channel is the slowest, and the latencies.
+    """
+    return tuple(
+        piece
+        for step in timeline.critical_path()
+        for piece in _pieces_of(step, timeline, cost_model)
+    )
+
+
+def totals(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Pieces that differ in their seconds alone added up, the longest first."""
+    seconds: dict[tuple[Limit, str, Purpose, str], float] = {}
+    for piece in pieces:
+        key = (piece.limit, piece.place, piece.purpose, piece.block)
+        seconds[key] = seconds.get(key, 0.0) + piece.seconds
+    summed = [
+        Piece(limit=limit, place=place, purpose=purpose, block=block, seconds=total)
+        for (limit, place, purpose, block), total in seconds.items()
+    ]
+    return tuple(sorted(summed, key=lambda p: (-p.seconds, p.place, p.purpose, p.block)))
+
+
+def block_of(module: str) -> str:
+    """A module's path up to and with its first number, or all of it.
+
+    >>> block_of("bert.encoder.layer.3.output.dense"), block_of("cls.decoder"), block_of("")
+    ('bert.encoder.layer.3', 'cls.decoder', '(root)')
+    """
+    parts = module.split(".")
+    for depth, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: depth + 1])
+    return module or "(root)"
+
+
+def merge_blocks(blocks: Iterable[str]) -> list[str]:
+    """Blocks in order, consecutive numbers as a range.
+
+    >>> merge_blocks(["h.2", "h.0", "h.1", "head", "h.5"])
+    ['h.0-2', 'h.5', 'head']
+    """
+    numbered: dict[str, list[int]] = {}
+    plain: list[str] = []
+    for block in dict.fromkeys(blocks):
+        match = _NUMBERED.fullmatch(block)
+        if match:
+            numbered.setdefault(match[1], []).append(int(match[2]))
+        else:
+            plain.append(block)
+    merged = []
+    for stem, numbers in numbered.items():
+        # Consecutive numbers have the same distance from their positions.
+        for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
+            run_numbers = [number for _, number in run]
+            first, last = run_numbers[0], run_numbers[-1]
+            merged.append(f"{stem}{first}" if first == last else f"{stem}{first}-{last}")
+    return merged + plain
+
+
+def slowest_links(cluster: Cluster, channel: Channel, cost_model: CostModel) -> tuple[int, ...]:
+    """Resources of a channel that its bytes need longest, with those that need about as long."""
+    held = cost_model.channel_seconds(cluster, channel).held
+    longest = max(held.values(), default=0.0)
+    return tuple(link for link, seconds in held.items() if seconds >= _AS_SLOW * longest > 0.0)
+
+
+def link_name(cluster: Cluster, links: Iterable[int]) -> str:
+    """Links in words, by host and kind.
+
+    >>> link_name(Cluster.load("paper_8gpu"), [2, 3, 5])
+    '50 Gbit/s NICs of B and C'
+    """
+    nics: dict[int, None] = {}
+    inner: dict[int, None] = {}
+    for link in links:
+        # NIC sides come first in a cluster's resources.
+        kind = nics if link < 2 * cluster.num_hosts else inner
+        kind.setdefault(cluster.resources[link].host_index)
+    names = []
+    if nics:
+        rates = sorted({cluster.hosts[h].nic_line_rate_bytes_per_s * 8e-9 for h in nics})
+        speed = " and ".join(f"{rate:g}" for rate in (rates if len(rates) < 3 else rates[::2]))
+        many = "s" if len(nics) > 1 else ""
+        names.append(f"{speed} Gbit/s NIC{many} of {_hosts(cluster, nics)}")
+    if inner:
+        kinds = " and ".join(dict.fromkeys(cluster.hosts[h].intra.kind for h in inner))
+        names.append(f"{kinds} inside {_hosts(cluster, inner)}")
+    return " and ".join(names)
+
+
+def _hosts(cluster: Cluster, hosts: Iterable[int]) -> str:
+    names = [cluster.hosts[host].name for host in sorted(hosts)]
+    if len(names) > 4:
+        return f"{len(names)} hosts"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _pieces_of(step: PathStep, timeline: Timeline, cost_model: CostModel) -> Iterator[Piece]:
+    """A wait, if there is one, and the task: for communication with its latency apart."""
+    block = block_of(timeline.module(step.task))
+    purpose = _purpose(timeline, step.task)
+    if step.wait_s > 0.0:
+        yield Piece(
+            limit=Limit.WAIT, place="", purpose=Purpose.NOTHING, block="", seconds=step.wait_s
+        )
+    if timeline.is_compute(step.task):
+        device = timeline.cluster.devices[int(timeline.program.device[step.task])]
+        yield Piece(
+            limit=Limit.COMPUTE,
+            place=device.name,
+            purpose=purpose,
+            block=block,
+            seconds=step.seconds,
+        )
+        return
+    channel = timeline.program.channels[int(timeline.program.channel[step.task])]
+    latency_s = _latency_on_path(step, timeline, channel, cost_model)
+    place = link_name(
+        timeline.cluster, slowest_links(timeline.cluster, channel, cost_model)
+    )
+    for limit, seconds in ((Limit.LATENCY, latency_s), (Limit.LINK, step.seconds - latency_s)):
+        if seconds > 0.0:
+            yield Piece(limit=limit, place=place, purpose=purpose, block=block, seconds=seconds)
+
+
+def _latency_on_path(
+    step: PathStep, timeline: Timeline, channel: Channel, cost_model: CostModel
+) -> float:
+    """The part of a communication's seconds on the path that is latency.
+
+    A collective spends its latency first; that of a transfer comes last, and what the next one on
+    the path did not wait for is not on it.
+    """
+    latency_s = cost_model.channel_seconds(timeline.cluster, channel).latency_s
+    if channel.kind == ChannelKind.POINT_TO_POINT:
+        whole = float(timeline.finish[step.task] - timeline.start[step.task])
+        latency_s -= max(whole - step.seconds, 0.0)
+    return min(max(latency_s, 0.0), step.seconds)
+
+
+def _purpose(timeline: Timeline, task: int) -> Purpose:
+    kind = TaskKind(int(timeline.program.kind[task]))
+    if kind == TaskKind.COMPUTE:
+        return Purpose(timeline.phase(task))
+    if kind == TaskKind.UPDATE:
+        return Purpose.UPDATE
+    if timeline.is_compute(task):
+        return Purpose.COPIES
+    return Purpose.GRADIENTS if kind in _EXCHANGE else Purpose.ACTIVATIONS
