@@ -1,0 +1,243 @@
+"""Clusters with one thing bought: a device, faster links, more memory; and strategies for them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import count
+
+from heterog.cluster.topology import Cluster, Device, Host
+from heterog.graph.grouping import group_ops
+from heterog.planners.decided import what_was_decided
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.channels import proportional_slices
+from heterog.strategy.strategy import (
+    REPLICATED,
+    Decision,
+    Strategy,
+    Sync,
+    split_in_proportion,
+)
+
+_MOST_RANGES = 8
+"""Of a strategy's ranges, only the longest are tried one by one for a device that joins."""
+
+
+class ChangeKind(StrEnum):
+    """What is bought."""
+
+    DEVICE = "device"
+    NIC = "nic"
+    INNER_LINK = "inner_link"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedCluster:
+    """A cluster with one thing more or better.
+
+    Attributes:
+        kind: what is bought.
+        what: the same in words: ``"one more V100-16GB"``.
+        where: where it is put, in words.
+        cluster: with it; devices keep their indices, and a new one comes last.
+    """
+
+    kind: ChangeKind
+    what: str
+    where: str
+    cluster: Cluster
+
+
+def possible_changes(
+    cluster: Cluster, peaks_bytes: Sequence[Sequence[int]] = ()
+) -> Iterator[ChangedCluster]:
+    """Everything that a buyer may ask about.
+
+    - One more device of each type: on a host of its own, with NIC and inner link like the host of
+      that type with the fewest devices, because a card in a machine without a free slot cannot be
+      bought. A cluster of a single host has no network to join: there it goes into that host.
+    - Each kind of NIC (by line rate) twice as fast, on all hosts that have it.
+    - Each kind of inner link twice as fast, on all hosts that have it and use it.
+    - Twice the memory on all devices of a type, where memory limits: some strategy needs more
+      than 90 % of what a device of the type has.
+
+    Args:
+        cluster: as it is.
+        peaks_bytes: peaks of each device under the strategies that were looked at.
+    """
+    for number in range(len(cluster.device_types)):
+        yield _one_more(cluster, number)
+    if cluster.num_hosts > 1:
+        for rate in sorted({host.nic_line_rate_bytes_per_s for host in cluster.hosts}):
+            yield _faster_nics(cluster, rate)
+    crowded = [h for h in range(cluster.num_hosts) if len(cluster.host_devices(h)) > 1]
+    for link in dict.fromkeys(cluster.hosts[index].intra for index in crowded):
+        chosen = [index for index in crowded if cluster.hosts[index].intra == link]
+        faster = replace(link, bandwidth_bytes_per_s=2.0 * link.bandwidth_bytes_per_s)
+        hosts = [replace(h, intra=faster) if i in chosen else h
+                 for i, h in enumerate(cluster.hosts)]  # fmt: skip
+        yield ChangedCluster(
+            kind=ChangeKind.INNER_LINK,
+            what=f"{link.kind} of {link.bandwidth_bytes_per_s * 2e-9:g} instead of "
+            f"{link.bandwidth_bytes_per_s * 1e-9:g} GB/s",
+            where="inside " + ", ".join(cluster.hosts[index].name for index in chosen),
+            cluster=replace(cluster, hosts=tuple(hosts)),
+        )
+    for number, kind in enumerate(cluster.device_types):
+        devices = [d for d, each in enumerate(cluster.type_index) if each == number]
+        if any(
+            peaks[device] > 0.9 * cluster.devices[device].usable_memory_bytes
+            for peaks in peaks_bytes
+            for device in devices
+            if peaks
+        ):
+            yield _more_memory(cluster, number)
+
+
+def _one_more(cluster: Cluster, number: int) -> ChangedCluster:
+    kind = cluster.device_types[number]
+    hosts = [h for h in range(cluster.num_hosts)
+             if any(cluster.type_index[d] == number for d in cluster.host_devices(h))]  # fmt: skip
+    model = min(hosts, key=lambda h: (len(cluster.host_devices(h)), h))
+    like = next(d for d in cluster.host_devices(model) if cluster.type_index[d] == number)
+    host = cluster.hosts[model]
+    if cluster.num_hosts == 1:
+        new_hosts, where = cluster.hosts, f"in host {host.name}"
+    else:
+        taken = {each.name for each in cluster.hosts}
+        new_hosts = (*cluster.hosts, replace(host, name=_free_name("new", taken)))
+        rate = host.nic_line_rate_bytes_per_s * 8e-9
+        where = f"on a host of its own with a NIC of {rate:g} Gbit/s"
+    taken = {each.name for each in cluster.devices}
+    device = replace(
+        cluster.devices[like],
+        name=_free_name(f"{new_hosts[-1].name}:", taken),
+        host_index=len(new_hosts) - 1,
+    )
+    return ChangedCluster(
+        kind=ChangeKind.DEVICE,
+        what=f"one more {kind.name}",
+        where=where,
+        cluster=replace(cluster, hosts=new_hosts, devices=(*cluster.devices, device)),
+    )
+
+
+def _free_name(stem: str, taken: set[str]) -> str:
+    candidates = (f"{stem}{number}" for number in count())
+    return next(name for name in candidates if name not in taken)
+
+
+def _faster_nics(cluster: Cluster, rate: float) -> ChangedCluster:
+    chosen = [
+        index
+        for index, host in enumerate(cluster.hosts)
+        if host.nic_line_rate_bytes_per_s == rate
+    ]
+    hosts: list[Host] = list(cluster.hosts)
+    for index in chosen:
+        hosts[index] = replace(hosts[index], nic_line_rate_bytes_per_s=2.0 * rate)
+    names = ", ".join(cluster.hosts[index].name for index in chosen)
+    return ChangedCluster(
+        kind=ChangeKind.NIC,
+        what=f"NICs of {rate * 16e-9:g} instead of {rate * 8e-9:g} Gbit/s",
+        where=f"on {names}" if len(chosen) < 6 else f"on {len(chosen)} hosts",
+        cluster=replace(cluster, hosts=tuple(hosts)),
+    )
+
+
+def _more_memory(cluster: Cluster, number: int) -> ChangedCluster:
+    old = cluster.device_types[number]
+    new = replace(old, memory_bytes=2 * old.memory_bytes)
+    devices: list[Device] = [
+        replace(
+            device,
+            type=new,
+            usable_memory_bytes=device.usable_memory_bytes + old.memory_bytes,
+        )
+        if device.type == old
+        else device
+        for device in cluster.devices
+    ]
+    return ChangedCluster(
+        kind=ChangeKind.MEMORY,
+        what=f"twice the memory on every {old.name}",
+        where="",
+        cluster=replace(cluster, devices=tuple(devices)),
+    )
+
+
+def strategies_with(
+    strategy: Strategy, evaluator: Evaluator, devices: Sequence[int], speeds: Sequence[float]
+) -> Iterator[Strategy]:
+    """A strategy in which more devices take part: in all ranges of groups, or in one of them.
+
+    A device that joins a range takes a share in proportion to its speed among those that work
+    there. A group that was on one device becomes replicas, synchronised by reduce-scatter and
+    all-gather.
+
+    Args:
+        strategy: made for the graph; its devices have the same indices in the cluster.
+        evaluator: of the graph and the cluster with the new devices.
+        devices: indices of those that join.
+        speeds: samples per second of every device.
+    """
+    decided = what_was_decided(strategy, evaluator.graph, evaluator.cluster)
+    spans = [(0, decided.num_groups)]
+    if len(decided.ranges) > 1:
+        longest = sorted(decided.ranges, key=lambda r: (-r.num_groups, r.first_group))
+        spans += [(r.first_group, r.first_group + r.num_groups) for r in longest[:_MOST_RANGES]]
+    for first, last in spans:
+        yield _joined(strategy, evaluator, devices, speeds, first, last)
+
+
+def moved(strategy: Strategy, cluster: Cluster) -> Strategy:
+    """The same decisions on a cluster whose first devices are those of the old one."""
+    missing = cluster.num_devices - len(strategy.micro_batches)
+    idle = (0,) * strategy.num_micro_batches
+    micro_batches = strategy.micro_batches and strategy.micro_batches + (idle,) * missing
+    return replace(strategy, cluster=cluster.fingerprint(), micro_batches=micro_batches)
+
+
+def _joined(
+    strategy: Strategy,
+    evaluator: Evaluator,
+    devices: Sequence[int],
+    speeds: Sequence[float],
+    first: int,
+    last: int,
+) -> Strategy:
+    changed = list(strategy.decisions)
+    for group in range(first, last):
+        changed[group] = _with_devices(changed[group], evaluator, devices, speeds)
+    group_of = group_ops(evaluator.graph).group
+    homes = tuple(
+        home if changed[int(group_of[op])].sync == Sync.PARAMETER_SERVER
+        or len(changed[int(group_of[op])].devices) == 1 else REPLICATED
+        for (op, _, _), home in zip(evaluator.graph.updates, strategy.homes, strict=True)
+    )  # fmt: skip
+    return replace(
+        moved(strategy, evaluator.cluster), decisions=tuple(changed), homes=homes
+    )
+
+
+def _with_devices(
+    decision: Decision, evaluator: Evaluator, devices: Sequence[int], speeds: Sequence[float]
+) -> Decision:
+    share_of = dict(zip(decision.devices, decision.shares, strict=True))
+    working = sum(speeds[device] for device, share in share_of.items() if share > 0)
+    samples_per_speed = evaluator.graph.batch_size / working
+    members = tuple(sorted({*decision.devices, *devices}))
+    weights = tuple(
+        speeds[device] * samples_per_speed if device in devices else float(share_of[device])
+        for device in members
+    )
+    by_slices = decision.sync == Sync.REDUCE_SCATTER_ALL_GATHER or len(decision.devices) == 1
+    return replace(
+        decision,
+        devices=members,
+        shares=split_in_proportion(evaluator.graph.batch_size, weights),
+        sync=Sync.REDUCE_SCATTER_ALL_GATHER if by_slices else decision.sync,
+        slices=proportional_slices(evaluator.cluster, members) if by_slices else (),
+    )
+
+

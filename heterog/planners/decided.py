@@ -1,0 +1,101 @@
+"""What a strategy decides, as facts that people can read: ranges of groups, devices, syncs."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.strategy.strategy import Decision, Strategy, Sync
+
+SYNC_NAMES = {
+    Sync.RING: "ring all-reduce",
+    Sync.HIERARCHICAL: "hierarchical all-reduce",
+    Sync.REDUCE_SCATTER_ALL_GATHER: "reduce-scatter and all-gather",
+    Sync.PARAMETER_SERVER: "parameter servers",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Consecutive groups on the same devices with the same shares.
+
+    Attributes:
+        first_group: number of the first one.
+        num_groups: how many.
+        first: module path that names the first group.
+        last: module path that names the last group.
+        devices: indices of the devices.
+        shares: samples of the batch on each of them.
+    """
+
+    first_group: int
+    num_groups: int
+    first: str
+    last: str
+    devices: tuple[int, ...]
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What a strategy decides.
+
+    Attributes:
+        num_groups: groups of modules that share one decision each.
+        ranges: all groups, cut wherever devices or shares change.
+        idle: devices without any work, by index; servers of parameters have work.
+        syncs: how many groups aggregate their gradients in which way; groups on a single device
+            have nothing to aggregate.
+        bucket_bytes: see ``Strategy``.
+        num_micro_batches: parts that the batch is cut into.
+        step_barrier: whether a step ends with all updates.
+    """
+
+    num_groups: int
+    ranges: tuple[Range, ...]
+    idle: tuple[int, ...]
+    syncs: tuple[tuple[str, int], ...]
+    bucket_bytes: int
+    num_micro_batches: int
+    step_barrier: bool
+
+
+def what_was_decided(strategy: Strategy, graph: OpGraph, cluster: Cluster) -> Decided:
+    """Read a strategy for people."""
+    names = group_ops(graph).names
+    syncs = Counter(
+        SYNC_NAMES[decision.sync] for decision in strategy.decisions if len(decision.devices) > 1
+    )
+    working = {
+        device
+        for decision in strategy.decisions
+        for device, share in zip(decision.devices, decision.shares, strict=True)
+        if share > 0
+    } | set(strategy.homes)
+    return Decided(
+        num_groups=len(names),
+        ranges=tuple(_ranges(strategy.decisions, names)),
+        idle=tuple(device for device in range(cluster.num_devices) if device not in working),
+        syncs=tuple(syncs.most_common()),
+        bucket_bytes=strategy.bucket_bytes,
+        num_micro_batches=strategy.num_micro_batches,
+        step_barrier=strategy.step_barrier,
+    )
+
+
+def _ranges(decisions: Iterable[Decision], names: tuple[str, ...]) -> Iterable[Range]:
+    first = 0
+    for (devices, shares), run in groupby(decisions, key=lambda each: (each.devices, each.shares)):
+        count = sum(1 for _ in run)
+        yield Range(
+            first_group=first,
+            num_groups=count,
+            first=names[first] or "(root)",
+            last=names[first + count - 1] or "(root)",
+            devices=devices,
+            shares=shares,
+        )
+        first += count

@@ -1,0 +1,245 @@
+"""Why a plan is what it is: what was decided, what limits it, how good it is, what would help.
+
+Every sentence follows from a fact that was simulated, and the facts come along for ``--json`` and
+for reports. ``sentences`` turns facts into words; this module finds the facts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from heterog.planners import sentences
+from heterog.planners.data_parallel import DATA_PARALLEL
+from heterog.planners.decided import Decided, what_was_decided
+from heterog.planners.fit import Remedy, remedies
+from heterog.planners.plan import Plan
+from heterog.planners.planner import Budget, MethodRow, Task, planner_by_name
+from heterog.planners.portfolio import Progress, run_method
+from heterog.planners.what_if import EVALUATIONS, Change, value_of_changes, with_idle_devices
+from heterog.simulator.critical_path import Piece, critical_pieces, totals
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.lower_bound import LowerBound, lower_bound_s
+from heterog.simulator.memory_breakdown import Fit, memory_fit
+from heterog.simulator.timeline import Timeline
+
+TUNED_UNIFORM = "tuned_uniform"
+SUFFICES = 0.01
+"""Data parallelism is good enough where it takes at most this part longer than the best."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Devices without work, and what the step takes if they get some.
+
+    Attributes:
+        devices: their indices.
+        step_time_s: the shortest step found in which they take part; ``None`` if none fits.
+    """
+
+    devices: tuple[int, ...]
+    step_time_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """The plan beside what people would do without it.
+
+    Attributes:
+        data_parallel: the best method of data parallelism, ``""`` if none fits.
+        data_parallel_s: its seconds per step.
+        tuned_uniform_s: seconds of one tuned decision for the whole model, ``None`` if it does
+            not fit.
+        suffices: whether data parallelism is within 1 % of the plan.
+    """
+
+    data_parallel: str
+    data_parallel_s: float | None
+    tuned_uniform_s: float | None
+    suffices: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """A plan in words, and the facts behind them.
+
+    Attributes:
+        paragraphs: plain English, one subject each.
+        recommendation: what to do, in one or two sentences.
+        plan: that is explained.
+        step_time_s: seconds per step, also where memory does not suffice.
+        decided: what the strategy decides.
+        left_out: devices without work, host by host.
+        pieces: the critical path by place, purpose and module, the longest first; the seconds add
+            up to ``step_time_s``.
+        busy: part of the step in which each device computes.
+        bound: what no strategy can beat.
+        quality: the plan beside data parallelism.
+        fit: memory of every device.
+        remedies: what makes it fit, if it does not.
+        changes: what buying something would save, most first; empty if that was not asked.
+    """
+
+    paragraphs: tuple[str, ...]
+    recommendation: str
+    plan: Plan
+    step_time_s: float
+    decided: Decided
+    left_out: tuple[LeftOut, ...]
+    pieces: tuple[Piece, ...]
+    busy: tuple[float, ...]
+    bound: LowerBound
+    quality: Quality
+    fit: Fit
+    remedies: tuple[Remedy, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def bound_s(self) -> float:
+        """The bound that holds for this plan: without a step barrier, only that of compute."""
+        return self.bound.seconds if self.decided.step_barrier else self.bound.compute_s
+
+    @property
+    def left_to_gain(self) -> float:
+        """Part of the step that no plan can save more of."""
+        return max(1.0 - self.bound_s / self.step_time_s, 0.0)
+
+    @property
+    def quickly_found_s(self) -> float | None:
+        """The step of a quick search on the same cluster if that is shorter by 1 % or more."""
+        before = self.changes[0].before_s if self.changes else None
+        is_shorter = before is not None and before < self.step_time_s * (1.0 - SUFFICES)
+        return before if is_shorter and self.fit.is_ok else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values: the words and the facts, without the plan."""
+        return {
+            "paragraphs": list(self.paragraphs),
+            "recommendation": self.recommendation,
+            "step_time_s": self.step_time_s,
+            "decided": asdict(self.decided),
+            "left_out": [asdict(each) for each in self.left_out],
+            "critical_path": [asdict(piece) for piece in self.pieces],
+            "busy": list(self.busy),
+            "lower_bound": asdict(self.bound) | {"left_to_gain": self.left_to_gain},
+            "quality": asdict(self.quality),
+            "memory": [
+                asdict(device)
+                | {"parts": dict(device.parts), "lacking_bytes": device.lacking_bytes}
+                for device in self.fit.devices
+            ],
+            "remedies": [asdict(remedy) for remedy in self.remedies],
+            "changes": [asdict(each) | {"saving": each.saving} for each in self.changes],
+        }
+
+
+def explain(
+    plan: Plan,
+    evaluator: Evaluator | None = None,
+    *,
+    changes: bool = True,
+    evaluations: int = EVALUATIONS,
+    progress: Progress = lambda method, fraction, best: None,
+) -> Explanation:
+    """Explain a plan.
+
+    The same plan gives the same explanation. With ``changes`` it takes some seconds for a large
+    model on 8 devices, otherwise well under one.
+
+    Args:
+        plan: made or loaded.
+        evaluator: of the plan's graph and cluster; made anew if ``None``.
+        changes: whether to simulate what buying something would save.
+        evaluations: about as many simulations for each change.
+        progress: told about what is going on.
+    """
+    evaluator = evaluator or Evaluator(plan.graph, plan.cluster)
+    progress("explain", 0.0, math.inf)
+    order = Order[plan.order.upper()]
+    choice = evaluator.encode(plan.strategy)
+    evaluation = evaluator.referee(choice, order)
+    program, start, finish = evaluator.referee_schedule(choice, order)
+    timeline = Timeline(program, start, finish, plan.cluster, plan.graph)
+    decided = what_was_decided(plan.strategy, plan.graph, plan.cluster)
+    fit = memory_fit(evaluator, choice, order)
+    rows = _with_baselines(plan, evaluator)
+    bought: tuple[Change, ...] = ()
+    if changes:
+        bought = value_of_changes(
+            evaluator,
+            plan.strategy,
+            order,
+            peaks_bytes=[row.peak_memory_bytes for row in rows if _uses_several(row)],
+            evaluations=evaluations,
+            progress=progress,
+        )
+    facts = Explanation(
+        paragraphs=(),
+        recommendation="",
+        plan=plan,
+        step_time_s=evaluation.step_time_s,
+        decided=decided,
+        left_out=_left_out(plan, evaluator, decided, order),
+        pieces=tuple(
+            replace(piece, seconds=piece.seconds / program.num_steps)
+            for piece in totals(critical_pieces(timeline, evaluator.cost_model))
+        ),
+        busy=tuple((timeline.busy_s / timeline.seconds).tolist()),
+        bound=lower_bound_s(plan.graph, plan.cluster, evaluator.cost_model),
+        quality=_quality(rows, evaluation.step_time_s, fits=evaluation.is_ok),
+        fit=fit,
+        remedies=remedies(evaluator, plan.strategy, order, fit),
+        changes=bought,
+    )
+    progress("explain", 1.0, evaluation.step_time_s)
+    return replace(
+        facts,
+        paragraphs=sentences.paragraphs(facts),
+        recommendation=sentences.recommendation(facts),
+    )
+
+
+def _with_baselines(plan: Plan, evaluator: Evaluator) -> list[MethodRow]:
+    """The plan's rows and those of the baselines that it was made without."""
+    rows = list(plan.rows)
+    known = {row.method for row in rows}
+    task = Task(
+        evaluator=evaluator,
+        budget=Budget(evaluations=EVALUATIONS),
+        seed=plan.seed,
+        step_barrier=plan.strategy.step_barrier,
+    )
+    missing = [name for name in (*DATA_PARALLEL, TUNED_UNIFORM) if name not in known]
+    return rows + [run_method(planner_by_name(name), task) for name in missing]
+
+
+def _uses_several(row: MethodRow) -> bool:
+    """A model that is too large for one device is no news."""
+    return sum(peak > 0 for peak in row.peak_memory_bytes) > 1
+
+
+def _left_out(
+    plan: Plan, evaluator: Evaluator, decided: Decided, order: Order
+) -> tuple[LeftOut, ...]:
+    found = []
+    for host in range(plan.cluster.num_hosts):
+        idle = tuple(d for d in plan.cluster.host_devices(host) if d in decided.idle)
+        if idle:
+            best = with_idle_devices(evaluator, plan.strategy, order, idle)
+            seconds = best.step_time_s if best.is_ok else None
+            found.append(LeftOut(devices=idle, step_time_s=seconds))
+    return tuple(found)
+
+
+def _quality(rows: Sequence[MethodRow], step_time_s: float, *, fits: bool) -> Quality:
+    times = {row.method: row.step_time_s for row in rows if row.step_time_s is not None}
+    by_data = {name: times[name] for name in DATA_PARALLEL if name in times}
+    best = min(by_data, key=lambda name: by_data[name], default="")
+    seconds = by_data.get(best)
+    return Quality(
+        data_parallel=best,
+        data_parallel_s=seconds,
+        tuned_uniform_s=times.get(TUNED_UNIFORM),
+        suffices=fits and seconds is not None and seconds <= step_time_s * (1.0 + SUFFICES),
+    )

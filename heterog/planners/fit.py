@@ -1,0 +1,151 @@
+"""What would make a strategy fit that does not: each way is simulated, none is guessed."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.memory_breakdown import Fit
+from heterog.strategy.lowering import Choice, encode
+from heterog.strategy.strategy import Decision, Strategy, split_evenly, split_in_proportion
+
+
+class RemedyKind(StrEnum):
+    """What is changed so that a strategy fits."""
+
+    MICRO_BATCHES = "micro_batches"
+    BATCH_SIZE = "batch_size"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """One change after which the strategy fits.
+
+    Attributes:
+        kind: what is changed.
+        amount: the smallest number of micro-batches found, the largest global batch found, or the
+            usable bytes that every device of a type must have.
+        device_type: for memory, the type's name.
+        step_time_s: seconds per step with the change; ``None`` for memory, where it stays.
+    """
+
+    kind: RemedyKind
+    amount: int
+    device_type: str = ""
+    step_time_s: float | None = None
+
+
+def remedies(
+    evaluator: Evaluator, strategy: Strategy, order: Order, fit: Fit
+) -> tuple[Remedy, ...]:
+    """Everything that makes a strategy fit, nothing if it fits already.
+
+    Micro-batches and batch sizes are found by doubling and bisection, as if more micro-batches or
+    fewer samples never needed more memory; what is reported was simulated and fits.
+
+    Args:
+        evaluator: of the graph and cluster.
+        strategy: made for them.
+        order: in which waiting tasks run.
+        fit: its memory, by ``memory_fit``.
+    """
+    if fit.is_ok:
+        return ()
+    judge = _Judge(evaluator, strategy, order)
+    found = [_micro_batches(judge), _batch_size(judge), *_memory(fit)]
+    return tuple(remedy for remedy in found if remedy is not None)
+
+
+class _Judge:
+    """A strategy under changes of its batch."""
+
+    def __init__(self, evaluator: Evaluator, strategy: Strategy, order: Order) -> None:
+        self._evaluator = evaluator
+        self._strategy = strategy
+        self._order = order
+        self.batch_size = evaluator.graph.batch_size
+        self.num_devices = evaluator.cluster.num_devices
+        self.num_micro = strategy.num_micro_batches
+
+    def cut(self, num_micro: int) -> Evaluation:
+        """With a number of micro-batches."""
+        return self._referee(self.batch_size, num_micro)
+
+    def shrunk(self, batch_size: int) -> Evaluation:
+        """With a smaller batch in the same proportions.
+
+        The graph is still that of the whole batch: what does not depend on the samples of a device
+        stays as it is, everything else follows its samples.
+        """
+        return self._referee(batch_size, min(self.num_micro, batch_size))
+
+    def _referee(self, batch_size: int, num_micro: int) -> Evaluation:
+        choice = _choice(self._evaluator, self._strategy, batch_size, num_micro)
+        return self._evaluator.referee(choice, self._order)
+
+
+def _choice(evaluator: Evaluator, strategy: Strategy, batch_size: int, num_micro: int) -> Choice:
+    """A strategy for a part of the batch, in even micro-batches."""
+    idle = (0,) * num_micro
+    parts = (split_evenly(batch_size, num_micro),) + (idle,) * (evaluator.cluster.num_devices - 1)
+    changed = replace(
+        strategy,
+        decisions=tuple(_scaled(decision, batch_size) for decision in strategy.decisions),
+        micro_batches=parts if num_micro > 1 else (),
+    )
+    steps = evaluator.encode(strategy).num_steps
+    return encode(changed, evaluator.tables, evaluator.channels, num_steps=steps)
+
+
+def _scaled(decision: Decision, batch_size: int) -> Decision:
+    weights = tuple(float(share) for share in decision.shares)
+    return replace(decision, shares=split_in_proportion(batch_size, weights))
+
+
+def _micro_batches(judge: _Judge) -> Remedy | None:
+    """The smallest number of micro-batches that fits."""
+    low, high = judge.num_micro, judge.num_micro
+    found: Evaluation | None = None
+    while found is None and high < judge.batch_size:
+        low, high = high, min(2 * high, judge.batch_size)
+        tried = judge.cut(high)
+        found = tried if tried.is_ok else None
+    if found is None:
+        return None
+    amount, found = _bisect(low, high, found, judge.cut)
+    return Remedy(
+        kind=RemedyKind.MICRO_BATCHES, amount=amount, step_time_s=found.step_time_s
+    )
+
+
+def _batch_size(judge: _Judge) -> Remedy | None:
+    """The largest batch that fits, with at least one sample for each device of the cluster."""
+    smallest = judge.shrunk(judge.num_devices)
+    if not smallest.is_ok:
+        return None
+    amount, found = _bisect(judge.batch_size, judge.num_devices, smallest, judge.shrunk)
+    return Remedy(kind=RemedyKind.BATCH_SIZE, amount=amount, step_time_s=found.step_time_s)
+
+
+def _bisect(
+    bad: int, good: int, found: Evaluation, evaluate: Callable[[int], Evaluation]
+) -> tuple[int, Evaluation]:
+    """The amount nearest to ``bad`` that fits, and what it does; ``good`` is known to fit."""
+    while abs(good - bad) > 1:
+        middle = (good + bad) // 2
+        tried = evaluate(middle)
+        if tried.is_ok:
+            good, found = middle, tried
+        else:
+            bad = middle
+    return good, found
+
+
+def _memory(fit: Fit) -> Iterator[Remedy]:
+    """The memory that each type which lacks some would need: needs do not depend on sizes."""
+    short = dict.fromkeys(d.device_type for d in fit.devices if d.lacking_bytes > 0)
+    for name in short:
+        needs = max(d.peak_bytes for d in fit.devices if d.device_type == name)
+        yield Remedy(kind=RemedyKind.MEMORY, amount=needs, device_type=name)

@@ -1,0 +1,449 @@
+"""The words of an explanation: each function turns facts into one paragraph.
+
+A sentence is left out where it would say nothing: no limits that are nothing, no changes that
+nobody asked about.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from heterog.cluster.topology import Cluster
+from heterog.planners.decided import Decided, Range
+from heterog.planners.fit import Remedy, RemedyKind
+from heterog.planners.what_if import Change
+from heterog.simulator.critical_path import Limit, Piece, Purpose, merge_blocks
+from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
+from heterog.strategy.strategy import split_evenly, split_in_proportion
+from heterog.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from heterog.planners.explain import Explanation
+
+_MOST_RANGES = 8
+_MOST_PLACES = 4
+_SMALL = 0.02
+"""Smaller parts of a step are summed up."""
+_NOTHING = 0.005
+"""A smaller saving is next to nothing."""
+_NEAR_BOUND = 0.10
+
+_METHODS = {
+    "ev_ps": "even shares on all devices, parameter servers",
+    "ev_ar": "even shares on all devices, all-reduce",
+    "cp_ps": "shares in proportion to speed on all devices, parameter servers",
+    "cp_ar": "shares in proportion to speed on all devices, all-reduce",
+    "ddp": "even shares on all devices, all-reduce in buckets",
+    "ddp_accumulate": "even shares on all devices, all-reduce in buckets, gradient accumulation",
+}
+_ORDERS = {
+    "fifo": "in the order in which they become ready",
+    "rank": "longest remaining path first",
+    "program": "in program order",
+}
+_MOVED = {
+    Purpose.GRADIENTS: "to exchange gradients",
+    Purpose.ACTIVATIONS: "to move activations",
+}
+
+
+def paragraphs(facts: "Explanation") -> tuple[str, ...]:
+    """All paragraphs, those about the plan first."""
+    found = (
+        _decided(facts),
+        _limits(facts),
+        _memory(facts),
+        _quality(facts),
+        _bound(facts),
+        _changes(facts.changes),
+    )
+    return tuple(filter(None, found))
+
+
+def recommendation(facts: "Explanation") -> str:
+    """What to do."""
+    quality = facts.quality
+    if not facts.fit.is_ok:
+        return _remedy_advice(facts.remedies)
+    if quality.suffices:
+        assert quality.data_parallel_s is not None
+        longer = max(quality.data_parallel_s / facts.step_time_s - 1.0, 0.0)
+        same = "takes as long" if longer < 5e-4 else f"takes only {longer:.1%} longer"
+        words = f"Use plain data parallelism, {quality.data_parallel} "
+        words += f"({_METHODS[quality.data_parallel]}): it {same} and is simpler to run."
+    elif facts.quickly_found_s is not None:
+        words = "Plan again with a larger budget before running this plan: a quick search on the "
+        words += f"same cluster already found {format_seconds(facts.quickly_found_s)}."
+    else:
+        words = "Run this plan."
+    if facts.changes and facts.changes[0].saving >= 0.05:
+        change = facts.changes[0]
+        words += f" If something is to be bought, {change.what} would save most "
+        words += f"({change.saving:.0%} of the step)."
+    return words
+
+
+# --- what was decided ---------------------------------------------------------------------------
+
+
+def _decided(facts: "Explanation") -> str:
+    decided, cluster = facts.decided, facts.plan.cluster
+    batch = facts.plan.graph.batch_size
+    said = [
+        _ranges(decided, cluster, batch),
+        _micro_batches(decided, batch),
+        _aggregation(decided),
+        f"Tasks that wait for the same device or link run {_ORDERS[facts.plan.order]}."
+        if len(set(_METHODS) & {facts.plan.method}) == 0
+        else "",
+        *(_left_out(facts, left.devices, left.step_time_s) for left in facts.left_out),
+    ]
+    return " ".join(filter(None, said))
+
+
+def _ranges(decided: Decided, cluster: Cluster, batch: int) -> str:
+    if len(decided.ranges) == 1:
+        return f"The whole model runs on {_placed(decided.ranges[0], cluster, batch)}."
+    shown = sorted(decided.ranges, key=lambda r: -r.num_groups)[:_MOST_RANGES]
+    words = [
+        f"{_span(each)} on {_placed(each, cluster, batch)}"
+        for each in decided.ranges
+        if each in shown
+    ]
+    rest = len(decided.ranges) - len(shown)
+    more = f"; and {rest} shorter ranges" if rest else ""
+    return (
+        f"The model's {decided.num_groups} groups of modules run in {len(decided.ranges)} ranges: "
+        f"{'; '.join(words)}{more}."
+    )
+
+
+def _span(each: Range) -> str:
+    if each.num_groups == 1:
+        return each.first
+    return f"{each.first} to {each.last} ({each.num_groups} groups)"
+
+
+def _placed(each: Range, cluster: Cluster, batch: int) -> str:
+    """Devices with their shares: ``"A:0 and A:1 (V100-16GB, 15 of 48 samples each)"``."""
+    if len(each.devices) == 1:
+        device = cluster.devices[each.devices[0]]
+        return f"{device.name} ({device.type.name})"
+    alike: dict[tuple[str, int], list[str]] = {}
+    for index, share in zip(each.devices, each.shares, strict=True):
+        device = cluster.devices[index]
+        alike.setdefault((device.type.name, share), []).append(device.name)
+    words = []
+    for position, ((kind, share), names) in enumerate(alike.items()):
+        total = f" of {batch} samples" if position == 0 else ""
+        each_of = " each" if len(names) > 1 else ""
+        words.append(f"{_names(names)} ({kind}, {share}{total}{each_of})")
+    return _listed(words)
+
+
+def _micro_batches(decided: Decided, batch: int) -> str:
+    if decided.num_micro_batches == 1:
+        return ""
+    sizes = sorted(set(split_evenly(batch, decided.num_micro_batches)))
+    about = " or ".join(str(size) for size in sizes)
+    return f"The batch of {batch} is cut into {decided.num_micro_batches} micro-batches of {about}."
+
+
+def _aggregation(decided: Decided) -> str:
+    if not decided.syncs:
+        several = len(decided.ranges) > 1
+        return "Every parameter is on one device, so no gradients are aggregated." * several
+    if len(decided.syncs) == 1:
+        how = decided.syncs[0][0]
+    else:
+        how = _listed([f"{name} ({count} groups)" for name, count in decided.syncs])
+    amount = (
+        f"in buckets of {format_bytes(decided.bucket_bytes)}"
+        if decided.bucket_bytes
+        else "tensor by tensor"
+    )
+    return f"Gradients are aggregated by {how}, {amount}."
+
+
+def _left_out(facts: "Explanation", devices: tuple[int, ...], with_s: float | None) -> str:
+    cluster = facts.plan.cluster
+    kinds = dict.fromkeys(cluster.devices[device].type.name for device in devices)
+    who = f"{_names([cluster.devices[d].name for d in devices])} ({', '.join(kinds)})"
+    verb = "is" if len(devices) == 1 else "are"
+    if with_s is None:
+        return f"{who} {verb} left out: with work there, nothing that was tried fits into memory."
+    more = with_s / facts.step_time_s - 1.0
+    them = "it" if len(devices) == 1 else "them"
+    if more < 0.0:
+        return (
+            f"{who} {verb} left out, although a plan that gives {them} work takes only "
+            f"{format_seconds(with_s)}."
+        )
+    return (
+        f"{who} {verb} left out: giving {them} work as well takes {format_seconds(with_s)} at "
+        f"best ({_percent(more)} longer)."
+    )
+
+
+# --- what limits the step -----------------------------------------------------------------------
+
+
+def _limits(facts: "Explanation") -> str:
+    by_limit = {limit: _seconds(p for p in facts.pieces if p.limit == limit) for limit in Limit}
+    # Rounded so that they add up to 100.
+    parts = split_in_proportion(100, tuple(by_limit.values()))
+    percent = dict(zip(by_limit, parts, strict=True))
+    whole = facts.step_time_s
+    words = [f"A step takes {format_seconds(whole)}."]
+    said = []
+    compute = [p for p in facts.pieces if p.limit == Limit.COMPUTE]
+    if percent[Limit.COMPUTE]:
+        places = _by_place(compute, whole, with_blocks=True, facts=facts)
+        said.append(f"{percent[Limit.COMPUTE]} % of it is compute: {places}")
+    links = [p for p in facts.pieces if p.limit == Limit.LINK]
+    if percent[Limit.LINK]:
+        places = _by_place(links, whole, with_blocks=False, facts=facts)
+        said.append(f"{percent[Limit.LINK]} % waits for links: {places}")
+    if percent[Limit.LATENCY]:
+        said.append(f"{percent[Limit.LATENCY]} % is latency, which bandwidth does not shorten")
+    if percent[Limit.WAIT]:
+        said.append(f"{percent[Limit.WAIT]} % is spent waiting without a cause in the schedule")
+    words.append("Along the chain of tasks that decides how long it is, " + "; ".join(said) + ".")
+    words.append(_busy(facts))
+    return " ".join(filter(None, words))
+
+
+def _by_place(
+    pieces: Sequence[Piece], whole: float, *, with_blocks: bool, facts: "Explanation"
+) -> str:
+    groups: dict[tuple[str, str], list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault((piece.place, _MOVED.get(piece.purpose, "")), []).append(piece)
+    ranked = sorted(groups.items(), key=lambda entry: -_seconds(entry[1]))
+    shown = [e for e in ranked[:_MOST_PLACES] if _seconds(e[1]) >= _SMALL * whole] or ranked[:1]
+    words = []
+    for (place, purpose), some in shown:
+        part = _percent(_seconds(some) / whole)
+        if with_blocks:
+            kind = facts.plan.cluster.devices[facts.plan.cluster.device_index(place)].type.name
+            words.append(f"{part} on {place} ({kind}){_mostly(some)}")
+        else:
+            words.append(f"{part} for the {place} {purpose}")
+    rest = _seconds(p for entry in ranked[len(shown) :] for p in entry[1])
+    if rest >= _NOTHING * whole:
+        words.append(f"{_percent(rest / whole)} elsewhere")
+    return ", ".join(words)
+
+
+def _mostly(pieces: Sequence[Piece]) -> str:
+    """The family of modules with most of the seconds, if that says something."""
+    families: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        stem = piece.block.rstrip("0123456789")
+        numbered = stem != piece.block
+        families.setdefault(stem if numbered else piece.block.partition(".")[0], []).append(piece)
+    if len({piece.block for piece in pieces}) == 1:
+        return f" in {pieces[0].block}"
+    family, some = max(families.items(), key=lambda entry: (_seconds(entry[1]), entry[0]))
+    part = _seconds(some) / _seconds(pieces)
+    if part < 0.3:
+        return ""
+    blocks = merge_blocks(piece.block for piece in some)
+    name = blocks[0] if len(blocks) == 1 else family.rstrip(".") or _listed(blocks[:3])
+    module = "modules " if name[0].isdigit() else ""
+    return f", {part:.0%} of that in {module}{name}"
+
+
+def _busy(facts: "Explanation") -> str:
+    """Who computes how much of the time; says nothing about a single device."""
+    devices = facts.plan.cluster.devices
+    if len(devices) == 1:
+        return ""
+    mean = sum(facts.busy) / len(facts.busy)
+    most = max(range(len(devices)), key=lambda d: facts.busy[d])
+    least = min(range(len(devices)), key=lambda d: facts.busy[d])
+    if facts.busy[most] - facts.busy[least] < 0.1:
+        return f"All devices compute about equally much, {mean:.0%} of the step on average."
+    return (
+        f"On average the devices compute {mean:.0%} of the step, {devices[most].name} most "
+        f"({facts.busy[most]:.0%}), {devices[least].name} least ({facts.busy[least]:.0%})."
+    )
+
+
+# --- memory, quality, bound, changes ------------------------------------------------------------
+
+
+def _memory(facts: "Explanation") -> str:
+    fullest = facts.fit.fullest
+    what = _parts(fullest)
+    if facts.fit.is_ok:
+        part = fullest.peak_bytes / fullest.usable_bytes
+        return (
+            f"Memory suffices. {fullest.device} ({fullest.device_type}) is the fullest: "
+            f"{_of(fullest.peak_bytes, fullest.usable_bytes)} ({part:.0%}), of it {what}."
+        )
+    short = [d for d in facts.fit.devices if d.lacking_bytes]
+    others = f" So do {len(short) - 1} other devices, by less." if len(short) > 1 else ""
+    return (
+        f"The plan does not fit: {fullest.device} ({fullest.device_type}) needs "
+        f"{format_bytes(fullest.peak_bytes)} and has {format_bytes(fullest.usable_bytes)}; it "
+        f"lacks {format_bytes(fullest.lacking_bytes)}.{others} On {fullest.device}, at its "
+        f"fullest, are {what}."
+    )
+
+
+def _parts(device: DeviceMemory) -> str:
+    names = {
+        MemoryKind.BACKWARD: "values of the backward pass",
+        MemoryKind.COMMUNICATION: "communication buffers",
+        MemoryKind.BATCH: "the batch",
+        MemoryKind.CONSTANTS: "constants",
+        MemoryKind.MARGIN: "safety margin",
+    }
+    ranked = sorted(device.parts, key=lambda part: -part[1])
+    shown = [part for part in ranked if part[1] >= 0.05 * device.peak_bytes]
+    return _listed([f"{format_bytes(size)} {names.get(kind, kind)}" for kind, size in shown])
+
+
+def _remedy_advice(found: Sequence[Remedy]) -> str:
+    cut = [r for r in found if r.kind == RemedyKind.MICRO_BATCHES]
+    smaller = [r for r in found if r.kind == RemedyKind.BATCH_SIZE]
+    words = []
+    for remedy in cut:
+        assert remedy.step_time_s is not None
+        words.append(
+            f"cut the batch into {remedy.amount} micro-batches "
+            f"({format_seconds(remedy.step_time_s)} per step)"
+        )
+    for remedy in smaller:
+        assert remedy.step_time_s is not None
+        words.append(
+            f"train with a batch of {remedy.amount} ({format_seconds(remedy.step_time_s)} per "
+            "step)"
+        )
+    memory = [
+        f"{format_bytes(r.amount)} usable on every {r.device_type}"
+        for r in found
+        if r.kind == RemedyKind.MEMORY
+    ]
+    if memory:
+        words.append(f"use devices with {_listed(memory)}")
+    return f"This plan does not fit; to make it fit, {', or '.join(words)}."
+
+
+def _quality(facts: "Explanation") -> str:
+    quality = facts.quality
+    if not facts.fit.is_ok:
+        return ""
+    if quality.data_parallel_s is None:
+        words = "No form of data parallelism over all devices fits into memory"
+    elif quality.suffices:
+        words = f"Data parallelism ({quality.data_parallel}) takes "
+        words += f"{format_seconds(quality.data_parallel_s)}: there is nothing to gain from "
+        words += "anything else that was tried"
+    else:
+        words = f"The plan is {_ratio(quality.data_parallel_s, facts.step_time_s)} as fast as the "
+        words += f"best data parallelism over all devices ({quality.data_parallel}: "
+        words += f"{_METHODS[quality.data_parallel]}; {format_seconds(quality.data_parallel_s)})"
+    tuned = quality.tuned_uniform_s
+    if tuned is None or quality.suffices:
+        return f"{words}."
+    if abs(tuned / facts.step_time_s - 1.0) < _NOTHING:
+        return f"{words}, and as fast as one tuned decision for the whole model (tuned_uniform)."
+    also = "; it is" if quality.data_parallel_s is None else " and"
+    return (
+        f"{words}{also} {_ratio(tuned, facts.step_time_s)} as fast as the best single decision "
+        f"for the whole model on the best machines (tuned_uniform; {format_seconds(tuned)})."
+    )
+
+
+def _bound(facts: "Explanation") -> str:
+    left = facts.left_to_gain
+    by_path = facts.decided.step_barrier and facts.bound.path_s > facts.bound.compute_s
+    why = (
+        "the longest chain of operators takes that long even on the fastest device"
+        if by_path
+        else "the compute of the step takes that long even if all devices share it perfectly and "
+        "nothing ever waits"
+    )
+    bound = format_seconds(facts.bound_s)
+    if left <= _NEAR_BOUND:
+        return f"At most {_percent(left)} is left to gain on this cluster: {bound} is a limit, as {why}."
+    return (
+        f"No plan on this cluster can take less than {bound}, as {why}. That leaves at most "
+        f"{_percent(left)} to gain, but the limit counts no communication, so part of it is out "
+        "of reach."
+    )
+
+
+def _changes(changes: Sequence[Change]) -> str:
+    if not changes:
+        return ""
+    helpful = [each for each in changes if each.saving >= _NOTHING]
+    useless = [_bought(each) for each in changes if each.saving < _NOTHING]
+    most = max(each.num_evaluations for each in changes)
+    words = []
+    if helpful:
+        said = "; ".join(_saved(each) for each in helpful)
+        words.append(f"What would help (planned anew with up to {most} simulations each): {said}.")
+    if useless and helpful:
+        words.append(f"Next to nothing would come of {_listed(useless)}.")
+    elif useless:
+        words.append(
+            f"Nothing that was tried would save as much as half a percent: {_listed(useless)}."
+        )
+    return " ".join(words)
+
+
+def _bought(change: Change) -> str:
+    where = f" {change.where}" if change.where and not change.what.startswith("one more") else ""
+    return f"{change.what}{where}"
+
+
+def _saved(change: Change) -> str:
+    where = f" {change.where}" if change.where else ""
+    if change.before_s is None:
+        assert change.after_s is not None
+        return f"with {change.what}{where} it fits and takes {format_seconds(change.after_s)}"
+    assert change.after_s is not None
+    return (
+        f"{change.what}{where} would save {_percent(change.saving)} "
+        f"({format_seconds(change.before_s)} -> {format_seconds(change.after_s)})"
+    )
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def _seconds(pieces: Iterable[Piece]) -> float:
+    return sum(piece.seconds for piece in pieces)
+
+
+def _percent(part: float) -> str:
+    """Whole percent, with a decimal where there is little.
+
+    >>> _percent(0.416), _percent(0.0163), _percent(0.0)
+    ('42 %', '1.6 %', '0.0 %')
+    """
+    return f"{100 * part:.1f} %" if part < 0.0995 else f"{100 * part:.0f} %"
+
+
+def _ratio(slow: float, fast: float) -> str:
+    return f"{slow / fast:.2f} times"
+
+
+def _of(num_bytes: float, whole: float) -> str:
+    return f"{format_bytes(num_bytes)} of {format_bytes(whole)}"
+
+
+def _names(names: Sequence[str]) -> str:
+    """Some names in full, many as their number and the ends."""
+    if len(names) > 4:
+        return f"{len(names)} devices from {names[0]} to {names[-1]}"
+    return _listed(names)
+
+
+def _listed(words: Sequence[str]) -> str:
+    """``"a, b and c"``."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
