@@ -78,7 +78,7 @@ def possible_changes(
                  for i, h in enumerate(cluster.hosts)]  # fmt: skip
         yield ChangedCluster(
             kind=ChangeKind.INNER_LINK,
-            what=f"{link.kind} of {link.bandwidth_bytes_per_s * 2e-9:g} instead of "
+            what=f"{link.kind} links of {link.bandwidth_bytes_per_s * 2e-9:g} instead of "
             f"{link.bandwidth_bytes_per_s * 1e-9:g} GB/s",
             where="inside " + ", ".join(cluster.hosts[index].name for index in chosen),
             cluster=replace(cluster, hosts=tuple(hosts)),
@@ -129,9 +129,7 @@ def _free_name(stem: str, taken: set[str]) -> str:
 
 def _faster_nics(cluster: Cluster, rate: float) -> ChangedCluster:
     chosen = [
-        index
-        for index, host in enumerate(cluster.hosts)
-        if host.nic_line_rate_bytes_per_s == rate
+        index for index, host in enumerate(cluster.hosts) if host.nic_line_rate_bytes_per_s == rate
     ]
     hosts: list[Host] = list(cluster.hosts)
     for index in chosen:
@@ -215,9 +213,7 @@ def _joined(
         or len(changed[int(group_of[op])].devices) == 1 else REPLICATED
         for (op, _, _), home in zip(evaluator.graph.updates, strategy.homes, strict=True)
     )  # fmt: skip
-    return replace(
-        moved(strategy, evaluator.cluster), decisions=tuple(changed), homes=homes
-    )
+    return replace(moved(strategy, evaluator.cluster), decisions=tuple(changed), homes=homes)
 
 
 def _with_devices(
@@ -239,5 +235,3 @@ def _with_devices(
         sync=Sync.REDUCE_SCATTER_ALL_GATHER if by_slices else decision.sync,
         slices=proportional_slices(evaluator.cluster, members) if by_slices else (),
     )
-
-

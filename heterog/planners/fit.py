@@ -115,9 +115,7 @@ def _micro_batches(judge: _Judge) -> Remedy | None:
     if found is None:
         return None
     amount, found = _bisect(low, high, found, judge.cut)
-    return Remedy(
-        kind=RemedyKind.MICRO_BATCHES, amount=amount, step_time_s=found.step_time_s
-    )
+    return Remedy(kind=RemedyKind.MICRO_BATCHES, amount=amount, step_time_s=found.step_time_s)
 
 
 def _batch_size(judge: _Judge) -> Remedy | None:

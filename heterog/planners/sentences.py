@@ -4,7 +4,7 @@ A sentence is left out where it would say nothing: no limits that are nothing, n
 nobody asked about.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from heterog.cluster.topology import Cluster
@@ -28,17 +28,16 @@ _NOTHING = 0.005
 _NEAR_BOUND = 0.10
 
 _METHODS = {
-    "ev_ps": "even shares on all devices, parameter servers",
-    "ev_ar": "even shares on all devices, all-reduce",
-    "cp_ps": "shares in proportion to speed on all devices, parameter servers",
-    "cp_ar": "shares in proportion to speed on all devices, all-reduce",
-    "ddp": "even shares on all devices, all-reduce in buckets",
-    "ddp_accumulate": "even shares on all devices, all-reduce in buckets, gradient accumulation",
+    "ev_ps": "even shares, parameter servers",
+    "ev_ar": "even shares, all-reduce",
+    "cp_ps": "shares in proportion to speed, parameter servers",
+    "cp_ar": "shares in proportion to speed, all-reduce",
+    "ddp": "even shares, all-reduce in buckets",
+    "ddp_accumulate": "even shares, all-reduce in buckets, gradient accumulation",
 }
-_ORDERS = {
-    "fifo": "in the order in which they become ready",
-    "rank": "longest remaining path first",
-    "program": "in program order",
+_ORDERS = {  # first come, first served is what everybody expects
+    "rank": "Of several tasks that wait, the one with the longest way to the end goes first.",
+    "program": "Of several tasks that wait, the one that comes first in the program goes first.",
 }
 _MOVED = {
     Purpose.GRADIENTS: "to exchange gradients",
@@ -67,7 +66,7 @@ def recommendation(facts: "Explanation") -> str:
     if quality.suffices:
         assert quality.data_parallel_s is not None
         longer = max(quality.data_parallel_s / facts.step_time_s - 1.0, 0.0)
-        same = "takes as long" if longer < 5e-4 else f"takes only {longer:.1%} longer"
+        same = "takes as long" if longer < 5e-4 else f"takes only {_percent(longer)} longer"
         words = f"Use plain data parallelism, {quality.data_parallel} "
         words += f"({_METHODS[quality.data_parallel]}): it {same} and is simpler to run."
     elif facts.quickly_found_s is not None:
@@ -78,7 +77,7 @@ def recommendation(facts: "Explanation") -> str:
     if facts.changes and facts.changes[0].saving >= 0.05:
         change = facts.changes[0]
         words += f" If something is to be bought, {change.what} would save most "
-        words += f"({change.saving:.0%} of the step)."
+        words += f"({_percent(change.saving)} of the step)."
     return words
 
 
@@ -92,9 +91,7 @@ def _decided(facts: "Explanation") -> str:
         _ranges(decided, cluster, batch),
         _micro_batches(decided, batch),
         _aggregation(decided),
-        f"Tasks that wait for the same device or link run {_ORDERS[facts.plan.order]}."
-        if len(set(_METHODS) & {facts.plan.method}) == 0
-        else "",
+        _ORDERS.get(facts.plan.order, ""),
         *(_left_out(facts, left.devices, left.step_time_s) for left in facts.left_out),
     ]
     return " ".join(filter(None, said))
@@ -120,7 +117,7 @@ def _ranges(decided: Decided, cluster: Cluster, batch: int) -> str:
 def _span(each: Range) -> str:
     if each.num_groups == 1:
         return each.first
-    return f"{each.first} to {each.last} ({each.num_groups} groups)"
+    return f"{each.first} to {each.last} ({_groups(each.num_groups)})"
 
 
 def _placed(each: Range, cluster: Cluster, batch: int) -> str:
@@ -145,7 +142,9 @@ def _micro_batches(decided: Decided, batch: int) -> str:
         return ""
     sizes = sorted(set(split_evenly(batch, decided.num_micro_batches)))
     about = " or ".join(str(size) for size in sizes)
-    return f"The batch of {batch} is cut into {decided.num_micro_batches} micro-batches of {about}."
+    return (
+        f"The batch of {batch} is cut into {decided.num_micro_batches} micro-batches of {about}."
+    )
 
 
 def _aggregation(decided: Decided) -> str:
@@ -155,7 +154,7 @@ def _aggregation(decided: Decided) -> str:
     if len(decided.syncs) == 1:
         how = decided.syncs[0][0]
     else:
-        how = _listed([f"{name} ({count} groups)" for name, count in decided.syncs])
+        how = _listed([f"{name} ({_groups(count)})" for name, count in decided.syncs])
     amount = (
         f"in buckets of {format_bytes(decided.bucket_bytes)}"
         if decided.bucket_bytes
@@ -178,9 +177,10 @@ def _left_out(facts: "Explanation", devices: tuple[int, ...], with_s: float | No
             f"{who} {verb} left out, although a plan that gives {them} work takes only "
             f"{format_seconds(with_s)}."
         )
+    longer = f"{_percent(more)} longer" if more < 1.0 else f"{1.0 + more:.0f} times as long"
     return (
         f"{who} {verb} left out: giving {them} work as well takes {format_seconds(with_s)} at "
-        f"best ({_percent(more)} longer)."
+        f"best ({longer})."
     )
 
 
@@ -188,69 +188,94 @@ def _left_out(facts: "Explanation", devices: tuple[int, ...], with_s: float | No
 
 
 def _limits(facts: "Explanation") -> str:
-    by_limit = {limit: _seconds(p for p in facts.pieces if p.limit == limit) for limit in Limit}
+    by_limit = {limit: [p for p in facts.pieces if p.limit == limit] for limit in Limit}
     # Rounded so that they add up to 100.
-    parts = split_in_proportion(100, tuple(by_limit.values()))
+    parts = split_in_proportion(100, tuple(_seconds(some) for some in by_limit.values()))
     percent = dict(zip(by_limit, parts, strict=True))
-    whole = facts.step_time_s
-    words = [f"A step takes {format_seconds(whole)}."]
     said = []
-    compute = [p for p in facts.pieces if p.limit == Limit.COMPUTE]
     if percent[Limit.COMPUTE]:
-        places = _by_place(compute, whole, with_blocks=True, facts=facts)
-        said.append(f"{percent[Limit.COMPUTE]} % of it is compute: {places}")
-    links = [p for p in facts.pieces if p.limit == Limit.LINK]
+        places = _on_devices(facts, by_limit[Limit.COMPUTE])
+        said.append(f"{percent[Limit.COMPUTE]} % is compute{places}")
     if percent[Limit.LINK]:
-        places = _by_place(links, whole, with_blocks=False, facts=facts)
-        said.append(f"{percent[Limit.LINK]} % waits for links: {places}")
+        places = _for_links(facts, by_limit[Limit.LINK])
+        said.append(f"{percent[Limit.LINK]} % waits for links{places}")
     if percent[Limit.LATENCY]:
         said.append(f"{percent[Limit.LATENCY]} % is latency, which bandwidth does not shorten")
     if percent[Limit.WAIT]:
         said.append(f"{percent[Limit.WAIT]} % is spent waiting without a cause in the schedule")
-    words.append("Along the chain of tasks that decides how long it is, " + "; ".join(said) + ".")
-    words.append(_busy(facts))
-    return " ".join(filter(None, words))
+    return (
+        f"A step takes {format_seconds(facts.step_time_s)}. On the chain of tasks that decides "
+        f"this, {'; '.join(said)}. {_busy(facts)}"
+    ).strip()
 
 
-def _by_place(
-    pieces: Sequence[Piece], whole: float, *, with_blocks: bool, facts: "Explanation"
-) -> str:
-    groups: dict[tuple[str, str], list[Piece]] = {}
-    for piece in pieces:
-        groups.setdefault((piece.place, _MOVED.get(piece.purpose, "")), []).append(piece)
-    ranked = sorted(groups.items(), key=lambda entry: -_seconds(entry[1]))
-    shown = [e for e in ranked[:_MOST_PLACES] if _seconds(e[1]) >= _SMALL * whole] or ranked[:1]
+def _on_devices(facts: "Explanation", pieces: Sequence[Piece]) -> str:
+    places = _grouped(pieces, lambda piece: piece.place)
+    cluster = facts.plan.cluster
     words = []
-    for (place, purpose), some in shown:
-        part = _percent(_seconds(some) / whole)
-        if with_blocks:
-            kind = facts.plan.cluster.devices[facts.plan.cluster.device_index(place)].type.name
-            words.append(f"{part} on {place} ({kind}){_mostly(some)}")
-        else:
-            words.append(f"{part} for the {place} {purpose}")
-    rest = _seconds(p for entry in ranked[len(shown) :] for p in entry[1])
-    if rest >= _NOTHING * whole:
-        words.append(f"{_percent(rest / whole)} elsewhere")
-    return ", ".join(words)
+    shown = _largest(places, facts.step_time_s)
+    rest = _rest(facts, places, shown, "on other devices")
+    if len(shown) == 1 and not rest:
+        return f" on {shown[0][0]}{_mostly(shown[0][1])}"
+    for place, some in shown:
+        kind = cluster.devices[cluster.device_index(place)].type.name
+        part = _percent(_seconds(some) / facts.step_time_s)
+        words.append(f"{part} on {place} ({kind}){_mostly(some)}")
+    return f": {', '.join([*words, *rest])}"
+
+
+def _for_links(facts: "Explanation", pieces: Sequence[Piece]) -> str:
+    places = _grouped(pieces, lambda piece: f"for the {piece.place} {_MOVED[piece.purpose]}")
+    shown = _largest(places, facts.step_time_s)
+    rest = _rest(facts, places, shown, "for other links")
+    if len(shown) == 1 and not rest:
+        return f", {shown[0][0]}"
+    words = [f"{_percent(_seconds(some) / facts.step_time_s)} {place}" for place, some in shown]
+    return f": {', '.join([*words, *rest])}"
+
+
+def _grouped(pieces: Iterable[Piece], key: Callable[[Piece], str]) -> dict[str, list[Piece]]:
+    """Pieces by a key, those with most seconds first."""
+    groups: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(key(piece), []).append(piece)
+    return dict(sorted(groups.items(), key=lambda entry: (-_seconds(entry[1]), entry[0])))
+
+
+def _largest(places: Mapping[str, list[Piece]], whole: float) -> list[tuple[str, list[Piece]]]:
+    """The few groups that matter, at least one."""
+    first = list(places.items())[:_MOST_PLACES]
+    return [entry for entry in first if _seconds(entry[1]) >= _SMALL * whole] or first[:1]
+
+
+def _rest(
+    facts: "Explanation",
+    places: Mapping[str, list[Piece]],
+    shown: Sequence[tuple[str, list[Piece]]],
+    where: str,
+) -> list[str]:
+    left = list(places.values())[len(shown) :]
+    part = sum(_seconds(some) for some in left) / facts.step_time_s
+    return [f"{_percent(part)} {where}"] if part >= _NOTHING else []
 
 
 def _mostly(pieces: Sequence[Piece]) -> str:
-    """The family of modules with most of the seconds, if that says something."""
-    families: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        stem = piece.block.rstrip("0123456789")
-        numbered = stem != piece.block
-        families.setdefault(stem if numbered else piece.block.partition(".")[0], []).append(piece)
-    if len({piece.block for piece in pieces}) == 1:
-        return f" in {pieces[0].block}"
-    family, some = max(families.items(), key=lambda entry: (_seconds(entry[1]), entry[0]))
+    """The family of modules (``encoder.layer.3-7``) with most of the seconds, if one has many."""
+    families = _grouped(pieces, lambda piece: _family(piece.block))
+    family, some = next(iter(families.items()))
     part = _seconds(some) / _seconds(pieces)
-    if part < 0.3:
-        return ""
     blocks = merge_blocks(piece.block for piece in some)
-    name = blocks[0] if len(blocks) == 1 else family.rstrip(".") or _listed(blocks[:3])
-    module = "modules " if name[0].isdigit() else ""
-    return f", {part:.0%} of that in {module}{name}"
+    # A model of numbered modules only: all of them is no place.
+    if part < 0.3 or not family:
+        return ""
+    name = blocks[0] if len(blocks) == 1 else f"{family}*"
+    return f" in {name}" if part > 0.95 else f", mostly in {name} ({_percent(part)} of that)"
+
+
+def _family(block: str) -> str:
+    """What blocks have in common: the path before the number, or the first part of the path."""
+    stem = block.rstrip("0123456789")
+    return stem if stem != block else block.partition(".")[0]
 
 
 def _busy(facts: "Explanation") -> str:
@@ -262,10 +287,11 @@ def _busy(facts: "Explanation") -> str:
     most = max(range(len(devices)), key=lambda d: facts.busy[d])
     least = min(range(len(devices)), key=lambda d: facts.busy[d])
     if facts.busy[most] - facts.busy[least] < 0.1:
-        return f"All devices compute about equally much, {mean:.0%} of the step on average."
+        return f"All devices are about equally busy, {_percent(mean)} of the step on average."
     return (
-        f"On average the devices compute {mean:.0%} of the step, {devices[most].name} most "
-        f"({facts.busy[most]:.0%}), {devices[least].name} least ({facts.busy[least]:.0%})."
+        f"On average the devices are busy for {_percent(mean)} of the step, {devices[most].name} "
+        f"most ({_percent(facts.busy[most])}), {devices[least].name} least "
+        f"({_percent(facts.busy[least])})."
     )
 
 
@@ -279,7 +305,8 @@ def _memory(facts: "Explanation") -> str:
         part = fullest.peak_bytes / fullest.usable_bytes
         return (
             f"Memory suffices. {fullest.device} ({fullest.device_type}) is the fullest: "
-            f"{_of(fullest.peak_bytes, fullest.usable_bytes)} ({part:.0%}), of it {what}."
+            f"{_of(fullest.peak_bytes, fullest.usable_bytes)} ({_percent(part)}), most of it "
+            f"{what}."
         )
     short = [d for d in facts.fit.devices if d.lacking_bytes]
     others = f" So do {len(short) - 1} other devices, by less." if len(short) > 1 else ""
@@ -301,7 +328,7 @@ def _parts(device: DeviceMemory) -> str:
     }
     ranked = sorted(device.parts, key=lambda part: -part[1])
     shown = [part for part in ranked if part[1] >= 0.05 * device.peak_bytes]
-    return _listed([f"{format_bytes(size)} {names.get(kind, kind)}" for kind, size in shown])
+    return _listed([f"{names.get(kind, kind)} ({format_bytes(size)})" for kind, size in shown])
 
 
 def _remedy_advice(found: Sequence[Remedy]) -> str:
@@ -326,7 +353,7 @@ def _remedy_advice(found: Sequence[Remedy]) -> str:
         if r.kind == RemedyKind.MEMORY
     ]
     if memory:
-        words.append(f"use devices with {_listed(memory)}")
+        words.append(f"have {_listed(memory)}")
     return f"This plan does not fit; to make it fit, {', or '.join(words)}."
 
 
@@ -357,6 +384,8 @@ def _quality(facts: "Explanation") -> str:
 
 
 def _bound(facts: "Explanation") -> str:
+    if not facts.fit.is_ok:
+        return ""
     left = facts.left_to_gain
     by_path = facts.decided.step_barrier and facts.bound.path_s > facts.bound.compute_s
     why = (
@@ -367,7 +396,10 @@ def _bound(facts: "Explanation") -> str:
     )
     bound = format_seconds(facts.bound_s)
     if left <= _NEAR_BOUND:
-        return f"At most {_percent(left)} is left to gain on this cluster: {bound} is a limit, as {why}."
+        return (
+            f"At most {_percent(left)} is left to gain on this cluster: no plan takes less than "
+            f"{bound}, as {why}."
+        )
     return (
         f"No plan on this cluster can take less than {bound}, as {why}. That leaves at most "
         f"{_percent(left)} to gain, but the limit counts no communication, so part of it is out "
@@ -418,6 +450,10 @@ def _seconds(pieces: Iterable[Piece]) -> float:
     return sum(piece.seconds for piece in pieces)
 
 
+def _groups(count: int) -> str:
+    return "1 group" if count == 1 else f"{count} groups"
+
+
 def _percent(part: float) -> str:
     """Whole percent, with a decimal where there is little.
 
@@ -438,7 +474,7 @@ def _of(num_bytes: float, whole: float) -> str:
 def _names(names: Sequence[str]) -> str:
     """Some names in full, many as their number and the ends."""
     if len(names) > 4:
-        return f"{len(names)} devices from {names[0]} to {names[-1]}"
+        return f"{len(names)} devices, {names[0]} to {names[-1]}"
     return _listed(names)
 
 

@@ -106,7 +106,9 @@ def value_of_changes(
     for number, change in enumerate(changes):
         progress(f"what if: {change.what}", (number + 1) / (len(changes) + 1), math.inf)
         found.append(_value(evaluator, strategy, order, before, change, evaluations))
-    return tuple(sorted(found, key=lambda each: (-each.saving, each.what)))
+    return tuple(
+        sorted(found, key=lambda each: (-each.saving, each.after_s or math.inf, each.what))
+    )
 
 
 def _value(
@@ -162,9 +164,7 @@ def replan(
     judged: dict[str, Evaluation] = {}
     # The plan's own strategy is always judged, the others if they look good.
     first = [(known[0], each) for each in Order]
-    judged["own"] = _best(
-        _referee(evaluator, first + _ranked(evaluator, known[1:], order))
-    )
+    judged["own"] = _best(_referee(evaluator, first + _ranked(evaluator, known[1:], order)))
     tuned = _ranked(evaluator, _tuned(evaluator, evaluations // 4, barrier), Order.RANK)
     judged["tuned_uniform"] = _best(_referee(evaluator, tuned))
     methods = ["two_segment"]
@@ -173,7 +173,7 @@ def replan(
     for method in methods:
         task = Task(
             evaluator=evaluator,
-            budget=Budget(evaluations=max(evaluations // 2, 1)),
+            budget=Budget(evaluations=max(evaluations // (2 * len(methods)), 1)),
             step_barrier=barrier,
         )
         candidates = planner_by_name(method).plan(task).candidates[:_MOST_JUDGED]
@@ -213,9 +213,7 @@ def _ranked(
     return [(each, other) for _, each in tried[:_MOST_JUDGED] for other in Order]
 
 
-def _referee(
-    evaluator: Evaluator, pairs: Iterable[tuple[Strategy, Order]]
-) -> list[Evaluation]:
+def _referee(evaluator: Evaluator, pairs: Iterable[tuple[Strategy, Order]]) -> list[Evaluation]:
     return [evaluator.referee(strategy, order) for strategy, order in pairs]
 
 

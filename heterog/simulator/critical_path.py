@@ -202,9 +202,7 @@ def _pieces_of(step: PathStep, timeline: Timeline, cost_model: CostModel) -> Ite
         return
     channel = timeline.program.channels[int(timeline.program.channel[step.task])]
     latency_s = _latency_on_path(step, timeline, channel, cost_model)
-    place = link_name(
-        timeline.cluster, slowest_links(timeline.cluster, channel, cost_model)
-    )
+    place = link_name(timeline.cluster, slowest_links(timeline.cluster, channel, cost_model))
     for limit, seconds in ((Limit.LATENCY, latency_s), (Limit.LINK, step.seconds - latency_s)):
         if seconds > 0.0:
             yield Piece(limit=limit, place=place, purpose=purpose, block=block, seconds=seconds)

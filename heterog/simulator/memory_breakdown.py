@@ -156,9 +156,7 @@ def _resident_parts(tables: GraphTables, choice: Choice) -> FloatArray:
     return parts
 
 
-def _buffer_kinds(
-    program: Program, tables: GraphTables, graph: OpGraph
-) -> npt.NDArray[np.int64]:
+def _buffer_kinds(program: Program, tables: GraphTables, graph: OpGraph) -> npt.NDArray[np.int64]:
     """Number of the kind of each buffer.  # [num_buffers]"""
     maker = program.buffer_maker
     kinds = np.full(len(maker), _NUMBER[MemoryKind.COMMUNICATION])
@@ -172,9 +170,7 @@ def _buffer_kinds(
     kinds[by_op] = np.where(
         is_gradient[value],
         _NUMBER[MemoryKind.GRADIENTS],
-        np.where(
-            is_forward[op], _NUMBER[MemoryKind.ACTIVATIONS], _NUMBER[MemoryKind.BACKWARD]
-        ),
+        np.where(is_forward[op], _NUMBER[MemoryKind.ACTIVATIONS], _NUMBER[MemoryKind.BACKWARD]),
     )
     return kinds
 
