@@ -18,7 +18,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import StrategySpace
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 BUCKETS = (0, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
 NUM_RETURNED = 6
@@ -198,10 +198,7 @@ class _Search:
         shares = list(old.shares)
         shares[giver] -= amount
         shares[taker] += amount
-        changed = Decision(
-            devices=old.devices, shares=tuple(shares), sync=old.sync, slices=old.slices
-        )
-        number = self.space.add(changed)
+        number = self.space.add(replace(old, shares=tuple(shares)))
         same = row[first:last] == row[first]
         row[first:last][same] = number
 
