@@ -62,6 +62,17 @@ def uniform_remarks(plan: Plan, target: str) -> list[str]:
                 f"{what} ({len(groups)} of {len(names)} groups, first '{groups[0]}'): {target} "
                 "all-reduces these gradients in its own way; same numbers, other times."
             )
+    again = [
+        name or "(root)"
+        for name, decision in zip(names, plan.strategy.decisions, strict=True)
+        if decision.recompute
+    ]
+    if again:
+        remarks.append(
+            f"Recomputation ({len(again)} of {len(names)} groups, first '{again[0]}'): {target} "
+            "keeps all activations and needs more memory than the plan says; wrap these modules "
+            "in torch.utils.checkpoint."
+        )
     homes = [home for home in plan.strategy.homes if home >= 0]
     if homes and len(_samples(plan.strategy.decisions[0])) == 1:
         remarks.append(

@@ -244,7 +244,9 @@ class _Search:
                 row[chosen] = row[min(max(near, 0), self.num_groups - 1)]
             elif kind < 0.65:
                 self._move_samples(row, chosen)
-            elif kind < 0.80:  # another synchronisation or share rule on the same devices
+            elif kind < 0.69:
+                row[chosen] = self._recomputed(row[chosen])
+            elif kind < 0.82:  # another synchronisation or share rule on the same devices
                 devices = self.space.candidates[row[chosen[0]]].devices
                 others = self.space.decisions_on(devices)
                 row[chosen] = self.space.add(others[self.rng.integers(len(others))])
@@ -253,6 +255,15 @@ class _Search:
             else:
                 row[chosen] = self.rng.integers(self.num_named)
         return replace(state, row=row)
+
+    def _recomputed(self, numbers: IntArray) -> IntArray:
+        """The same decisions, but recomputing if the first one does not, and keeping if it does."""
+        recompute = not self.space.candidates[numbers[0]].recompute
+        changed = [
+            self.space.add(replace(self.space.candidates[number], recompute=recompute))
+            for number in numbers
+        ]
+        return np.array(changed, np.int32)
 
     def _some_groups(self, row: IntArray) -> IntArray:
         """A range of groups, a whole run, or all groups of one kind in a run."""

@@ -202,7 +202,7 @@ class StepExecutor:
 
     def _run(self, task: int, step: StepUpdates) -> None:
         kind, subject, micro = self._kind[task], self._subject[task], self._micro[task]
-        if kind == TaskKind.COMPUTE:
+        if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
             self._compute(task, subject, micro, step.gradients)
         elif kind == TaskKind.ACCUMULATE:
             step.gradients.accumulate(task, subject)
@@ -228,11 +228,15 @@ class StepExecutor:
         layout = part.layout_of_op(op)
         begin, count = layout.range(micro, self.rank) if layout else (0, 0)
         near = part.near(task)
+        is_again = self._kind[task] == TaskKind.RECOMPUTE
         inputs = [
             values.input(tensor, needed, near, layout, micro)
             for tensor, needed in zip(self.graph.ops[op].inputs, part.plan.needed[op], strict=True)
         ]
+        if is_again:
+            inputs = self._with_own_buffers(op, inputs)
         if local_op.is_random:
+            # Seeded by what identifies the op: run again, it draws the same numbers.
             shared = local_op.rule.special == Special.SHARED_RANDOM_STREAM
             with self._random.drawing(self.num_steps, op, micro, shared=shared):
                 outputs = local_op(inputs, count)
@@ -246,11 +250,21 @@ class StepExecutor:
                 outputs[1] = weight
         for buffer, output in zip(part.made(task), outputs, strict=True):
             values.held[buffer] = Held(output, begin, count)
-        gradients.keep(task, layout, micro)
-        self._losses.keep(task, op, layout, micro)
+        if not is_again:
+            gradients.keep(task, layout, micro)
+            self._losses.keep(task, op, layout, micro)
         for buffer in part.made(task):
             if not values.is_read(buffer):
                 del values.held[buffer]
+
+    def _with_own_buffers(self, op: int, inputs: list[Tensor]) -> list[Tensor]:
+        """Copies in place of the model's buffers: BatchNorm updates its statistics in them."""
+        graph = self.graph
+        kinds = [graph.tensors[graph.storage[tensor]].kind for tensor in graph.ops[op].inputs]
+        return [
+            value.clone() if kind == TensorKind.BUFFER else value
+            for value, kind in zip(inputs, kinds, strict=True)
+        ]
 
 
 def _check(part: RankProgram) -> None:

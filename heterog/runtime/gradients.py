@@ -35,7 +35,8 @@ class Gradients:
         self._parameters = parameters
         self._communicator = communicator
         self._own: dict[int, Tensor] = {}  # of the micro-batches so far
-        self._fresh: dict[int, Tensor | Pending] = {}  # of the micro-batch that is under way
+        # By (row, micro-batch): a device that waits for an earlier one goes on with the next.
+        self._fresh: dict[tuple[int, int], Tensor | Pending] = {}
         self._pushed: dict[int, list[Pending]] = {}  # to this rank, which serves the parameter
         self._sums: dict[int, Tensor] = {}
         self._flat: dict[int, Tensor] = {}  # by bucket, as the next two
@@ -52,17 +53,18 @@ class Gradients:
                 gradient, _ = self._values.tensor(
                     part.graph.updates[row][2], False, near, layout, micro
                 )
-                self._put(row, gradient)
+                self._put(row, micro, gradient)
 
-    def _put(self, row: int, gradient: Tensor | Pending) -> None:
-        if row in self._own:
-            self._fresh[row] = gradient
+    def _put(self, row: int, micro: int, gradient: Tensor | Pending) -> None:
+        if (row, micro) in self._part.accumulated:
+            self._fresh[row, micro] = gradient
         else:
             self._own[row] = _waited(gradient)
 
     def accumulate(self, task: int, row: int) -> None:
         """Add the gradient of a micro-batch to that of those before, in place where it may be."""
-        own, fresh = self._own[row], _waited(self._fresh.pop(row))
+        micro = int(self._part.program.micro[task])
+        own, fresh = self._own[row], _waited(self._fresh.pop((row, micro)))
         is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
         if is_shared or not own.is_contiguous():
             self._own[row] = own + fresh
@@ -96,8 +98,9 @@ class Gradients:
     def push(self, task: int, row: int) -> None:
         """Send a gradient to where it is added or missing, or receive it."""
         src, dst = self._part.channel(task).devices
+        micro = int(self._part.program.micro[task])
         if self._part.rank == src:
-            gradient = self._fresh.get(row, self._own.get(row))
+            gradient = self._fresh.get((row, micro), self._own.get(row))
             assert gradient is not None
             self._communicator.send(_waited(gradient), dst, task)
             return
@@ -106,7 +109,7 @@ class Gradients:
         if self._part.strategy.homes[row] == self._part.rank:
             self._pushed.setdefault(row, []).append(pending)
         else:
-            self._put(row, pending)
+            self._put(row, micro, pending)
 
     def add_pushed(self, row: int) -> None:
         """Add what was pushed to this rank, and its own gradient."""

@@ -69,6 +69,7 @@ class RankProgram:
         micro_begin: first sample of each micro-batch.
         value_of: value by the tensor that owns its memory.
         parameters_of_value: rows of ``graph.updates`` whose gradient a value holds.
+        accumulated: (row, micro-batch) of the gradients that this rank adds to those before.
         bucket_members: rows of each bucket, in the order in which they lie in it.
         bucket_begin: first element of each row in its bucket.
     """
@@ -91,6 +92,10 @@ class RankProgram:
         self.parameters_of_value: dict[int, list[int]] = {}
         for row, value in enumerate(self.tables.parameter_gradient):
             self.parameters_of_value.setdefault(int(value), []).append(row)
+        adds = (program.kind == TaskKind.ACCUMULATE) & (program.device == rank)
+        self.accumulated = frozenset(
+            zip(program.subject[adds].tolist(), program.micro[adds].tolist(), strict=True)
+        )
         self.bucket_members: dict[int, list[int]] = {}
         self.bucket_begin: dict[int, int] = {}
         self._fill_buckets()
@@ -176,7 +181,7 @@ class RankProgram:
     def _look_up_value(self, buffer: int) -> tuple[int, bool]:
         maker = int(self.program.buffer_maker[buffer])
         kind, subject = TaskKind(self.program.kind[maker]), int(self.program.subject[maker])
-        if kind == TaskKind.COMPUTE:
+        if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
             first = int(self.program.buffer_start[maker])
             return int(self.tables.value_start[subject]) + buffer - first, False
         if kind in (TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND):

@@ -16,6 +16,7 @@ from heterog.strategy.program import TaskKind
 
 _READS_VALUES = (
     TaskKind.COMPUTE,
+    TaskKind.RECOMPUTE,
     TaskKind.SPLIT,
     TaskKind.CONCAT,
     TaskKind.SEND,

@@ -42,7 +42,7 @@ from heterog.strategy.program import (
     TaskKind,
 )
 
-_COMPUTE = int(TaskKind.COMPUTE)
+_RECOMPUTE = int(TaskKind.RECOMPUTE)
 _UPDATE = int(TaskKind.UPDATE)
 
 
@@ -114,7 +114,7 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
             )
             continue
         device_type = prices.type_of_device[task.device]
-        if task.kind == _COMPUTE:
+        if task.kind <= _RECOMPUTE:
             seconds[number] = prices.op_seconds[device_type, task.samples, task.subject]
         elif task.kind == _UPDATE:
             seconds[number] = prices.update_seconds[device_type, task.subject]

@@ -24,6 +24,7 @@ from heterog.strategy.tables import GraphTables, graph_tables
 _SAME_INSTANT = 1e-9
 
 _VERBS = {
+    TaskKind.RECOMPUTE: "recompute",
     TaskKind.ACCUMULATE: "accumulate",
     TaskKind.FLATTEN: "flatten",
     TaskKind.SPLIT: "split",
@@ -39,6 +40,7 @@ _VERBS = {
     TaskKind.REDUCE_SCATTER: "reduce-scatter",
     TaskKind.ALL_GATHER: "all-gather",
 }
+_OP_KINDS = (TaskKind.COMPUTE, TaskKind.RECOMPUTE)
 _VALUE_KINDS = (
     TaskKind.SPLIT,
     TaskKind.CONCAT,
@@ -210,8 +212,8 @@ class Timeline:
     def name(self, task: int) -> str:
         """What a task does: ``"mm encoder.0.linear forward"``, ``"send ... A:0 -> B:1"``."""
         kind, subject = TaskKind(self._kind[task]), self._subject[task]
-        if kind == TaskKind.COMPUTE:
-            return f"{self._op_name(self._op(task))} {self.phase(task)}"
+        if kind in _OP_KINDS:
+            return f"{self._op_name(self._op(task))} {self.kind(task)}"
         if kind in _VALUE_KINDS:
             words = f"{_VERBS[kind]} {self._op_name(self._op(task))}"
         elif kind in _BUCKET_KINDS and self._bucket_size[subject] > 1:
@@ -239,7 +241,7 @@ class Timeline:
     def _op(self, task: int) -> int:
         """The graph op that a task runs, whose value it moves, or whose parameter it updates."""
         kind, subject = TaskKind(self._kind[task]), self._subject[task]
-        if kind == TaskKind.COMPUTE:
+        if kind in _OP_KINDS:
             return int(self._tables.op_id[subject])
         if kind in _VALUE_KINDS:
             return int(self._tables.op_id[self._tables.value_op[self._tables.slot_value[subject]]])

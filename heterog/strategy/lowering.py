@@ -6,7 +6,8 @@ work; planners call it through the evaluator on buffers that are allocated once.
 
 What the kernel does, in program order, for each micro-batch:
 
-1. For every op of a group with shares, one compute task on each device with samples.
+1. For every op of a group with shares, one compute task on each device with samples. Before the
+   first backward op of a group that recomputes, its forward ops once more (``recomputation``).
 2. Where an op reads a value that lies elsewhere (another group with other shares) or in parts, the
    conversion first: S to S moves the overlapping sample ranges, S to R gathers, P to R reduces,
    R to R copies. Samples are numbered, and a group's devices own consecutive ranges of them in
@@ -31,6 +32,7 @@ from heterog.strategy.tables import GraphTables, graph_tables
 
 # Plain integers, because numba freezes enum members into slow objects.
 _COMPUTE = int(TaskKind.COMPUTE)
+_RECOMPUTE = int(TaskKind.RECOMPUTE)
 _ACCUMULATE = int(TaskKind.ACCUMULATE)
 _FLATTEN = int(TaskKind.FLATTEN)
 _SPLIT = int(TaskKind.SPLIT)
@@ -59,6 +61,7 @@ class Choice(NamedTuple):
     shares: IntArray  # [num_layouts, num_micro, num_devices]
     member: npt.NDArray[np.bool_]  # devices that hold a layout's parameters
     sync: IntArray  # of each group
+    recompute: npt.NDArray[np.bool_]  # whether each group lets go what it made in the forward pass
     first_channel: IntArray  # all-reduce or reduce-scatter of each group, -1 if none
     second_channel: IntArray  # all-gather of each group, -1 if none
     reduce_channel: IntArray  # utility all-reduce of each layout
@@ -227,6 +230,7 @@ def encode(
         shares=shares,
         member=member,
         sync=np.array([int(decision.sync) for decision in strategy.decisions], np.int32),
+        recompute=np.array([decision.recompute for decision in strategy.decisions], np.bool_),
         first_channel=np.array([first for first, _ in pairs], np.int32),
         second_channel=np.array([second for _, second in pairs], np.int32),
         reduce_channel=reduce_channel,
@@ -428,6 +432,8 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                             scratch.slot_buffer[slot, device] = there
                     else:
                         _convert(tables, choice, scratch, tape, slot, micro)
+                if tables.op_recomputes[op] == 1 and choice.recompute[group]:
+                    _recompute(tables, choice, scratch, tape, op, micro)
                 # One compute task on each device that has samples. Nearly all tasks are made here,
                 # so this is written out, with the counts in registers.
                 first_read, last_read = tables.read_start[op], tables.read_start[op + 1]
@@ -514,6 +520,51 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     end.read_start = tape.counts[NUM_READS]
     end.buffer_start = tape.counts[NUM_BUFFERS]
     return bool(tape.counts[OVERFLOW] == 0)
+
+
+@nb.njit(cache=True, nogil=True)
+def _recompute(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, reader: int, micro: int
+) -> None:
+    """Run a group's forward ops once more before its first backward op, the ``reader``.
+
+    They read what they read the first time, but for what has itself been made again. The first one
+    waits for the gradients that the reader waits for: a device that is ahead of others would
+    otherwise hold what it makes again for as long as if it had kept it.
+    """
+    group = tables.op_group[reader]
+    layout = choice.layout[group]
+    num_devices = choice.member.shape[1]
+    first, last = tables.recompute_start[group], tables.recompute_start[group + 1]
+    for position in range(first, last):
+        op = tables.recompute_op[position]
+        for device in range(num_devices):
+            samples = choice.shares[layout, micro, device]
+            if samples == 0:
+                continue
+            _task(tape, _RECOMPUTE, op, device, micro, samples, -1, 0.0)
+            for entry in range(tables.read_start[op], tables.read_start[op + 1]):
+                _read(tape, _needed(tables, scratch, entry, device))
+            for entry in range(
+                tables.parameter_read_start[op], tables.parameter_read_start[op + 1]
+            ):
+                _read(tape, scratch.ready_buffer[tables.parameter_read[entry], device])
+            if position == first:
+                for entry in range(tables.read_start[reader], tables.read_start[reader + 1]):
+                    if tables.op_is_backward[tables.value_op[tables.read_value[entry]]] == 1:
+                        _read(tape, _needed(tables, scratch, entry, device))
+            for value in range(tables.value_start[op], tables.value_start[op + 1]):
+                size = tables.value_bytes[value] + tables.value_bytes_per_sample[value] * samples
+                scratch.value_buffer[value, device] = _make(tape, device, size)
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def _needed(tables: GraphTables, scratch: Scratch, entry: int, device: int) -> int:
+    """Buffer of what an op reads, -1 if there is none."""
+    slot = tables.read_slot[entry]
+    if slot >= 0:
+        return int(scratch.slot_buffer[slot, device])
+    return int(scratch.value_buffer[tables.read_value[entry], device])
 
 
 @nb.njit(cache=True, nogil=True, inline="always")

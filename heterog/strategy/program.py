@@ -28,20 +28,21 @@ class TaskKind(IntEnum):
     """
 
     COMPUTE = 0  # an op; subject: index among the compute ops
-    ACCUMULATE = 1  # adds a micro-batch's gradient; subject: parameter
-    FLATTEN = 2  # copies gradients into a bucket; subject: bucket
-    SPLIT = 3  # cuts out the samples that another device needs; subject: slot
-    CONCAT = 4  # joins parts from several devices; subject: slot
-    SUM = 5  # adds pushed gradients on a server; subject: parameter
-    UPDATE = 6  # the optimizer step; subject: parameter
-    SEND = 7  # moves (part of) a value; subject: slot
-    PUSH = 8  # gradient to its server; subject: parameter
-    PULL = 9  # new parameter from its server; subject: parameter
-    REDUCE_VALUE = 10  # all-reduce of a partial value; subject: slot
-    GATHER_VALUE = 11  # all-gather of a split value; subject: slot
-    ALL_REDUCE = 12  # of a gradient or bucket; subject: bucket
-    REDUCE_SCATTER = 13  # subject: bucket
-    ALL_GATHER = 14  # subject: bucket
+    RECOMPUTE = 1  # the same once more, shortly before its results are read; like COMPUTE
+    ACCUMULATE = 2  # adds a micro-batch's gradient; subject: parameter
+    FLATTEN = 3  # copies gradients into a bucket; subject: bucket
+    SPLIT = 4  # cuts out the samples that another device needs; subject: slot
+    CONCAT = 5  # joins parts from several devices; subject: slot
+    SUM = 6  # adds pushed gradients on a server; subject: parameter
+    UPDATE = 7  # the optimizer step; subject: parameter
+    SEND = 8  # moves (part of) a value; subject: slot
+    PUSH = 9  # gradient to its server; subject: parameter
+    PULL = 10  # new parameter from its server; subject: parameter
+    REDUCE_VALUE = 11  # all-reduce of a partial value; subject: slot
+    GATHER_VALUE = 12  # all-gather of a split value; subject: slot
+    ALL_REDUCE = 13  # of a gradient or bucket; subject: bucket
+    REDUCE_SCATTER = 14  # subject: bucket
+    ALL_GATHER = 15  # subject: bucket
 
 
 FIRST_LINK_KIND = int(TaskKind.SEND)

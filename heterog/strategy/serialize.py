@@ -27,6 +27,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
                 "shares": list(decision.shares),
                 "sync": decision.sync.name.lower(),
                 "slices": list(decision.slices),
+                "recompute": decision.recompute,
             }
             for decision in numbers
         ],
@@ -36,6 +37,12 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
         "bucket_bytes": strategy.bucket_bytes,
         "step_barrier": strategy.step_barrier,
     }
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"recompute is {value!r}; it must be true or false")
+    return value
 
 
 def strategy_from_dict(record: Mapping[str, Any]) -> Strategy:
@@ -56,6 +63,7 @@ def strategy_from_dict(record: Mapping[str, Any]) -> Strategy:
                 shares=tuple(map(int, entry["shares"])),
                 sync=Sync[str(entry["sync"]).upper()],
                 slices=tuple(map(int, entry["slices"])),
+                recompute=_flag(entry.get("recompute", False)),
             )
             for entry in record["decisions"]
         ]

@@ -99,6 +99,7 @@ class StrategySpace:
         self._gather = np.full(16, -1, np.int32)
         self._first: list[int] = []
         self._second: list[int] = []
+        self._recompute: list[bool] = []
         self._homes: dict[tuple[int, ...], IntArray] = {}
         self._micro: dict[tuple[int, int], IntArray] = {}
         for devices in device_sets(cluster):
@@ -137,6 +138,7 @@ class StrategySpace:
         first, second = self._channels.for_decision(decision)
         self._first.append(first)
         self._second.append(second)
+        self._recompute.append(decision.recompute)
         return number
 
     def _add_layout(self, decision: Decision) -> None:
@@ -202,6 +204,7 @@ class StrategySpace:
             shares=shares,
             member=member,
             sync=np.array([int(self.candidates[number].sync) for number in row], np.int32),
+            recompute=np.array(self._recompute, np.bool_)[row],
             first_channel=np.array(self._first, np.int32)[row],
             second_channel=np.array(self._second, np.int32)[row],
             reduce_channel=np.append(self._reduce[used], np.int32(-1)),

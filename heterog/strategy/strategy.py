@@ -42,12 +42,15 @@ class Decision:
         sync: how gradients are aggregated (no meaning on a single device).
         slices: for ``REDUCE_SCATTER_ALL_GATHER``, relative slice of each of ``devices``; empty
             means equal slices.
+        recompute: what the group's forward ops made is let go after the forward pass; what its
+            backward ops read of it is made again, from the values of other groups, just before.
     """
 
     devices: tuple[int, ...]
     shares: tuple[int, ...]
     sync: Sync = Sync.RING
     slices: tuple[int, ...] = ()
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         if not self.devices or list(self.devices) != sorted(set(self.devices)):

@@ -16,6 +16,7 @@ from heterog.graph.batch_plan import BatchPlan, batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, Grouping, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import Placement
+from heterog.strategy.recomputation import recomputations
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
@@ -42,6 +43,11 @@ class GraphTables(NamedTuple):
     parameter_read: IntArray
     finished_start: IntArray  # parameters that each op finishes: gradient made, last read done
     finished_parameter: IntArray
+    # Recomputation; see ``recomputation``.
+    op_is_backward: IntArray
+    op_recomputes: IntArray  # 1: before it its group's recomputation happens, if it has one
+    recompute_start: IntArray  # ops that each group runs again  # [num_groups + 1]
+    recompute_op: IntArray
     # Values.
     value_op: IntArray
     value_tensor: IntArray  # graph tensor of each value
@@ -149,6 +155,17 @@ class _Builder:
             outputs = graph.outputs(self.ops[last])
             last_values.append(self.value_of[outputs[0]] if last > made and outputs else -1)
             finished[last].append(row)
+        op_group = [int(self.grouping.group[index]) for index in self.ops]
+        is_backward = [graph.ops[index].phase == Phase.BACKWARD for index in self.ops]
+        value_op = [row_of[int(graph.producer[tensor])] for tensor in self.values]
+        again = recomputations(
+            op_group,
+            is_backward,
+            [[value_op[value] for value, slot in entries if slot is None] for entries in reads],
+            [value_op[value] for value in gradient_values],
+            self.grouping.num_groups,
+        )
+        recomputing = {each.reader for each in again if each.ops}
         kinds = [KIND_NUMBER[plan.placements[tensor].kind] for tensor in self.values]
         sizes = graph.tensor_bytes[self.values].astype(np.float64)
         split = np.array(kinds) == KIND_NUMBER["S"]
@@ -156,7 +173,7 @@ class _Builder:
             batch_size=graph.batch_size,
             num_groups=self.grouping.num_groups,
             op_id=_ints(self.ops),
-            op_group=_ints([int(self.grouping.group[index]) for index in self.ops]),
+            op_group=_ints(op_group),
             value_start=_starts([graph.ops[index].num_outputs for index in self.ops]),
             read_start=_starts([len(entries) for entries in reads]),
             read_value=_ints([value for entries in reads for value, _ in entries]),
@@ -167,7 +184,11 @@ class _Builder:
             parameter_read=_ints([row for rows in parameter_reads for row in rows]),
             finished_start=_starts([len(rows) for rows in finished]),
             finished_parameter=_ints([row for rows in finished for row in rows]),
-            value_op=_ints([row_of[int(graph.producer[tensor])] for tensor in self.values]),
+            op_is_backward=_ints([int(flag) for flag in is_backward]),
+            op_recomputes=_ints([int(row in recomputing) for row in range(len(self.ops))]),
+            recompute_start=_starts([len(each.ops) for each in again]),
+            recompute_op=_ints([row for each in again for row in each.ops]),
+            value_op=_ints(value_op),
             value_tensor=_ints(self.values),
             value_kind=_ints(kinds),
             value_bytes=np.where(split, 0.0, sizes),

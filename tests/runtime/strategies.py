@@ -75,7 +75,10 @@ def random_strategy(rng: Random, graph: OpGraph) -> Strategy:
         slices: tuple[int, ...] = ()
         if sync == Sync.REDUCE_SCATTER_ALL_GATHER:
             slices = tuple(rng.randint(1, 4) for _ in devices)
-        pool.append(Decision(devices=devices, shares=shares, sync=sync, slices=slices))
+        recompute = rng.random() < 0.4
+        pool.append(
+            Decision(devices=devices, shares=shares, sync=sync, slices=slices, recompute=recompute)
+        )
     grouping = group_ops(graph)
     decisions = [rng.choice(pool) for _ in range(grouping.num_groups)]
     homes = []

@@ -370,7 +370,9 @@ def random_decision(rng: Random, batch_size: int, num_devices: int) -> Decision:
     if sync == Sync.REDUCE_SCATTER_ALL_GATHER and rng.random() < 0.5:
         slices = random_composition(rng, rng.randint(1, 20), len(devices))
     shares = random_composition(rng, batch_size, len(devices))
-    return Decision(devices=devices, shares=shares, sync=sync, slices=slices)
+    return Decision(
+        devices=devices, shares=shares, sync=sync, slices=slices, recompute=rng.random() < 0.3
+    )
 
 
 def random_strategy(rng: Random, graph: OpGraph, cluster: Cluster) -> Strategy:

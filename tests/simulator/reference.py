@@ -78,7 +78,7 @@ def price(
                     drag[member] = min(lost / cost.seconds_per_byte, 0.9)
         else:
             device_type = cluster.devices[device].type
-            if kind == TaskKind.COMPUTE:
+            if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
                 share = int(program.samples[number])
                 seconds = float(model.op_seconds(graph, device_type, share)[op_id[subject]])
             elif kind == TaskKind.UPDATE:

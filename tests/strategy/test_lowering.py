@@ -510,7 +510,7 @@ def test_updates_follow_every_gradient_and_every_reader(seed: int) -> None:
     strategy = random_strategy(rng, graph, cluster)
     program = lower(graph, cluster, strategy, num_steps=1)
     tables, before = graph_tables(graph), ancestors(program)
-    ops = tasks_of(program, TaskKind.COMPUTE)
+    ops = [*tasks_of(program, TaskKind.COMPUTE), *tasks_of(program, TaskKind.RECOMPUTE)]
     written = [*tasks_of(program, TaskKind.UPDATE), *tasks_of(program, TaskKind.PULL)]
     for parameter in range(len(tables.parameter_bytes)):
         maker = int(tables.value_op[tables.parameter_gradient[parameter]])
