@@ -257,7 +257,7 @@ class _Search:
         return replace(state, row=row)
 
     def _recomputed(self, numbers: IntArray) -> IntArray:
-        """The same decisions, but recomputing if the first one does not, and keeping if it does."""
+        """The same decisions, recomputing if the first one does not, else keeping."""
         recompute = not self.space.candidates[numbers[0]].recompute
         changed = [
             self.space.add(replace(self.space.candidates[number], recompute=recompute))

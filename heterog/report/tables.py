@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from heterog.cluster.topology import Cluster
-from heterog.planners.data_parallel import DATA_PARALLEL
 from heterog.planners.planner import MethodRow
 from heterog.planners.stability import best_data_parallel
 from heterog.units import GIB, format_bytes, format_seconds
