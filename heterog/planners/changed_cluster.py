@@ -83,7 +83,7 @@ def possible_changes(
             where="inside " + ", ".join(cluster.hosts[index].name for index in chosen),
             cluster=replace(cluster, hosts=tuple(hosts)),
         )
-    for number, kind in enumerate(cluster.device_types):
+    for number in range(len(cluster.device_types)):
         devices = [d for d, each in enumerate(cluster.type_index) if each == number]
         if any(
             peaks[device] > 0.9 * cluster.devices[device].usable_memory_bytes

@@ -2,7 +2,7 @@
 
 Both sides of every comparison are planned in the same way: the plan's own strategy where it is
 legal, the strategy with the new device in its ranges, and the quick methods ``tuned_uniform`` and
-``two_segment`` (and ``model_parallel`` where the plan works like that), each with the same small
+``two_segment`` (and ``model_parallel`` or ``pipeline`` where the plan works like that), each with the same small
 budget; the referee judges. A change is never worse than none, because what was bought need not be
 used, so a step that comes out longer counts as no saving.
 """
@@ -170,6 +170,8 @@ def replan(
     methods = ["two_segment"]
     if all(len(decision.devices) == 1 for decision in known[0].decisions):
         methods.append("model_parallel")
+    elif known[0].num_micro_batches > 1:
+        methods.append("pipeline")
     for method in methods:
         task = Task(
             evaluator=evaluator,

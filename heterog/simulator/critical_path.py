@@ -1,9 +1,9 @@
 """What limits a step: the seconds of its critical path by place, purpose and module.
 
-``Timeline.critical_path`` is the chain of tasks that the step's time follows from. Here each of its
-tasks becomes one or two *pieces*: seconds of compute on a device, seconds in which bytes pass
-through the slowest link of a channel, seconds of latency, seconds of waiting. The pieces follow one
-another without gap from the step's begin to its end, so they add up to the step.
+``Timeline.critical_path`` is the chain of tasks that the step's time follows from. Here each of
+its tasks becomes one or two *pieces*: seconds of compute on a device, seconds in which bytes pass
+through the slowest link of a channel, seconds of latency, seconds of waiting. The pieces follow
+one another without gap from the step's begin to its end, so they add up to the step.
 """
 
 import re
