@@ -27,9 +27,6 @@ from heterog.strategy.strategy import (
     split_in_proportion,
 )
 
-DATA_PARALLEL = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp", "ddp_accumulate")
-"""The methods of this module; speed-ups are quoted against the best of them."""
-
 
 def uniform_strategy(
     evaluator: Evaluator,

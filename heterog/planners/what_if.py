@@ -2,9 +2,9 @@
 
 Both sides of every comparison are planned in the same way: the plan's own strategy where it is
 legal, the strategy with the new device in its ranges, and the quick methods ``tuned_uniform`` and
-``two_segment`` (and ``model_parallel`` or ``pipeline`` where the plan works like that), each with the same small
-budget; the referee judges. A change is never worse than none, because what was bought need not be
-used, so a step that comes out longer counts as no saving.
+``two_segment`` (and ``model_parallel`` or ``pipeline`` where the plan works like that), with the
+same small budget; the referee judges. A change is never worse than none, because what was bought
+need not be used, so a step that comes out longer counts as no saving.
 """
 
 import math
