@@ -119,7 +119,7 @@ def _title(found: Any) -> str:
 
 def _verdict(found: Any) -> str:
     """A few sentences: what won, by how much, and how stable that is."""
-    from heterog.planners.data_parallel import DATA_PARALLEL
+    from heterog.planners.stability import DATA_PARALLEL
 
     if found.step_time_s is None:
         return f"No method fits. The nearest is {found.method}: {found.shortage}."

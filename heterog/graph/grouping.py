@@ -120,6 +120,9 @@ def _cut_module_tree(graph: OpGraph) -> list[str]:
         inside = children.get(path, set())
         if not inside or (weight[path] <= limit and path) or num_leaves > MAX_GROUPS:
             continue
+        own = weight[path] - sum(weight[child] for child in inside)
+        if path and own > weight[path] / 2:
+            continue  # a module that works by itself (with parameters of its own) stays whole
         opened.add(path)
         num_leaves += len(inside) - 1
         frontier.extend(inside)
