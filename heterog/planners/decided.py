@@ -50,6 +50,7 @@ class Decided:
         syncs: how many groups aggregate their gradients in which way; groups on a single device
             have nothing to aggregate.
         bucket_bytes: see ``Strategy``.
+        num_recomputing: groups that do not keep their activations but compute them again.
         num_micro_batches: parts that the batch is cut into.
         step_barrier: whether a step ends with all updates.
     """
@@ -59,6 +60,7 @@ class Decided:
     idle: tuple[int, ...]
     syncs: tuple[tuple[str, int], ...]
     bucket_bytes: int
+    num_recomputing: int
     num_micro_batches: int
     step_barrier: bool
 
@@ -81,6 +83,7 @@ def what_was_decided(strategy: Strategy, graph: OpGraph, cluster: Cluster) -> De
         idle=tuple(device for device in range(cluster.num_devices) if device not in working),
         syncs=tuple(syncs.most_common()),
         bucket_bytes=strategy.bucket_bytes,
+        num_recomputing=sum(decision.recompute for decision in strategy.decisions),
         num_micro_batches=strategy.num_micro_batches,
         step_barrier=strategy.step_barrier,
     )

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from heterog.planners import sentences
+from heterog.planners.data_parallel import DATA_PARALLEL
 from heterog.planners.decided import Decided, what_was_decided
 from heterog.planners.fit import Remedy, remedies
 from heterog.planners.plan import Plan
 from heterog.planners.planner import Budget, MethodRow, Task, planner_by_name
 from heterog.planners.portfolio import Progress, run_method
-from heterog.planners.stability import DATA_PARALLEL
 from heterog.planners.what_if import EVALUATIONS, Change, value_of_changes, with_idle_devices
 from heterog.simulator.critical_path import Piece, critical_pieces, totals
 from heterog.simulator.engine import Order

@@ -14,6 +14,7 @@ from heterog.strategy.strategy import Decision, Strategy, split_evenly, split_in
 class RemedyKind(StrEnum):
     """What is changed so that a strategy fits."""
 
+    RECOMPUTE = "recompute"
     MICRO_BATCHES = "micro_batches"
     BATCH_SIZE = "batch_size"
     MEMORY = "memory"
@@ -25,8 +26,9 @@ class Remedy:
 
     Attributes:
         kind: what is changed.
-        amount: the smallest number of micro-batches found, the largest global batch found, or the
-            usable bytes that every device of a type must have.
+        amount: the groups that recompute their activations (all of them), the smallest number of
+            micro-batches found, the largest global batch found, or the usable bytes that every
+            device of a type must have.
         device_type: for memory, the type's name.
         step_time_s: seconds per step with the change; ``None`` for memory, where it stays.
     """
@@ -54,8 +56,29 @@ def remedies(
     if fit.is_ok:
         return ()
     judge = _Judge(evaluator, strategy, order)
-    found = [_micro_batches(judge), _batch_size(judge), *_memory(fit)]
+    found = [
+        _recompute(evaluator, strategy, order),
+        _micro_batches(judge),
+        _batch_size(judge),
+        *_memory(fit),
+    ]
     return tuple(remedy for remedy in found if remedy is not None)
+
+
+def _recompute(evaluator: Evaluator, strategy: Strategy, order: Order) -> Remedy | None:
+    """Recomputation in every group."""
+    changed = replace(
+        strategy,
+        decisions=tuple(replace(each, recompute=True) for each in strategy.decisions),
+    )
+    tried = evaluator.referee(changed, order)
+    if not tried.is_ok:
+        return None
+    return Remedy(
+        kind=RemedyKind.RECOMPUTE,
+        amount=len(strategy.decisions),
+        step_time_s=tried.step_time_s,
+    )
 
 
 class _Judge:

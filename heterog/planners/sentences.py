@@ -91,6 +91,7 @@ def _decided(facts: "Explanation") -> str:
         _ranges(decided, cluster, batch),
         _micro_batches(decided, batch),
         _aggregation(decided),
+        _recomputing(decided),
         _ORDERS.get(facts.plan.order, ""),
         *(_left_out(facts, left.devices, left.step_time_s) for left in facts.left_out),
     ]
@@ -161,6 +162,17 @@ def _aggregation(decided: Decided) -> str:
         else "tensor by tensor"
     )
     return f"Gradients are aggregated by {how}, {amount}."
+
+
+def _recomputing(decided: Decided) -> str:
+    if decided.num_recomputing == 0:
+        return ""
+    whole = decided.num_recomputing == decided.num_groups
+    who = "All groups" if whole else f"{_groups(decided.num_recomputing)} of {decided.num_groups}"
+    return (
+        f"{who} keep no activations for the backward pass but compute them again, which saves "
+        "memory."
+    )
 
 
 def _left_out(facts: "Explanation", devices: tuple[int, ...], with_s: float | None) -> str:
@@ -332,9 +344,16 @@ def _parts(device: DeviceMemory) -> str:
 
 
 def _remedy_advice(found: Sequence[Remedy]) -> str:
+    again = [r for r in found if r.kind == RemedyKind.RECOMPUTE]
     cut = [r for r in found if r.kind == RemedyKind.MICRO_BATCHES]
     smaller = [r for r in found if r.kind == RemedyKind.BATCH_SIZE]
     words = []
+    for remedy in again:
+        assert remedy.step_time_s is not None
+        words.append(
+            "compute activations again instead of keeping them "
+            f"({format_seconds(remedy.step_time_s)} per step)"
+        )
     for remedy in cut:
         assert remedy.step_time_s is not None
         words.append(

@@ -50,6 +50,8 @@ class Purpose(StrEnum):
     """What a piece is good for."""
 
     FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    """Forward ops once more, because their results were not kept."""
     BACKWARD = "backward"
     UPDATE = "update"
     COPIES = "copies"
@@ -227,6 +229,8 @@ def _purpose(timeline: Timeline, task: int) -> Purpose:
     kind = TaskKind(int(timeline.program.kind[task]))
     if kind == TaskKind.COMPUTE:
         return Purpose(timeline.phase(task))
+    if kind == TaskKind.RECOMPUTE:
+        return Purpose.RECOMPUTE
     if kind == TaskKind.UPDATE:
         return Purpose.UPDATE
     if timeline.is_compute(task):

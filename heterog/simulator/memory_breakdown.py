@@ -29,7 +29,7 @@ class MemoryKind(StrEnum):
     GRADIENTS = "gradients"
     """Of parameters, where an op made them."""
     ACTIVATIONS = "activations"
-    """Made by forward ops."""
+    """Made by forward ops, the first time or again."""
     BACKWARD = "backward"
     """Made by backward ops, other than the gradients of parameters."""
     COMMUNICATION = "communication"
@@ -160,7 +160,7 @@ def _buffer_kinds(program: Program, tables: GraphTables, graph: OpGraph) -> npt.
     """Number of the kind of each buffer.  # [num_buffers]"""
     maker = program.buffer_maker
     kinds = np.full(len(maker), _NUMBER[MemoryKind.COMMUNICATION])
-    by_op = np.flatnonzero(program.kind[maker] == TaskKind.COMPUTE)
+    by_op = np.flatnonzero(program.kind[maker] <= TaskKind.RECOMPUTE)
     task = maker[by_op]
     op = program.subject[task]
     value = tables.value_start[op] + (by_op - program.buffer_start[task])

@@ -82,7 +82,7 @@ def test_the_fullest_device_is_the_one_that_lacks_most() -> None:
 def slow_kind(program: Program, tables: GraphTables, phases: list[Phase], buffer: int) -> str:
     """Kind of a buffer from its maker alone."""
     task = int(program.buffer_maker[buffer])
-    if program.kind[task] != TaskKind.COMPUTE:
+    if program.kind[task] not in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
         return "communication"
     op = int(program.subject[task])
     value = int(tables.value_start[op]) + buffer - int(program.buffer_start[task])
