@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from heterog.planners import sentences
-from heterog.planners.data_parallel import DATA_PARALLEL
 from heterog.planners.decided import Decided, what_was_decided
 from heterog.planners.fit import Remedy, remedies
 from heterog.planners.plan import Plan
 from heterog.planners.planner import Budget, MethodRow, Task, planner_by_name
 from heterog.planners.portfolio import Progress, run_method
+from heterog.planners.stability import DATA_PARALLEL
 from heterog.planners.what_if import EVALUATIONS, Change, value_of_changes, with_idle_devices
 from heterog.simulator.critical_path import Piece, critical_pieces, totals
 from heterog.simulator.engine import Order
@@ -51,7 +51,7 @@ class Quality:
         data_parallel_s: its seconds per step.
         tuned_uniform_s: seconds of one tuned decision for the whole model, ``None`` if it does
             not fit.
-        suffices: whether data parallelism is within 1 % of the plan.
+        suffices: whether data parallelism is within 1 % of the best that is known.
     """
 
     data_parallel: str
@@ -170,10 +170,15 @@ def explain(
             evaluator,
             plan.strategy,
             order,
-            peaks_bytes=[row.peak_memory_bytes for row in rows if _uses_several(row)],
+            peaks_bytes=[
+                evaluation.peak_memory_bytes,
+                *(row.peak_memory_bytes for row in rows if _uses_several(row)),
+            ],
             evaluations=evaluations,
             progress=progress,
         )
+    found_s = [evaluation.step_time_s] if evaluation.is_ok else []
+    found_s += [each.before_s for each in bought if each.before_s is not None]
     facts = Explanation(
         paragraphs=(),
         recommendation="",
@@ -187,7 +192,7 @@ def explain(
         ),
         busy=tuple((timeline.busy_s / timeline.seconds).tolist()),
         bound=lower_bound_s(plan.graph, plan.cluster, evaluator.cost_model),
-        quality=_quality(rows, evaluation.step_time_s, fits=evaluation.is_ok),
+        quality=_quality(rows, min(found_s, default=0.0)),
         fit=fit,
         remedies=remedies(evaluator, plan.strategy, order, fit),
         changes=bought,
@@ -232,7 +237,8 @@ def _left_out(
     return tuple(found)
 
 
-def _quality(rows: Sequence[MethodRow], step_time_s: float, *, fits: bool) -> Quality:
+def _quality(rows: Sequence[MethodRow], best_s: float) -> Quality:
+    """Data parallelism beside the shortest step known, 0 if nothing fits."""
     times = {row.method: row.step_time_s for row in rows if row.step_time_s is not None}
     by_data = {name: times[name] for name in DATA_PARALLEL if name in times}
     best = min(by_data, key=lambda name: by_data[name], default="")
@@ -241,5 +247,5 @@ def _quality(rows: Sequence[MethodRow], step_time_s: float, *, fits: bool) -> Qu
         data_parallel=best,
         data_parallel_s=seconds,
         tuned_uniform_s=times.get(TUNED_UNIFORM),
-        suffices=fits and seconds is not None and seconds <= step_time_s * (1.0 + SUFFICES),
+        suffices=seconds is not None and seconds <= best_s * (1.0 + SUFFICES),
     )

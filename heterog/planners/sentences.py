@@ -62,8 +62,16 @@ def recommendation(facts: "Explanation") -> str:
     """What to do."""
     quality = facts.quality
     if not facts.fit.is_ok:
+        found_s = facts.changes[0].before_s if facts.changes else None
+        if found_s is not None:
+            return (
+                "This plan does not fit. Plan again with a larger budget: a quick search on the "
+                f"same cluster found one that fits and takes {format_seconds(found_s)}."
+            )
         return _remedy_advice(facts.remedies)
-    if quality.suffices:
+    if facts.plan.cluster.num_devices == 1:
+        words = "Run this plan."
+    elif quality.suffices:
         assert quality.data_parallel_s is not None
         longer = max(quality.data_parallel_s / facts.step_time_s - 1.0, 0.0)
         same = "takes as long" if longer < 5e-4 else f"takes only {_percent(longer)} longer"
@@ -378,7 +386,7 @@ def _remedy_advice(found: Sequence[Remedy]) -> str:
 
 def _quality(facts: "Explanation") -> str:
     quality = facts.quality
-    if not facts.fit.is_ok:
+    if not facts.fit.is_ok or facts.plan.cluster.num_devices == 1:
         return ""
     if quality.data_parallel_s is None:
         words = "No form of data parallelism over all devices fits into memory"

@@ -96,7 +96,8 @@ def test_a_quick_search_that_finds_better_is_told() -> None:
     explanation = explain(plan_by_hand(graph, cluster, strategy_of(graph, cluster, both)))
     assert explanation.quickly_found_s is not None
     assert explanation.quickly_found_s < 0.5 * explanation.step_time_s
-    # Data parallelism is as good as this plan, and says so, but the better one comes first.
+    # Data parallelism is as good as this plan, but not as good as what is known.
+    assert not explanation.quality.suffices
     assert "quick search" in explanation.recommendation
 
 
@@ -174,18 +175,18 @@ def test_changes_of_the_paper_cluster() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_any_plan_can_be_explained(seed: int) -> None:
     rng = Random(seed)
     graph, cluster = builders.random_graph(rng), builders.random_cluster(rng)
     strategy = builders.random_strategy(rng, graph, cluster)
     plan = plan_by_hand(graph, cluster, strategy)
-    explanation = explain(plan, evaluations=20)
+    explanation = explain(plan, evaluations=8)
     assert sum(p.seconds for p in explanation.pieces) == pytest.approx(
         explanation.step_time_s, rel=1e-9
     )
     text = json.dumps(explanation.to_dict(), allow_nan=False)
-    assert text == json.dumps(explain(plan, evaluations=20).to_dict(), allow_nan=False)
+    assert text == json.dumps(explain(plan, evaluations=8).to_dict(), allow_nan=False)
     assert all(text.endswith(".") for text in explanation.paragraphs)
     savings = [change.saving for change in explanation.changes]
     assert savings == sorted(savings, reverse=True)
