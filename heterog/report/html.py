@@ -27,6 +27,7 @@ _PAGE = files("heterog.report") / "page"
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 # At first the tree is open as far as it shows at most this many modules.
 _OPEN_MODULES = 24
+_NONE = "-"
 
 
 def write_report(path: str | Path, plan: Plan, *, words: Sequence[str] = ()) -> None:
@@ -121,7 +122,7 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
     )
     yield "step time", _seconds(step), "predicted by the referee", False
     rate = plan.throughput_samples_per_s
-    yield "throughput", "–" if rate is None else f"{rate:,.1f}", "samples/s", False
+    yield "throughput", _NONE if rate is None else f"{rate:,.1f}", "samples/s", False
     yield ("over data parallelism", *_gain(step, *_best_data_parallel(plan.rows)), False)
     yield ("over tuned uniform", *_gain(step, *_row_time(plan.rows, "tuned_uniform")), False)
     if step is None or not plan.strategy.step_barrier:
@@ -144,13 +145,14 @@ def _row_time(rows: Sequence[MethodRow], method: str) -> tuple[float | None, str
 
 def _gain(step_s: float | None, other_s: float | None, name: str) -> tuple[str, str]:
     if step_s is None or other_s is None:
-        return "–", "no such plan that fits"
+        return _NONE, "no such plan that fits"
     return f"{other_s / step_s:.2f}x", f"{name}{' at ' if name else ''}{format_seconds(other_s)}"
 
 
 def _tile(what: str, value: str, remark: str, bad: bool) -> str:
     mark = ' class="bad"' if bad else ""
-    return f"<div{mark}><dt>{escape(what)}</dt><dd>{escape(value)}</dd><dd>{escape(remark)}</dd></div>"
+    texts = (("dt", what), ("dd", value), ("dd", remark))
+    return f"<div{mark}>{''.join(f'<{tag}>{escape(text)}</{tag}>' for tag, text in texts)}</div>"
 
 
 def _words(words: Sequence[str]) -> str:
@@ -253,7 +255,7 @@ def _placement(node: ModuleNode, plan: Plan) -> str:
 
 def _synchronisation(node: ModuleNode) -> str:
     if not node.parameter_bytes:
-        return "–"
+        return _NONE
     kinds = {words.partition(" on ")[0]: None for words in node.syncs}
     return ", ".join(node.syncs) if len(node.syncs) <= 2 else ", ".join(kinds)
 
@@ -268,7 +270,7 @@ def _methods(plan: Plan) -> Iterator[str]:
     yield f"<thead><tr>{''.join(cells)}<th scope=col>reason</th></tr></thead><tbody>"
     baseline = best_data_parallel_s(plan.rows)
     for row in plan.rows:
-        ratio = f"{baseline / row.step_time_s:.2f}x" if baseline and row.step_time_s else "–"
+        ratio = f"{baseline / row.step_time_s:.2f}x" if baseline and row.step_time_s else _NONE
         numbers = (
             _seconds(row.step_time_s),
             ratio,
@@ -290,7 +292,7 @@ def _fullest(row: MethodRow, plan: Plan) -> str:
     """The device that is fullest by its own limit."""
     devices = plan.cluster.devices
     if len(row.peak_memory_bytes) != len(devices):
-        return "–"
+        return _NONE
     part, peak, device = max(
         (peak / device.usable_memory_bytes, peak, device.name)
         for peak, device in zip(row.peak_memory_bytes, devices, strict=True)
@@ -314,7 +316,7 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _seconds(value: float | None) -> str:
-    return "–" if value is None else format_seconds(value)
+    return _NONE if value is None else format_seconds(value)
 
 
 def _spaced(name: str) -> str:

@@ -146,7 +146,7 @@ def _lane(timeline: Timeline, name: str, device: int, tasks: npt.NDArray[np.int6
 
 
 def _rows(start: Sequence[float], finish: Sequence[float]) -> npt.NDArray[np.uint8]:
-    """The lowest free row for each task in order of start; the first to be free if all are full."""
+    """The lowest free row of each task, in order of start; if none is free, the next to be."""
     rows = np.zeros(len(start), np.uint8)
     free = list(range(_MAX_ROWS))
     taken: list[tuple[float, int]] = []

@@ -1,4 +1,4 @@
-"""Where a strategy puts things, by module: parameters, ops, devices with shares, synchronisation."""
+"""Where a strategy puts things, by module: parameters, ops, devices, shares, synchronisation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
