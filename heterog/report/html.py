@@ -176,8 +176,8 @@ def _memory_label(plan: Plan) -> str:
 def _modules_note(plan: Plan) -> str:
     return (
         "One bar per device in the order "
-        f"{', '.join(device.name for device in plan.cluster.devices)}; full height is the batch "
-        f"of {plan.graph.batch_size}. A module with several placements shows their mean by FLOPs."
+        f"{', '.join(device.name for device in plan.cluster.devices)}; the tallest has the most "
+        "samples. A module with several placements shows their mean by FLOPs."
     )
 
 
@@ -214,7 +214,7 @@ def _module_rows(node: ModuleNode, plan: Plan, opened: set[int], depth: int = 0)
 
 
 def _share_bars(node: ModuleNode, plan: Plan) -> str:
-    """A bar per device whose height is its part of the batch."""
+    """A bar per device, in proportion to its samples."""
     if not node.weight:
         return ""
     devices = plan.cluster.devices
@@ -223,7 +223,7 @@ def _share_bars(node: ModuleNode, plan: Plan) -> str:
     told, drawn = [], []
     for index, (device, share) in enumerate(zip(devices, shares, strict=True)):
         if share > 0.0:
-            height = max(18.0 * share / plan.graph.batch_size, 1.0)
+            height = max(18.0 * share / max(shares), 1.0)
             told.append(f"{device.name} {share:.4g}")
             drawn.append(f"M{index * width} 18v-{height:.1f}h{width - 1}v{height:.1f}z")
     label = escape("samples: " + ", ".join(told), quote=True)

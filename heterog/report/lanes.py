@@ -32,7 +32,7 @@ CATEGORIES: tuple[tuple[str, frozenset[str]], ...] = (
 """What tasks are coloured by: a name, and the ``Timeline.kind`` words that it covers."""
 MAX_MEMORY_POINTS = 2000
 # What overlaps on one link is drawn in this many rows at most.
-_MAX_ROWS = 6
+_MAX_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class ViewLane:
     Attributes:
         name: ``"A:0 V100-16GB"`` or ``"A nic out"``.
         device: index of the device, -1 for a link.
+        host: index of the host.
         tasks: its tasks by start.  # [num_lane_tasks]
         rows: where each is drawn, so that what overlaps lies side by side.  # [num_lane_tasks]
         busy: part of the whole time in which it does something, 0 to 1.
@@ -49,6 +50,7 @@ class ViewLane:
 
     name: str
     device: int
+    host: int
     tasks: IntArray
     rows: npt.NDArray[np.uint8]
     busy: float
@@ -68,12 +70,12 @@ def view_lanes(timeline: Timeline) -> list[ViewLane]:
     for host in range(cluster.num_hosts):
         for device in cluster.host_devices(host):
             name = f"{cluster.devices[device].name} {cluster.devices[device].type.name}"
-            lanes.append(_lane(timeline, name, device, on_devices[devices == device]))
+            lanes.append(_lane(timeline, name, device, host, on_devices[devices == device]))
         for number, resource in enumerate(cluster.resources):
             if resource.host_index == host:
                 tasks = on_links[uses[program.channel[on_links], number]]
                 if len(tasks):
-                    lanes.append(_lane(timeline, resource.name, -1, tasks))
+                    lanes.append(_lane(timeline, resource.name, -1, host, tasks))
     return lanes
 
 
@@ -105,6 +107,7 @@ def view_data(timeline: Timeline) -> dict[str, Any]:
             {
                 "name": lane.name,
                 "link": lane.device < 0,
+                "host": lane.host,
                 "busy": round(lane.busy, 4),
                 "tasks": _encoded(lane.tasks, "<i4"),
                 "rows": _encoded(lane.rows, "<u1"),
@@ -134,11 +137,14 @@ def thinned(
     return times_s[first], np.maximum.reduceat(num_bytes, first)
 
 
-def _lane(timeline: Timeline, name: str, device: int, tasks: npt.NDArray[np.int64]) -> ViewLane:
+def _lane(
+    timeline: Timeline, name: str, device: int, host: int, tasks: npt.NDArray[np.int64]
+) -> ViewLane:
     start, finish = timeline.start[tasks], timeline.finish[tasks]
     return ViewLane(
         name=name,
         device=device,
+        host=host,
         tasks=tasks.astype(np.int32),
         rows=_rows(start.tolist(), finish.tolist()),
         busy=_covered(start, finish) / timeline.seconds if timeline.seconds > 0 else 0.0,

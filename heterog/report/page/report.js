@@ -16,10 +16,9 @@
   const onPath = new Uint8Array(start.length);
   for (const task of path) onPath[task] = 1;
 
-  const GUTTER = 190, AXIS = 22, LANE = 20, SUBROW = 6, MEMORY_ROW = 46;
+  const GUTTER = 190, AXIS = 22, LANE = 20, SUBROW = 5, MEMORY_ROW = 46;
   const whole = Math.max(data.seconds, 1e-9), closest = Math.min(whole, Math.max(whole * 1e-7, 1e-8));
-  const lanes = [];
-  let stack = AXIS;
+  const allLanes = [];
   for (const each of data.lanes) {
     const tasks = decode(Int32Array, each.tasks), rows = decode(Uint8Array, each.rows);
     let count = 1, longest = 0;
@@ -28,9 +27,18 @@
       longest = Math.max(longest, finish[tasks[i]] - start[tasks[i]]);
     }
     const height = Math.max(LANE, count * SUBROW + 4);
-    lanes.push({ name: each.name, link: each.link, busy: each.busy, tasks, rows, count, longest, top: stack, height });
-    stack += height;
+    allLanes.push({ name: each.name, link: each.link, host: each.host, busy: each.busy, tasks, rows, count, longest, top: 0, height });
   }
+  let lanes = [], stack = AXIS;
+  const layOut = (withLinks) => {
+    lanes = allLanes.filter((lane) => withLinks || !lane.link);
+    stack = AXIS;
+    for (const lane of lanes) {
+      lane.top = stack;
+      stack += lane.height;
+    }
+  };
+  layOut(true);
   const memory = data.memory.map((each) => ({
     ...each, times: decode(Float64Array, each.times), bytes: decode(Float64Array, each.bytes),
   }));
@@ -95,7 +103,7 @@
     redraw();
   };
   const stands = (task) =>
-    (!showPath || onPath[task]) && (only < 0 || category[task] === only) && (!found || found[nameOf[task]]);
+    (!showPath || onPath[task] === 1) && (only < 0 || category[task] === only) && (!found || found[nameOf[task]]);
   const filtered = () => showPath || only >= 0 || found !== null;
 
   // --- drawing ---------------------------------------------------------------------------------
@@ -106,7 +114,7 @@
     colours.fill = data.categories.map((_, index) => read(`c${index}`));
     colours.text = colours.fill.map((hex) => {
       const [r, g, b] = [1, 3, 5].map((place) => parseInt(hex.slice(place, place + 2), 16));
-      return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#111111" : "#ffffff";
+      return 0.299 * r + 0.587 * g + 0.114 * b > 125 ? "#111111" : "#ffffff";
     });
   };
   const prepare = (target, height) => {
@@ -187,17 +195,19 @@
     pen.strokeStyle = colours.ink;
     pen.lineWidth = 1.25;
     pen.beginPath();
-    let before = null;
+    let before = null, turns = 0;
     for (const task of path) {
-      const at = place.get(task);
-      if (!at) { before = null; continue; }
-      const middle = at[0] + at[1] / 2;
-      if (before === null) pen.moveTo(x(start[task]), middle);
-      else if (before !== middle) pen.lineTo(x(start[task]), middle);
-      if (before !== middle || x(finish[task]) - x(start[task]) > 0.5) pen.lineTo(x(finish[task]), middle);
+      const at = place.get(task), middle = at ? at[0] + at[1] / 2 : null;
+      if (middle !== null && before !== null && before !== middle) {
+        pen.moveTo(x(start[task]), before);
+        pen.lineTo(x(start[task]), middle);
+        turns++;
+      }
       before = middle;
     }
+    pen.globalAlpha = Math.min(0.6, Math.max(0.12, 60 / turns));
     pen.stroke();
+    pen.globalAlpha = 1;
   };
   const draw = () => {
     const height = Math.min(stack + 2, Math.max(260, window.innerHeight - 210));
@@ -209,12 +219,16 @@
     pen.fillRect(0, 0, view.width, height);
     const [marks, step] = ticks();
     const visible = lanes.filter((lane) => lane.top + lane.height - view.y > AXIS && lane.top - view.y < height);
-    for (const lane of visible) {
-      if (lanes.indexOf(lane) % 2 || view.lane === lanes.indexOf(lane)) {
-        pen.fillStyle = view.lane === lanes.indexOf(lane) ? colours.grid : colours.band;
+    lanes.forEach((lane, index) => {
+      if (index % 2 || view.lane === index) {
+        pen.fillStyle = view.lane === index ? colours.grid : colours.band;
         pen.fillRect(0, lane.top - view.y, view.width, lane.height);
       }
-    }
+      if (index && lane.host !== lanes[index - 1].host) {
+        pen.fillStyle = colours.soft;
+        pen.fillRect(0, lane.top - view.y - 0.5, view.width, 1);
+      }
+    });
     pen.strokeStyle = colours.grid;
     pen.lineWidth = 1;
     for (const mark of marks) {
@@ -275,6 +289,7 @@
       pen.fillStyle = colours.line;
       pen.fillRect(view.width - 5, AXIS + (room * view.y) / (stack - AXIS), 4, (room * room) / (stack - AXIS));
     }
+    Object.assign(canvas.dataset, { gutter: GUTTER, axis: AXIS, edge: right() });
     canvas.dataset.from = view.from;
     canvas.dataset.to = view.to;
   };
@@ -507,6 +522,13 @@
   $("out").addEventListener("click", () => zoom(2));
   $("reset").addEventListener("click", () => { view.y = 0; show(0, whole); });
   $("critical").addEventListener("click", togglePath);
+  $("links").addEventListener("click", (event) => {
+    const shown = event.currentTarget.getAttribute("aria-pressed") !== "true";
+    event.currentTarget.setAttribute("aria-pressed", shown);
+    layOut(shown);
+    view.lane = -1;
+    redraw();
+  });
   $("find").addEventListener("input", (event) => {
     const wanted = event.target.value.trim().toLowerCase();
     found = wanted ? data.names.map((name) => name.toLowerCase().includes(wanted)) : null;
