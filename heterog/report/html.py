@@ -17,9 +17,9 @@ import heterog
 from heterog.files import write_atomically
 from heterog.planners.plan import Plan
 from heterog.planners.planner import MethodRow
+from heterog.planners.stability import DATA_PARALLEL, Gain, best_data_parallel
 from heterog.report.lanes import view_data
 from heterog.report.modules import ModuleNode, module_tree
-from heterog.report.tables import DATA_PARALLEL, best_data_parallel_s
 from heterog.simulator.evaluator import MEMORY_MARGIN
 from heterog.units import format_bytes, format_seconds
 
@@ -123,8 +123,9 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
     yield "step time", _seconds(step), "predicted by the referee", False
     rate = plan.throughput_samples_per_s
     yield "throughput", _NONE if rate is None else f"{rate:,.1f}", "samples/s", False
-    yield ("over data parallelism", *_gain(step, *_best_data_parallel(plan.rows)), False)
-    yield ("over tuned uniform", *_gain(step, *_row_time(plan.rows, "tuned_uniform")), False)
+    gains = {each.over in DATA_PARALLEL: each for each in plan.gains}
+    yield ("over data parallelism", *_gain(gains.get(True)), False)
+    yield ("over tuned uniform", *_gain(gains.get(False)), False)
     if step is None or not plan.strategy.step_barrier:
         yield "lower bound", _seconds(plan.lower_bound_s), "with a step barrier", False
     else:
@@ -132,21 +133,12 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
         yield "lower bound", _seconds(plan.lower_bound_s), f"the plan is {gap:.0%} above it", False
 
 
-def _best_data_parallel(rows: Sequence[MethodRow]) -> tuple[float | None, str]:
-    best = best_data_parallel_s(rows)
-    names = (row.method for row in rows if row.method in DATA_PARALLEL)
-    times = {row.method: row.step_time_s for row in rows}
-    return best, next((name for name in names if best is not None and times[name] == best), "")
-
-
-def _row_time(rows: Sequence[MethodRow], method: str) -> tuple[float | None, str]:
-    return next(((row.step_time_s, "") for row in rows if row.method == method), (None, ""))
-
-
-def _gain(step_s: float | None, other_s: float | None, name: str) -> tuple[str, str]:
-    if step_s is None or other_s is None:
-        return _NONE, "no such plan that fits"
-    return f"{other_s / step_s:.2f}x", f"{name}{' at ' if name else ''}{format_seconds(other_s)}"
+def _gain(found: Gain | None) -> tuple[str, str]:
+    """A speed-up and what it is over; the range where devices and links vary."""
+    if found is None:
+        return _NONE, "was not tried, or does not fit"
+    span = f", {found.low:.2f}x to {found.high:.2f}x under noise" * (found.low < found.high)
+    return f"{found.speedup:.2f}x", f"{found.over}{span}"
 
 
 def _tile(what: str, value: str, remark: str, bad: bool) -> str:
@@ -254,10 +246,19 @@ def _placement(node: ModuleNode, plan: Plan) -> str:
 
 
 def _synchronisation(node: ModuleNode) -> str:
+    """How gradients meet; of several servers their names, or how many where they are many."""
     if not node.parameter_bytes:
         return _NONE
-    kinds = {words.partition(" on ")[0]: None for words in node.syncs}
-    return ", ".join(node.syncs) if len(node.syncs) <= 2 else ", ".join(kinds)
+    places: dict[str, list[str]] = {}
+    for words in node.syncs:
+        kind, _, place = words.partition(" on ")
+        places.setdefault(kind, []).extend([place] if place else [])
+    return "; ".join(
+        kind
+        + (f" on {', '.join(names)}" if 0 < len(names) <= 3 else "")
+        + (f" on {len(names)} devices" if len(names) > 3 else "")
+        for kind, names in places.items()
+    )
 
 
 def _methods(plan: Plan) -> Iterator[str]:
@@ -268,7 +269,8 @@ def _methods(plan: Plan) -> Iterator[str]:
         for number, head in enumerate(heads)
     ]
     yield f"<thead><tr>{''.join(cells)}<th scope=col>reason</th></tr></thead><tbody>"
-    baseline = best_data_parallel_s(plan.rows)
+    best = best_data_parallel(plan.rows)
+    baseline = None if best is None else best.step_time_s
     for row in plan.rows:
         ratio = f"{baseline / row.step_time_s:.2f}x" if baseline and row.step_time_s else _NONE
         numbers = (

@@ -157,32 +157,48 @@
     return [lane.top - view.y + 2 + lane.rows[index] * size, size];
   };
   const drawLane = (pen, lane, standing) => {
-    const last = new Float64Array(lane.count).fill(-1);
     const perSecond = (right() - GUTTER) / (view.to - view.from), edge = right();
+    const runs = Array.from({ length: lane.count }, () => ({ left: -1, end: -1, colour: -1, top: 0, size: 0 }));
     let colour = -1;
+    const paint = (left, end, which, top, size) => {
+      if (colour !== which) pen.fillStyle = colours.fill[(colour = which)];
+      pen.fillRect(left, top, end - left, size > 3 ? size - 0.5 : size);
+    };
+    const flush = (run) => {
+      if (run.end > run.left) paint(run.left, run.end, run.colour, run.top, run.size);
+      run.left = run.end;
+    };
     for (let i = firstFrom(lane, view.from - lane.longest); i < lane.tasks.length; i++) {
       const task = lane.tasks[i];
       if (start[task] > view.to) break;
       if (finish[task] < view.from || stands(task) !== standing) continue;
       let left = GUTTER + (start[task] - view.from) * perSecond;
-      let width = (finish[task] - start[task]) * perSecond;
+      const width = (finish[task] - start[task]) * perSecond;
+      const run = runs[lane.rows[i]];
       if (width < 1) {  // whatever else begins in this column of pixels would not be seen
         left = Math.floor(left);
-        if (left === last[lane.rows[i]]) continue;
-        last[lane.rows[i]] = left;
-        width = 1;
+        if (left < run.end) continue;
+        if (left > run.end || category[task] !== run.colour) {
+          flush(run);
+          [run.top, run.size] = box(lane, i);
+          run.left = left;
+          run.colour = category[task];
+        }
+        run.end = left + 1;
+        continue;
       }
+      flush(run);
       const end = Math.min(left + width, edge);
       left = Math.max(left, GUTTER);
       const [top, size] = box(lane, i);
-      if (colour !== category[task]) pen.fillStyle = colours.fill[(colour = category[task])];
-      pen.fillRect(left, top, Math.max(end - left - (width > 4 ? 1 : 0), 0.5), size > 3 ? size - 0.5 : size);
+      paint(left, Math.max(end - (width > 4 ? 1 : 0), left + 0.5), category[task], top, size);
       if (size >= 11 && end - left > 46) {
         pen.fillStyle = colours.text[colour];
         pen.fillText(fitted(pen, data.names[nameOf[task]], end - left - 8), left + 4, top + size / 2);
         colour = -1;
       }
     }
+    runs.forEach(flush);
   };
   const drawPath = (pen) => {
     const place = new Map();
