@@ -153,7 +153,7 @@ def _words(words: Sequence[str]) -> str:
     paragraphs = "\n".join(f"<p>{escape(text)}</p>" for text in words)
     return (
         '<section class="words" aria-labelledby="words-title">'
-        f'<h2 id="words-title">In words</h2>\n{paragraphs}\n</section>'
+        f'<h2 id="words-title">In words</h2>\n<div>{paragraphs}</div>\n</section>'
     )
 
 
@@ -166,10 +166,11 @@ def _memory_label(plan: Plan) -> str:
 
 
 def _modules_note(plan: Plan) -> str:
+    names = [device.name for device in plan.cluster.devices]
+    order = ", ".join(names) if len(names) <= 16 else f"{names[0]} to {names[-1]}"
     return (
-        "One bar per device in the order "
-        f"{', '.join(device.name for device in plan.cluster.devices)}; the tallest has the most "
-        "samples. A module with several placements shows their mean by FLOPs."
+        f"One bar per device in the order {order}; the tallest has the most samples. A module "
+        "with several placements shows their mean by FLOPs."
     )
 
 

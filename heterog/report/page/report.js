@@ -74,9 +74,9 @@
 
   // --- state -----------------------------------------------------------------------------------
   const canvas = $("timeline"), tip = $("tip"), details = $("details"), second = $("memory");
-  const view = { from: 0, to: whole, y: 0, width: 0, height: 0, hover: null, lane: -1, picked: -1, at: NaN };
+  const view = { from: 0, to: whole, y: 0, width: 0, right: 0, height: 0, hover: null, lane: -1, picked: -1, at: NaN };
   let showPath = false, only = -1, found = null, colours = {}, waiting = false;
-  const right = () => view.width - 8;
+  const right = () => view.right;
   const x = (time) => GUTTER + ((time - view.from) / (view.to - view.from)) * (right() - GUTTER);
   const timeAt = (px) => view.from + ((px - GUTTER) / (right() - GUTTER)) * (view.to - view.from);
   const redraw = () => {
@@ -229,6 +229,8 @@
     const height = Math.min(stack + 2, Math.max(260, window.innerHeight - 210));
     const pen = prepare(canvas, height);
     view.width = canvas.parentElement.clientWidth;
+    // One scale for both charts; the second may have a scroll bar beside it.
+    view.right = Math.min(view.width, second.parentElement.clientWidth) - 8;
     view.height = height;
     view.y = Math.min(view.y, Math.max(stack - height, 0));
     pen.fillStyle = colours.card;
@@ -330,7 +332,6 @@
   const drawMemory = () => {
     const pen = prepare(second, memory.length * MEMORY_ROW);
     const width = second.parentElement.clientWidth;
-    view.width = canvas.parentElement.clientWidth;
     pen.fillStyle = colours.card;
     pen.fillRect(0, 0, width, memory.length * MEMORY_ROW);
     memory.forEach((each, index) => {
