@@ -165,12 +165,8 @@ class Plan:
         }
         write_json(path, document)
 
-    def report(self, path: str | Path, *, words: Sequence[str] = ()) -> None:
+    def report(self, path: str | Path) -> None:
         """Write one HTML page for people, which needs no network.
-
-        Args:
-            path: the file.
-            words: paragraphs that explain the plan.
 
         Raises:
             InputFileError: the file cannot be written; no half of it is left behind.
@@ -178,7 +174,7 @@ class Plan:
         # Only here: the layer above shows plans, plans do not need it.
         from heterog.report.html import write_report
 
-        write_report(path, self, words=words)
+        write_report(path, self)
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import heterog
 from heterog.files import write_atomically
+from heterog.planners.data_parallel import DATA_PARALLEL
+from heterog.planners.explain import explain
 from heterog.planners.plan import Plan
 from heterog.planners.planner import MethodRow
-from heterog.planners.stability import DATA_PARALLEL, Gain, best_data_parallel
+from heterog.planners.stability import Gain, best_data_parallel
 from heterog.report.lanes import view_data
 from heterog.report.modules import ModuleNode, module_tree
 from heterog.simulator.evaluator import MEMORY_MARGIN
@@ -30,13 +32,13 @@ _OPEN_MODULES = 24
 _NONE = "-"
 
 
-def write_report(path: str | Path, plan: Plan, *, words: Sequence[str] = ()) -> None:
+def write_report(path: str | Path, plan: Plan, *, words: Sequence[str] | None = None) -> None:
     """Write a plan as one self-contained HTML file.
 
     Args:
         path: the file.
         plan: what to show.
-        words: paragraphs that explain the plan.
+        words: paragraphs that explain the plan, instead of ``explain``'s.
 
     Raises:
         InputFileError: the file cannot be written; no half of it is left behind.
@@ -44,7 +46,7 @@ def write_report(path: str | Path, plan: Plan, *, words: Sequence[str] = ()) -> 
     write_atomically(path, report_html(plan, words=words).encode())
 
 
-def report_html(plan: Plan, *, words: Sequence[str] = ()) -> str:
+def report_html(plan: Plan, *, words: Sequence[str] | None = None) -> str:
     """The page; see ``write_report``."""
     script = (_PAGE / "report.js").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -60,7 +62,7 @@ def report_html(plan: Plan, *, words: Sequence[str] = ()) -> str:
         "under": escape(_under(plan)),
         "alert": _alert(plan),
         "tiles": "\n".join(_tile(*tile) for tile in _tiles(plan)),
-        "words": _words(words),
+        "words": _words(plan, words),
         "timeline_label": escape(
             f"timeline of {timeline.program.num_tasks:,} tasks in "
             f"{format_seconds(timeline.seconds)}",
@@ -147,13 +149,16 @@ def _tile(what: str, value: str, remark: str, bad: bool) -> str:
     return f"<div{mark}>{''.join(f'<{tag}>{escape(text)}</{tag}>' for tag, text in texts)}</div>"
 
 
-def _words(words: Sequence[str]) -> str:
-    if not words:
-        return ""
+def _words(plan: Plan, words: Sequence[str] | None) -> str:
+    lead = ""
+    if words is None:
+        explanation = explain(plan, changes=False)
+        words = explanation.paragraphs
+        lead = f'<p class="lead">{escape(explanation.recommendation)}</p>'
     paragraphs = "\n".join(f"<p>{escape(text)}</p>" for text in words)
     return (
         '<section class="words" aria-labelledby="words-title">'
-        f'<h2 id="words-title">In words</h2>\n<div>{paragraphs}</div>\n</section>'
+        f'<h2 id="words-title">In words</h2>\n{lead}<div>{paragraphs}</div>\n</section>'
     )
 
 
@@ -231,8 +236,10 @@ def _share_bars(node: ModuleNode, plan: Plan) -> str:
 def _placement(node: ModuleNode, plan: Plan) -> str:
     if not node.weight:
         return "parameters only"
+    remark = ", partly recomputed" if len(node.recomputed) > 1 else ", recomputed"
+    remark *= True in node.recomputed
     if len(node.weight) > 1:
-        return f"{len(node.weight)} placements"
+        return f"{len(node.weight)} placements{remark}"
     ((devices, shares),) = node.weight
     names = [
         plan.cluster.devices[device].name
@@ -240,10 +247,10 @@ def _placement(node: ModuleNode, plan: Plan) -> str:
         if share > 0
     ]
     if len(names) == 1:
-        return f"{names[0]} alone"
+        return f"{names[0]} alone{remark}"
     used = [share for share in shares if share > 0]
     span = f"{min(used)}" if min(used) == max(used) else f"{min(used)} to {max(used)}"
-    return f"{len(names)} devices, {span} samples"
+    return f"{len(names)} devices, {span} samples{remark}"
 
 
 def _synchronisation(node: ModuleNode) -> str:

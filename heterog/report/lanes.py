@@ -21,6 +21,7 @@ from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
 CATEGORIES: tuple[tuple[str, frozenset[str]], ...] = (
     ("forward", frozenset({"forward"})),
     ("backward", frozenset({"backward"})),
+    ("recompute", frozenset({"recompute"})),
     ("update", frozenset({"update"})),
     ("copy, sum", frozenset({"accumulate", "flatten", "split", "concat", "sum"})),
     ("send", frozenset({"send"})),

@@ -19,6 +19,7 @@ class ModuleNode:
         parameter_bytes: of it and what is below.
         num_ops: ops that cost something, likewise.
         weight: FLOPs under each decision, likewise; what mixed shares are weighed by.
+        recomputed: whether what its ops make is made again for the backward pass, likewise.
         syncs: how its parameters are synchronised, in words, likewise.
     """
 
@@ -27,6 +28,7 @@ class ModuleNode:
     parameter_bytes: int = 0
     num_ops: int = 0
     weight: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = field(default_factory=dict)
+    recomputed: set[bool] = field(default_factory=set)
     syncs: dict[str, None] = field(default_factory=dict)
 
     def shares(self, num_devices: int) -> list[float]:
@@ -50,6 +52,7 @@ def module_tree(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> ModuleN
         placed = (decision.devices, decision.shares)
         for node in _path(root, op.module):
             node.num_ops += 1
+            node.recomputed.add(decision.recompute)
             # Something, also for an op without FLOPs: it is placed as well.
             node.weight[placed] = node.weight.get(placed, 0.0) + op.flops + 1.0
     for (op_index, tensor, _), home in zip(graph.updates, strategy.homes, strict=True):

@@ -130,7 +130,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def opened(driver: Any, tmp_path: Path) -> Open:
     def call(plan: Plan) -> Page:
         path = tmp_path / "plan.html"
-        plan.report(path, words=(f"Words about {plan.graph.name}.",))
+        plan.report(path)
         requests(driver)  # those of the test before
         complaints(driver)
         driver.get(path.as_uri())

@@ -4,6 +4,7 @@ import base64
 import json
 import re
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from heterog.cluster import Cluster
 from heterog.errors import InputFileError
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.planners.explain import explain
 from heterog.planners.plan import Plan, make_plan
 from heterog.report.html import report_html, write_report
 from heterog.report.lanes import CATEGORIES, thinned, view_data, view_lanes
@@ -168,6 +170,23 @@ def test_modules_by_hand() -> None:
     assert encoder.parameter_bytes == 2 * encoder.children["a"].parameter_bytes
 
 
+def test_recomputation_is_told() -> None:
+    cluster = two_devices()
+    graph = builders.linear_chain(("a", "b"))
+    again = Decision(devices=(0, 1), shares=(6, 2), recompute=True)
+    strategy = builders.strategy_of(graph, cluster, [again, replace(again, recompute=False)])
+    plan = builders.plan_by_hand(graph, cluster, strategy)
+    root = module_tree(graph, cluster, strategy)
+    assert root.recomputed == {True, False}
+    assert [child.recomputed for child in root.children.values()] == [{True}, {False}]
+    text = Reader(report_html(plan)).text
+    assert "2 devices, 2 to 6 samples, partly recomputed" in text
+    assert "2 devices, 2 to 6 samples, recomputed" in text
+    used = base64.b64decode(view_data(plan.timeline())["category"])
+    kinds = {plan.timeline().kind(task) for task in range(len(used))}
+    assert ("recompute" in kinds) == (2 in used)
+
+
 def test_a_module_that_only_holds_another_is_one_row() -> None:
     cluster = two_devices()
     graph = builders.linear_chain(("model.layers.0", "model.layers.1"))
@@ -293,8 +312,12 @@ def test_without_step_barrier_several_steps_are_shown_and_no_gap() -> None:
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     plan = served_plan(two_devices())
-    plan.report(tmp_path / "plan.html", words=("Words.",))
-    assert (tmp_path / "plan.html").read_text("utf-8") == report_html(plan, words=("Words.",))
+    plan.report(tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text("utf-8")
+    assert text == report_html(plan)
+    explanation = explain(plan, changes=False)
+    for words in (explanation.recommendation, *explanation.paragraphs):
+        assert escape(words) in text
     with pytest.raises(InputFileError, match="does not exist"):
         write_report(tmp_path / "no" / "plan.html", plan)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.html"]
