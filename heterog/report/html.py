@@ -15,7 +15,6 @@ from pathlib import Path
 
 import heterog
 from heterog.files import write_atomically
-from heterog.planners.data_parallel import DATA_PARALLEL
 from heterog.planners.explain import explain
 from heterog.planners.plan import Plan
 from heterog.planners.planner import MethodRow
@@ -125,9 +124,9 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
     yield "step time", _seconds(step), "predicted by the referee", False
     rate = plan.throughput_samples_per_s
     yield "throughput", _NONE if rate is None else f"{rate:,.1f}", "samples/s", False
-    gains = {each.over in DATA_PARALLEL: each for each in plan.gains}
-    yield ("over data parallelism", *_gain(gains.get(True)), False)
-    yield ("over tuned uniform", *_gain(gains.get(False)), False)
+    gains = {each.over == "tuned_uniform": each for each in plan.gains}
+    yield ("over data parallelism", *_gain(gains.get(False)), False)
+    yield ("over tuned uniform", *_gain(gains.get(True)), False)
     if step is None or not plan.strategy.step_barrier:
         yield "lower bound", _seconds(plan.lower_bound_s), "with a step barrier", False
     else:
