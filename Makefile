@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 TORCH ?= torch==2.13.0
 
-.PHONY: setup demo test lint types check format clean
+.PHONY: setup demo browser test lint types check format clean
 
 setup: $(KERNELS)
 
@@ -26,9 +26,17 @@ $(KERNELS): $(STAMP) $(wildcard heterog/strategy/*.py heterog/simulator/*.py)
 	touch $@
 
 demo: $(KERNELS)
-	$(BIN)/heterog plan bert_large_24l --cluster paper_8gpu --budget 10s -o plan.json --trace trace.json
+	$(BIN)/heterog plan bert_large_24l --cluster paper_8gpu --budget 10s -o plan.json --trace trace.json --report plan.html
 
-test: $(KERNELS)
+# What the tests of the report drive; without it they skip and say so.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
+	|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
+	     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	        chromium chromium-driver >/dev/null; } \
+	|| echo "no Chromium here, and none can be installed: the report's browser tests will skip"
+
+test: $(KERNELS) browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
@@ -45,4 +53,4 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) build *.egg-info plan.json trace.json
+	rm -rf $(VENV) build *.egg-info plan.json plan.html trace.json

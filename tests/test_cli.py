@@ -85,9 +85,9 @@ ROW_FIELDS = {
 def test_plan_prints_one_document_and_writes_whole_files(
     run: Run, model: str, tmp_path: Path
 ) -> None:
-    plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    plan, trace, page = (tmp_path / name for name in ("plan.json", "trace.json", "plan.html"))
     result = run("plan", model, "--cluster", "paper_8gpu", "--budget", "200e", "--json",
-                 "-o", plan, "--trace", trace)  # fmt: skip
+                 "-o", plan, "--trace", trace, "--report", page)  # fmt: skip
     assert result.code == 0, result.err
     document = json.loads(result.out)
     assert PLAN_FIELDS <= set(document)
@@ -103,6 +103,10 @@ def test_plan_prints_one_document_and_writes_whole_files(
     assert sorted(loaded.task_order) == list(range(len(loaded.task_order)))
     assert loaded.timeline().finish.max() == pytest.approx(loaded.step_time_s)
     assert json.loads(trace.read_text())["traceEvents"]
+    again = tmp_path / "again.html"
+    assert json.loads(run("report", plan, "-o", again, "--json").out)["file"] == str(again)
+    assert again.read_text() == page.read_text(), "the file holds all that the page shows"
+    assert f"report (open it in a browser): {again}" in run("report", plan, "-o", again).out
 
 
 def test_same_seed_and_evaluations_print_the_same_strategy(run: Run, model: str) -> None:
@@ -198,6 +202,9 @@ def bad_inputs(model: str, folder: Path) -> dict[str, tuple[tuple[object, ...], 
         "output": (("plan", model, *at, "-o", folder / "no" / "plan.json"), "does not exist"),
         "output folder": (("plan", model, *at, "-o", folder), "is a folder"),
         "trace": (("plan", model, *at, "--trace", folder / "no" / "t.json"), "does not exist"),
+        "report": (("plan", model, *at, "--report", folder / "no" / "p.html"), "does not exist"),
+        "no plan": (("report", folder / "absent.json", "-o", folder / "p.html"), "absent.json"),
+        "page": (("report", "plan.json", "-o", folder / "no" / "p.html"), "does not exist"),
         "csv": (("compare", "--models", model, "--clusters", "paper_8gpu", "--csv",
                  folder / "no" / "rows.csv"), "does not exist"),
         "no function": (("plan", f"{source}:nothing", *at), "nothing"),

@@ -9,7 +9,18 @@ import sys
 
 import typer
 
-from heterog.cli import calibrate, capture, cluster, compare, export, listing, plan, profile, run
+from heterog.cli import (
+    calibrate,
+    capture,
+    cluster,
+    compare,
+    export,
+    listing,
+    plan,
+    profile,
+    report,
+    run,
+)
 from heterog.errors import HeterogError
 
 app = typer.Typer(
@@ -27,6 +38,7 @@ app.command()(compare.compare)
 app.command()(run.run)
 app.command()(profile.profile)
 app.command()(calibrate.calibrate)
+app.command()(report.report)
 app.command()(export.export)
 
 cluster_app = typer.Typer(help="Make cluster files.", no_args_is_help=True)

@@ -38,6 +38,9 @@ def plan(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="trace.json for ui.perfetto.dev")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="plan.html, a page that explains the plan")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find how to train a model on a cluster."""
@@ -45,7 +48,7 @@ def plan(
     from heterog.planners.plan import check_batch, make_plan, parse_orders
     from heterog.planners.planner import Budget
 
-    for path in (output, trace):
+    for path in (output, trace, report):
         if path is not None:
             check_writable(path)
     parsed = Budget.parse(budget)
@@ -72,6 +75,8 @@ def plan(
         from heterog.report.trace import write_trace
 
         write_trace(trace, found.timeline())
+    if report is not None:
+        found.report(report)
     extrapolated = _extrapolated(found)
     if as_json:
         print_json(found.summary() | {"extrapolated": extrapolated})
@@ -82,7 +87,11 @@ def plan(
     out.print(_verdict(found))
     if extrapolated is not None:
         out.print(_trust(found.calibration, extrapolated), soft_wrap=True)
-    for path, what in ((output, "plan"), (trace, "trace (open it in https://ui.perfetto.dev)")):
+    for path, what in (
+        (output, "plan"),
+        (trace, "trace (open it in https://ui.perfetto.dev)"),
+        (report, "report (open it in a browser)"),
+    ):
         if path is not None:
             out.print(f"{what}: {path}", soft_wrap=True)
 

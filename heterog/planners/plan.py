@@ -165,6 +165,17 @@ class Plan:
         }
         write_json(path, document)
 
+    def report(self, path: str | Path) -> None:
+        """Write one HTML page for people, which needs no network.
+
+        Raises:
+            InputFileError: the file cannot be written; no half of it is left behind.
+        """
+        # Only here: the layer above shows plans, plans do not need it.
+        from heterog.report.html import write_report
+
+        write_report(path, self)
+
 
 def load_plan(path: str | Path) -> Plan:
     """Read a plan.

@@ -1,0 +1,332 @@
+"""A plan as one HTML page that needs no network: numbers, words, timeline, memory, modules.
+
+The page's style and script are embedded, and its content security policy forbids every request
+and every script but that one, so no text of a model can do anything but be read.
+"""
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+import heterog
+from heterog.files import write_atomically
+from heterog.planners.explain import explain
+from heterog.planners.plan import Plan
+from heterog.planners.planner import MethodRow
+from heterog.planners.stability import Gain, best_data_parallel
+from heterog.report.lanes import view_data
+from heterog.report.modules import ModuleNode, module_tree
+from heterog.simulator.evaluator import MEMORY_MARGIN
+from heterog.units import format_bytes, format_seconds
+
+_PAGE = files("heterog.report") / "page"
+_SLOT = re.compile(r"\{\{(\w+)\}\}")
+# At first the tree is open as far as it shows at most this many modules.
+_OPEN_MODULES = 24
+_NONE = "-"
+
+
+def write_report(path: str | Path, plan: Plan, *, words: Sequence[str] | None = None) -> None:
+    """Write a plan as one self-contained HTML file.
+
+    Args:
+        path: the file.
+        plan: what to show.
+        words: paragraphs that explain the plan, instead of ``explain``'s.
+
+    Raises:
+        InputFileError: the file cannot be written; no half of it is left behind.
+    """
+    write_atomically(path, report_html(plan, words=words).encode())
+
+
+def report_html(plan: Plan, *, words: Sequence[str] | None = None) -> str:
+    """The page; see ``write_report``."""
+    script = (_PAGE / "report.js").read_text("utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    timeline = plan.timeline()
+    heading = f"{plan.graph.name} on {plan.cluster.name}"
+    root = module_tree(plan.graph, plan.cluster, plan.strategy)
+    steps = timeline.program.num_steps
+    slots = {
+        "title": escape(f"heterog: {heading}"),
+        "script_hash": f"sha256-{digest}",
+        "style": (_PAGE / "report.css").read_text("utf-8"),
+        "heading": escape(heading),
+        "under": escape(_under(plan)),
+        "alert": _alert(plan),
+        "tiles": "\n".join(_tile(*tile) for tile in _tiles(plan)),
+        "words": _words(plan, words),
+        "timeline_label": escape(
+            f"timeline of {timeline.program.num_tasks:,} tasks in "
+            f"{format_seconds(timeline.seconds)}",
+            quote=True,
+        ),
+        "timeline_note": f"{steps} steps follow one another without a barrier." * (steps > 1),
+        "memory_label": escape(_memory_label(plan), quote=True),
+        "memory_note": f"with the margin of {MEMORY_MARGIN:.0%} that predictions hold",
+        "modules_note": escape(_modules_note(plan)),
+        "modules": "\n".join(_module_rows(root, plan, _opened(root))),
+        "methods": "\n".join(_methods(plan)),
+        "provenance": "\n".join(
+            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+            for name, value in _provenance(plan)
+        ),
+        # Inside a script element only "</" and "<!--" mean anything.
+        "data": json.dumps(view_data(timeline), separators=(",", ":")).replace("<", "\\u003c"),
+        "script": script,
+    }
+    template = (_PAGE / "report.html.tmpl").read_text("utf-8")
+    return _SLOT.sub(lambda slot: slots[slot[1]], template)
+
+
+def _under(plan: Plan) -> str:
+    devices = plan.cluster.num_devices
+    parts = [
+        f"batch {plan.graph.batch_size}",
+        f"{plan.graph.num_parameters / 1e6:,.1f} M parameters",
+        f"{devices} device{'s' * (devices > 1)} on {plan.cluster.num_hosts} "
+        f"host{'s' * (plan.cluster.num_hosts > 1)}",
+        f"method {plan.method}",
+        f"order {plan.order}",
+    ]
+    if plan.strategy.num_micro_batches > 1:
+        parts.append(f"{plan.strategy.num_micro_batches} micro-batches")
+    if not plan.strategy.step_barrier:
+        parts.append("no step barrier")
+    return " · ".join([*parts, f"predicted by {plan.calibration}"])
+
+
+def _alert(plan: Plan) -> str:
+    if plan.step_time_s is not None:
+        return ""
+    reason = f": {plan.shortage}" if plan.shortage else ""
+    return (
+        f'<p class="alert" role="alert">This plan cannot run ({_spaced(plan.outcome)})'
+        f"{escape(reason)}</p>"
+    )
+
+
+def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
+    """(what, value, remark, whether it is bad)."""
+    step = plan.step_time_s
+    yield (
+        "outcome",
+        _spaced(plan.outcome),
+        f"{plan.num_evaluations:,} evaluations in {format_seconds(plan.search_seconds)}",
+        step is None,
+    )
+    yield "step time", _seconds(step), "predicted by the referee", False
+    rate = plan.throughput_samples_per_s
+    yield "throughput", _NONE if rate is None else f"{rate:,.1f}", "samples/s", False
+    gains = {each.over == "tuned_uniform": each for each in plan.gains}
+    yield ("over data parallelism", *_gain(gains.get(False)), False)
+    yield ("over tuned uniform", *_gain(gains.get(True)), False)
+    if step is None or not plan.strategy.step_barrier:
+        yield "lower bound", _seconds(plan.lower_bound_s), "with a step barrier", False
+    else:
+        gap = step / plan.lower_bound_s - 1.0
+        yield "lower bound", _seconds(plan.lower_bound_s), f"the plan is {gap:.0%} above it", False
+
+
+def _gain(found: Gain | None) -> tuple[str, str]:
+    """A speed-up and what it is over; the range where devices and links vary."""
+    if found is None:
+        return _NONE, "was not tried, or does not fit"
+    span = f", {found.low:.2f}x to {found.high:.2f}x under noise" * (found.low < found.high)
+    return f"{found.speedup:.2f}x", f"{found.over}{span}"
+
+
+def _tile(what: str, value: str, remark: str, bad: bool) -> str:
+    mark = ' class="bad"' if bad else ""
+    texts = (("dt", what), ("dd", value), ("dd", remark))
+    return f"<div{mark}>{''.join(f'<{tag}>{escape(text)}</{tag}>' for tag, text in texts)}</div>"
+
+
+def _words(plan: Plan, words: Sequence[str] | None) -> str:
+    lead = ""
+    if words is None:
+        explanation = explain(plan, changes=False)
+        words = explanation.paragraphs
+        lead = f'<p class="lead">{escape(explanation.recommendation)}</p>'
+    paragraphs = "\n".join(f"<p>{escape(text)}</p>" for text in words)
+    return (
+        '<section class="words" aria-labelledby="words-title">'
+        f'<h2 id="words-title">In words</h2>\n{lead}<div>{paragraphs}</div>\n</section>'
+    )
+
+
+def _memory_label(plan: Plan) -> str:
+    parts = (
+        f"{device.name} at most {format_bytes(peak)} of {format_bytes(device.usable_memory_bytes)}"
+        for device, peak in zip(plan.cluster.devices, plan.peak_memory_bytes, strict=False)
+    )
+    return "memory over time: " + "; ".join(parts)
+
+
+def _modules_note(plan: Plan) -> str:
+    names = [device.name for device in plan.cluster.devices]
+    order = ", ".join(names) if len(names) <= 16 else f"{names[0]} to {names[-1]}"
+    return (
+        f"One bar per device in the order {order}; the tallest has the most samples. A module "
+        "with several placements shows their mean by FLOPs."
+    )
+
+
+def _opened(root: ModuleNode) -> set[int]:
+    """Identities of the modules that are open at first: level by level, while there is room."""
+    opened: set[int] = set()
+    level, shown = [root], 1
+    while level:
+        below = [child for node in level for child in node.children.values()]
+        shown += len(below)
+        if shown > _OPEN_MODULES:
+            break
+        opened |= {id(node) for node in level}
+        level = below
+    return opened
+
+
+def _module_rows(node: ModuleNode, plan: Plan, opened: set[int], depth: int = 0) -> Iterator[str]:
+    cells = (
+        f'<span class="name" style="--depth:{depth}">{escape(node.name)}</span>'
+        f'<span class="num">{format_bytes(node.parameter_bytes)}</span>'
+        f'<span class="num">{node.num_ops:,}</span>'
+        f"<span>{_share_bars(node, plan)}{escape(_placement(node, plan))}</span>"
+        f"<span>{escape(_synchronisation(node))}</span>"
+    )
+    if not node.children:
+        yield f'<div class="row">{cells}</div>'
+        return
+    is_open = " open" if id(node) in opened else ""
+    yield f'<details{is_open}><summary class="row">{cells}</summary>'
+    for child in node.children.values():
+        yield from _module_rows(child, plan, opened, depth + 1)
+    yield "</details>"
+
+
+def _share_bars(node: ModuleNode, plan: Plan) -> str:
+    """A bar per device, in proportion to its samples."""
+    if not node.weight:
+        return ""
+    devices = plan.cluster.devices
+    width = 10 if len(devices) <= 8 else 5 if len(devices) <= 24 else 2
+    shares = node.shares(len(devices))
+    told, drawn = [], []
+    for index, (device, share) in enumerate(zip(devices, shares, strict=True)):
+        if share > 0.0:
+            height = max(18.0 * share / max(shares), 1.0)
+            told.append(f"{device.name} {share:.4g}")
+            drawn.append(f"M{index * width} 18v-{height:.1f}h{width - 1}v{height:.1f}z")
+    label = escape("samples: " + ", ".join(told), quote=True)
+    total = width * len(devices)
+    return (
+        f'<svg role="img" aria-label="{label}" width="{total}" height="18">'
+        f'<title>{label}</title><rect y="17" width="{total}" height="1"/>'
+        f'<path d="{"".join(drawn)}"/></svg>'
+    )
+
+
+def _placement(node: ModuleNode, plan: Plan) -> str:
+    if not node.weight:
+        return "parameters only"
+    remark = ", partly recomputed" if len(node.recomputed) > 1 else ", recomputed"
+    remark *= True in node.recomputed
+    if len(node.weight) > 1:
+        return f"{len(node.weight)} placements{remark}"
+    ((devices, shares),) = node.weight
+    names = [
+        plan.cluster.devices[device].name
+        for device, share in zip(devices, shares, strict=True)
+        if share > 0
+    ]
+    if len(names) == 1:
+        return f"{names[0]} alone{remark}"
+    used = [share for share in shares if share > 0]
+    span = f"{min(used)}" if min(used) == max(used) else f"{min(used)} to {max(used)}"
+    return f"{len(names)} devices, {span} samples{remark}"
+
+
+def _synchronisation(node: ModuleNode) -> str:
+    """How gradients meet; of several servers their names, or how many where they are many."""
+    if not node.parameter_bytes:
+        return _NONE
+    places: dict[str, list[str]] = {}
+    for words in node.syncs:
+        kind, _, place = words.partition(" on ")
+        places.setdefault(kind, []).extend([place] if place else [])
+    return "; ".join(
+        kind
+        + (f" on {', '.join(names)}" if 0 < len(names) <= 3 else "")
+        + (f" on {len(names)} devices" if len(names) > 3 else "")
+        for kind, names in places.items()
+    )
+
+
+def _methods(plan: Plan) -> Iterator[str]:
+    """Head and rows of the methods' table; the plan's own method in bold."""
+    heads = ("method", "step time", "speed-up", "memory", "evaluations", "search", "outcome")
+    cells = [
+        f"<th{' class=num' if 0 < number < 6 else ''} scope=col>{head}</th>"
+        for number, head in enumerate(heads)
+    ]
+    yield f"<thead><tr>{''.join(cells)}<th scope=col>reason</th></tr></thead><tbody>"
+    best = best_data_parallel(plan.rows)
+    baseline = None if best is None else best.step_time_s
+    for row in plan.rows:
+        ratio = f"{baseline / row.step_time_s:.2f}x" if baseline and row.step_time_s else _NONE
+        numbers = (
+            _seconds(row.step_time_s),
+            ratio,
+            _fullest(row, plan),
+            f"{row.num_evaluations:,}",
+            format_seconds(row.search_seconds),
+        )
+        chosen = ' class="chosen"' if row.method == plan.method else ""
+        yield (
+            f"<tr{chosen}><td>{escape(row.method)}</td>"
+            + "".join(f'<td class="num">{escape(number)}</td>' for number in numbers)
+            + f'<td>{escape(_spaced(row.outcome))}</td><td class="reason">'
+            f"{escape(row.shortage)}</td></tr>"
+        )
+    yield "</tbody>"
+
+
+def _fullest(row: MethodRow, plan: Plan) -> str:
+    """The device that is fullest by its own limit."""
+    devices = plan.cluster.devices
+    if len(row.peak_memory_bytes) != len(devices):
+        return _NONE
+    part, peak, device = max(
+        (peak / device.usable_memory_bytes, peak, device.name)
+        for peak, device in zip(row.peak_memory_bytes, devices, strict=True)
+    )
+    return f"{format_bytes(peak)} on {device} ({part:.0%})"
+
+
+def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
+    yield "heterog", heterog.__version__
+    yield "model", plan.graph.source
+    yield "budget", plan.budget
+    yield "seed", str(plan.seed)
+    yield "order", plan.order
+    yield "step barrier", "yes" if plan.strategy.step_barrier else "no"
+    yield "calibration", plan.calibration
+    yield "evaluations", f"{plan.num_evaluations:,}"
+    yield "optimizer", plan.graph.optimizer
+    yield "program", plan.program_hash
+    yield "graph", plan.graph.fingerprint
+    yield "cluster", plan.cluster.fingerprint()
+
+
+def _seconds(value: float | None) -> str:
+    return _NONE if value is None else format_seconds(value)
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
