@@ -38,16 +38,18 @@ TWO = cluster_of((10.0, ["T4"]), (10.0, ["T4"]))
 WHOLE = Decision(devices=(0,), shares=(BATCH,))
 
 
-def layers(num_layers: int, *, seconds: float = 0.0) -> OpGraph:
+def layers(
+    num_layers: int, *, batch: int = BATCH, width: int = WIDTH, seconds: float = 0.0
+) -> OpGraph:
     """Equal layers: to four times the width, an activation, and back; weights are tiny.
 
     Ops of layer ``i`` forward: ``3 i`` to ``3 i + 2``. Its activation's input is read backward.
     The loss is a group of its own, the last one.
     """
-    builder = GraphBuilder(BATCH)
-    x = builder.batch(WIDTH)
-    weights = [builder.parameter(WIDTH, name=f"{index}.weight") for index in range(num_layers)]
-    narrow, wide = (BATCH, WIDTH), (BATCH, 4 * WIDTH)
+    builder = GraphBuilder(batch)
+    x = builder.batch(width)
+    weights = [builder.parameter(width, name=f"{index}.weight") for index in range(num_layers)]
+    narrow, wide = (batch, width), (batch, 4 * width)
     one, two = ((S(0),), (S(0),)), ((S(0), S(0)), (S(0),))
     measured = (("T4", seconds),) if seconds else ()
     kept: list[tuple[int, int]] = []
@@ -72,7 +74,7 @@ def layers(num_layers: int, *, seconds: float = 0.0) -> OpGraph:
         above = builder.op("act back", (above, hidden), wide, module=module, rule=two, phase=back)
         gradients.append(
             builder.op(
-                "weight back", (above, source), (WIDTH,), module=module,
+                "weight back", (above, source), (width,), module=module,
                 rule=((S(0), S(0)), (P,)), phase=back,
             )
         )  # fmt: skip

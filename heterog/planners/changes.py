@@ -1,0 +1,90 @@
+"""Changes of a strategy's decisions, and what has changed, in words."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.strategy.program import FloatArray
+from heterog.strategy.strategy import Decision, Strategy, Sync, split_in_proportion
+
+
+def with_decisions(strategy: Strategy, changes: Mapping[int, Decision]) -> Strategy:
+    """A strategy with other decisions for some groups."""
+    decisions = list(strategy.decisions)
+    for group, decision in changes.items():
+        decisions[group] = decision
+    return replace(strategy, decisions=tuple(decisions))
+
+
+def moved_samples(
+    decision: Decision, over: FloatArray, rate: FloatArray, takers: Mapping[int, float]
+) -> Decision:
+    """A decision whose samples have moved from devices that overflow to devices with room.
+
+    Args:
+        decision: of a group.
+        over: missing bytes of each device, negative where there is room.
+        rate: bytes that a sample takes on each device.
+        takers: samples that there is room for on some devices.
+    """
+    takers = {device: takers[device] for device in decision.devices if takers.get(device, 0) >= 1}
+    shares = dict(zip(decision.devices, decision.shares, strict=True))
+    room = int(sum(takers.values()))
+    for device, share in shares.items():
+        amount = min(int(np.ceil(max(over[device], 0.0) / rate[device])), share, room)
+        if amount > 0:
+            shares[device] -= amount
+            room -= amount
+            parts = split_in_proportion(amount, tuple(takers.values()))
+            for taker, part in zip(takers, parts, strict=True):
+                shares[taker] += part
+    return replace(decision, shares=tuple(shares.values()))
+
+
+def without_devices(decision: Decision, leaving: set[int], roomiest: int) -> Decision:
+    """A decision without some devices, whose samples go to the others in proportion."""
+    kept = [index for index, device in enumerate(decision.devices) if device not in leaving]
+    batch = sum(decision.shares)
+    if not kept:
+        return Decision(devices=(roomiest,), shares=(batch,), recompute=decision.recompute)
+    weights = tuple(float(decision.shares[index]) for index in kept)
+    slices = tuple(decision.slices[index] for index in kept) if decision.slices else ()
+    return replace(
+        decision,
+        devices=tuple(decision.devices[index] for index in kept),
+        shares=split_in_proportion(batch, weights if sum(weights) else (1.0,) * len(kept)),
+        slices=slices if sum(slices) else (),
+    )
+
+
+def changes_in_words(before: Strategy, after: Strategy, cluster: Cluster) -> str:
+    """What has changed from one strategy to another of the same graph, in words."""
+    pairs = list(zip(before.decisions, after.decisions, strict=True))
+    words = []
+    if again := sum(new.recompute and not old.recompute for old, new in pairs):
+        words.append(f"{again} of {len(pairs)} groups recompute")
+    if before.num_micro_batches != after.num_micro_batches:
+        words.append(
+            f"{after.num_micro_batches} micro-batches instead of {before.num_micro_batches}"
+        )
+    for index, device in enumerate(cluster.devices):
+        held = [(_share(old, index), _share(new, index)) for old, new in pairs]
+        if left := sum(old is not None and new is None for old, new in held):
+            words.append(f"{left} groups left {device.name}")
+        if came := sum(old is None and new is not None for old, new in held):
+            words.append(f"{came} groups came to {device.name}")
+        shares = {(o, n) for o, n in held if o is not None and n is not None and o != n}
+        if shares:
+            old_share, new_share = min(shares)
+            words.append(f"{device.name} computes {new_share} samples instead of {old_share}")
+    for sync in Sync:
+        if count := sum(new.sync == sync != old.sync for old, new in pairs):
+            words.append(f"{count} groups synchronise by {sync.name.lower()}")
+    return "; ".join(words)
+
+
+def _share(decision: Decision, device: int) -> int | None:
+    """Samples of a device, ``None`` if it has no part in the group."""
+    return dict(zip(decision.devices, decision.shares, strict=True)).get(device)

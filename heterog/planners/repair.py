@@ -1,0 +1,382 @@
+"""Repair of strategies that do not fit: the least loss of speed for the memory that is missing.
+
+Greedy, in rounds. In each round every kind of repair is applied to the strategy at hand, as
+strongly as it takes to fit or as it can: groups recompute their activations (those with the most
+bytes per second of recomputation on the devices that overflow first), more micro-batches, samples
+move to devices with room, whole groups leave the devices that overflow, replicated groups shard
+their updates. If any of them makes it fit, the fastest such strategy is the result; otherwise the
+next round starts from the one that lost the fewest seconds per byte of overflow that it removed.
+
+Memory is judged by the fast engine and confirmed by the referee, whose schedule may need more;
+what it needed more is then asked for from the start.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from heterog.errors import StrategyError
+from heterog.planners.changes import (
+    changes_in_words,
+    moved_samples,
+    with_decisions,
+    without_devices,
+)
+from heterog.planners.planner import Budget, Spending
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.lowering import resident_bytes
+from heterog.strategy.program import FloatArray, TaskKind
+from heterog.strategy.strategy import (
+    REPLICATED,
+    Strategy,
+    Sync,
+    split_evenly,
+)
+
+_MOST_ROUNDS = 8
+_MOST_MOVES = 6  # of samples, each time by what the last one has shown to be missing
+_SHARDING = ("ZERO1", "ZERO2", "ZERO3")
+
+
+class Repaired(NamedTuple):
+    """A strategy and what was changed to get it.
+
+    Attributes:
+        strategy: the repaired strategy, or the given one.
+        changed: in words, ``""`` if nothing was.
+    """
+
+    strategy: Strategy
+    changed: str
+
+
+def repair(evaluator: Evaluator, strategy: Strategy, order: Order, *, budget: Budget) -> Repaired:
+    """Change a strategy that is out of memory until it fits.
+
+    The result depends on nothing but the arguments if the budget is in evaluations.
+
+    Args:
+        evaluator: of its graph and cluster.
+        strategy: any; one that fits comes back as it is.
+        order: that it runs in.
+        budget: evaluations or seconds that may be spent.
+
+    Returns:
+        The fastest strategy found that fits, else the nearest to fitting; it never overflows by
+        more than the given one.
+    """
+    return _Repair(evaluator, order, Spending(budget, evaluator)).run(strategy)
+
+
+class _BudgetOver(Exception):
+    """Ends a search wherever it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A strategy and what the engine says about it."""
+
+    strategy: Strategy
+    seconds: float
+    peak: FloatArray  # bytes of each device
+
+
+class _Repair:
+    def __init__(self, evaluator: Evaluator, order: Order, spending: Spending) -> None:
+        self.evaluator = evaluator
+        self.graph = evaluator.graph
+        self.cluster = evaluator.cluster
+        self.order = order
+        self.spending = spending
+        usable = [device.usable_memory_bytes for device in self.cluster.devices]
+        self.limits = np.array(usable, np.float64)
+        self.usable = self.limits.copy()  # less what the referee was seen to need more
+        self.tried: dict[Strategy, _Tried] = {}
+
+    def run(self, strategy: Strategy) -> Repaired:
+        """Repair in rounds until something fits, nothing helps, or the budget is over."""
+        given = self._evaluate(strategy)
+        try:
+            self._search(given)
+        except _BudgetOver:
+            pass
+        best = self._best()
+        if self._shortage(best.peak) > self._shortage(given.peak):
+            best = given
+        return Repaired(best.strategy, changes_in_words(strategy, best.strategy, self.cluster))
+
+    def _search(self, given: _Tried) -> None:
+        current: _Tried | None = given
+        for _ in range(_MOST_ROUNDS):
+            best = self._best()
+            if self._fits(best):
+                if self._is_confirmed(best):
+                    return
+            elif current is not None:
+                current = self._round(current)
+
+    def _best(self) -> _Tried:
+        """The fastest that fits, else the nearest to fitting."""
+        return min(self.tried.values(), key=self._preference)
+
+    # --- judging ---------------------------------------------------------------------------------
+
+    def _try(self, strategy: Strategy) -> _Tried:
+        if strategy not in self.tried and self.spending.is_over:
+            raise _BudgetOver
+        return self._evaluate(strategy)
+
+    def _evaluate(self, strategy: Strategy) -> _Tried:
+        if strategy not in self.tried:
+            found = self.evaluator.evaluate(strategy, self.order)
+            peak = np.array(found.peak_memory_bytes, np.float64)
+            self.tried[strategy] = _Tried(strategy, found.step_time_s, peak)
+        return self.tried[strategy]
+
+    def _is_confirmed(self, tried: _Tried) -> bool:
+        """Whether the referee agrees that it fits; otherwise all must leave more room."""
+        judged = np.array(self.evaluator.referee(tried.strategy, self.order).peak_memory_bytes)
+        if self._shortage(judged) <= 0.0:
+            return True
+        self.usable -= np.maximum(judged - tried.peak, 0.0)
+        return False
+
+    def _shortage(self, peak: FloatArray) -> float:
+        """Missing bytes of the worst device."""
+        return max(float((peak - self.limits).max()), 0.0)
+
+    def _over(self, tried: _Tried) -> FloatArray:
+        """Missing bytes of each device, negative where there is room."""
+        return tried.peak - self.usable
+
+    def _fits(self, tried: _Tried) -> bool:
+        return bool((self._over(tried) <= 0.0).all())
+
+    def _worst(self, tried: _Tried) -> float:
+        return max(float(self._over(tried).max()), 0.0)
+
+    def _missing(self, tried: _Tried) -> float:
+        """Missing bytes of all devices together."""
+        return float(np.maximum(self._over(tried), 0.0).sum())
+
+    def _preference(self, tried: _Tried) -> tuple[float, float, float]:
+        return self._worst(tried), self._missing(tried), tried.seconds
+
+    # --- rounds ----------------------------------------------------------------------------------
+
+    def _round(self, current: _Tried) -> _Tried | None:
+        """The best that one kind of repair makes of a strategy, ``None`` if none helps."""
+        found = [
+            tried
+            for kind in (
+                self._recompute,
+                self._cut_finer,
+                self._move_samples,
+                self._move_groups,
+                self._shard_updates,
+            )
+            for tried in kind(current)
+            if self._missing(tried) < self._missing(current)
+        ]
+        fitting = [tried for tried in found if self._fits(tried)]
+        if fitting:
+            return min(fitting, key=lambda tried: tried.seconds)
+
+        def price(tried: _Tried) -> tuple[float, float]:
+            saved = self._missing(current) - self._missing(tried)
+            return max(tried.seconds - current.seconds, 0.0) / saved, -saved
+
+        return min(found, key=price, default=None)
+
+    def _fewest(self, make: Callable[[int], Strategy], most: int, first: int) -> Iterator[_Tried]:
+        """The smallest number of changes that fits: doubled from ``first``, then bisected.
+
+        If no number does, the one that overflows least.
+        """
+        if most == 0:
+            return
+        low, count = 0, min(first, most)
+        tried = [self._try(make(count))]
+        while not self._fits(tried[-1]) and count < most:
+            low, count = count, min(2 * count, most)
+            tried.append(self._try(make(count)))
+        if not self._fits(tried[-1]):
+            yield min(tried, key=lambda each: (self._missing(each), each.seconds))
+            return
+        while count - low > 1:
+            middle = (low + count) // 2
+            attempt = self._try(make(middle))
+            if self._fits(attempt):
+                tried.append(attempt)
+                count = middle
+            else:
+                low = middle
+        yield tried[-1]
+
+    # --- kinds of repair -------------------------------------------------------------------------
+
+    def _recompute(self, current: _Tried) -> Iterator[_Tried]:
+        """Groups recompute, those with the most bytes per second first."""
+        strategy = current.strategy
+        over = self._over(current) > 0.0
+        worth: list[tuple[float, int]] = []
+        for group, decision in enumerate(strategy.decisions):
+            num_bytes = seconds = 0.0
+            for device, share in zip(decision.devices, decision.shares, strict=True):
+                if over[device] and share and not decision.recompute:
+                    kind = self.cluster.type_index[device]
+                    num_bytes += share * self._saved_per_sample[group]
+                    seconds += share * self._seconds_per_sample[kind][group]
+            if num_bytes > 0.0:
+                worth.append((num_bytes / max(seconds, 1e-12), group))
+        ranked = [group for _, group in sorted(worth, key=lambda pair: (-pair[0], pair[1]))]
+
+        def make(count: int) -> Strategy:
+            chosen = ranked[:count]
+            return with_decisions(
+                strategy, {g: replace(strategy.decisions[g], recompute=True) for g in chosen}
+            )
+
+        yield from self._fewest(make, len(ranked), len(ranked))
+
+    @cached_property
+    def _saved_per_sample(self) -> FloatArray:
+        """Bytes that each group lets go per sample if it recomputes.  # [num_groups]
+
+        What it makes again and nobody else reads.
+        """
+        tables = self.evaluator.tables
+        saved = np.zeros(tables.num_groups)
+        for group, ops in self._again():
+            for op in ops:
+                for value in range(tables.value_start[op], tables.value_start[op + 1]):
+                    if tables.value_slot_start[value] == tables.value_slot_start[value + 1]:
+                        whole = tables.value_bytes[value] / tables.batch_size
+                        saved[group] += tables.value_bytes_per_sample[value] + whole
+        return saved
+
+    @cached_property
+    def _seconds_per_sample(self) -> list[FloatArray]:
+        """Seconds of each group's recomputation per sample, by device type.  # [num_groups]"""
+        tables, batch = self.evaluator.tables, self.graph.batch_size
+        found = []
+        for kind in self.cluster.device_types:
+            row = self.evaluator.cost_model.op_seconds(self.graph, kind, batch)[tables.op_id]
+            seconds = np.zeros(tables.num_groups)
+            for group, ops in self._again():
+                seconds[group] = float(row[ops].sum()) / batch
+            found.append(seconds)
+        return found
+
+    def _again(self) -> Iterator[tuple[int, Sequence[int]]]:
+        """Ops that each group runs again if it recomputes."""
+        tables = self.evaluator.tables
+        for group in range(tables.num_groups):
+            span = slice(tables.recompute_start[group], tables.recompute_start[group + 1])
+            yield group, tables.recompute_op[span].tolist()
+
+    def _cut_finer(self, current: _Tried) -> Iterator[_Tried]:
+        """More micro-batches: twice as many until it fits, or until that does not help."""
+        strategy, batch = current.strategy, self.graph.batch_size
+        program = self.evaluator.program(self.evaluator.encode(strategy))
+        if (program.kind == TaskKind.GATHER_VALUE).any():
+            return  # an op needs the whole batch
+        idle = self.cluster.num_devices - 1
+        last, count = current, strategy.num_micro_batches
+        while count < batch and not self._fits(last):
+            count = min(2 * count, batch)
+            micro = (split_evenly(batch, count), *(((0,) * count,) * idle))
+            finer = self._try(replace(strategy, micro_batches=micro))
+            if self._missing(finer) >= self._missing(last):
+                break
+            last = finer
+        yield last
+
+    def _move_samples(self, current: _Tried) -> Iterator[_Tried]:
+        """Samples go from devices that overflow to devices of the same groups with room."""
+        last = current
+        for _ in range(_MOST_MOVES):
+            over, rate = self._over(last), self._bytes_per_sample(last)
+            takers = {d: -over[d] / rate[d] for d in range(len(over)) if over[d] < 0.0}
+            changes = {
+                group: moved_samples(decision, over, rate, takers)
+                for group, decision in enumerate(last.strategy.decisions)
+            }
+            moved = self._try(with_decisions(last.strategy, changes))
+            if moved.strategy == last.strategy or self._missing(moved) >= self._missing(last):
+                break
+            last = moved
+            if self._fits(last):
+                break
+        yield last
+
+    def _bytes_per_sample(self, tried: _Tried) -> FloatArray:
+        """What a sample takes on each device, from what the present ones take."""
+        evaluator = self.evaluator
+        resident = resident_bytes(evaluator.tables, evaluator.encode(tried.strategy))
+        samples = np.zeros(self.cluster.num_devices)
+        for decision in tried.strategy.decisions:
+            for device, share in zip(decision.devices, decision.shares, strict=True):
+                samples[device] = max(samples[device], share)
+        used = np.maximum(tried.peak - resident, 1.0)
+        most = float((used / np.maximum(samples, 1.0)).max())
+        # An idle device is expected to need what the hungriest one does.
+        return np.where(samples > 0.0, used / np.maximum(samples, 1.0), most)
+
+    def _move_groups(self, current: _Tried) -> Iterator[_Tried]:
+        """Whole groups leave the devices that overflow: the last, the first, the largest ones."""
+        strategy, over = current.strategy, self._over(current)
+        leaving = {device for device in range(len(over)) if over[device] > 0.0}
+        rest = [device for device in range(len(over)) if device not in leaving]
+        if not rest:
+            return
+        roomiest = min(rest, key=lambda device: (over[device], device))
+        groups = [g for g, d in enumerate(strategy.decisions) if leaving & set(d.devices)]
+        tables = self.evaluator.tables
+        size = np.bincount(
+            tables.parameter_group, weights=tables.parameter_bytes, minlength=tables.num_groups
+        )
+        by_size = sorted(groups, key=lambda group: (-size[group], group))
+        for ranked in (groups[::-1], groups, by_size):
+
+            def make(count: int, ranked: Sequence[int] = ranked) -> Strategy:
+                chosen = ranked[:count]
+                return self._without(strategy, chosen, leaving, roomiest)
+
+            yield from self._fewest(make, len(ranked), 1)
+
+    def _without(
+        self, strategy: Strategy, groups: Sequence[int], leaving: set[int], roomiest: int
+    ) -> Strategy:
+        """Some groups without some devices; alone on ``roomiest`` where no other is left."""
+        changes = {
+            group: without_devices(strategy.decisions[group], leaving, roomiest)
+            for group in groups
+        }
+        homes = list(strategy.homes)
+        for parameter, home in enumerate(homes):
+            changed = changes.get(int(self.evaluator.tables.parameter_group[parameter]))
+            if changed is not None and home in leaving:
+                alone = len(changed.devices) == 1
+                index = parameter % len(changed.devices)
+                homes[parameter] = REPLICATED if alone else changed.devices[index]
+        return replace(with_decisions(strategy, changes), homes=tuple(homes))
+
+    def _shard_updates(self, current: _Tried) -> Iterator[_Tried]:
+        """Each replica keeps a part of the optimizer's state, of gradients, of parameters."""
+        for name in _SHARDING:
+            if name not in Sync.__members__:
+                return
+            changes = {
+                group: replace(decision, sync=Sync[name], slices=())
+                for group, decision in enumerate(current.strategy.decisions)
+                if len(decision.devices) > 1 and decision.sync != Sync.PARAMETER_SERVER
+            }
+            try:
+                yield self._try(with_decisions(current.strategy, changes))
+            except StrategyError:
+                return  # the optimizer cannot update a part of a parameter
