@@ -21,6 +21,7 @@ import numpy as np
 from heterog.graph.grouping import alike_groups
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
+from heterog.planners.repair import repair
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation
 from heterog.strategy.lowering import Choice
@@ -37,6 +38,8 @@ REFEREE_FROM = 0.6
 
 _MOST_UNIFORM = 128  # uniform rows scored at the start
 _LEAST_SPEED = 0.25  # of the cluster's, for the devices of a uniform row
+_MOST_REPAIRED = 3  # of the seeds that do not fit
+_REPAIR_SHARE = 0.1  # of the budget, for each
 _NUM_MOVES = 300  # of one annealing run
 _HOT, _COLD = 0.02, 0.0005  # temperatures as parts of the start's cost
 
@@ -140,19 +143,7 @@ class _Search:
 
     def _seed(self) -> None:
         """Score the other methods' strategies and uniform rows; the best meet the referee."""
-        starts: list[_State] = []
-        for candidate in self.task.seeds:
-            row = self.space.row_of(candidate.strategy)
-            if row is not None:
-                starts += [
-                    _State(
-                        row,
-                        candidate.strategy.bucket_bytes,
-                        order,
-                        candidate.strategy.num_micro_batches,
-                    )
-                    for order in candidate.orders
-                ]
+        starts = [state for seed in self.task.seeds for state in self._states(seed)]
         order = self.task.orders[min(1, len(self.task.orders) - 1)]
         starts += [
             _State(np.full(self.num_groups, number, np.int32), DEFAULT_BUCKET_BYTES, order)
@@ -162,10 +153,41 @@ class _Search:
             if self.spending.is_over and self.elites.states:
                 break
             self._engine(state)
+        self._repair_seeds()
         for index, (_, state) in enumerate(list(self.elites.states)):
             if index and self.spending.is_over:
                 break
             self._referee(state)
+
+    def _states(self, candidate: Candidate) -> list[_State]:
+        """A candidate's points of the search, one per order; none if no row can express it."""
+        row = self.space.row_of(candidate.strategy)
+        if row is None:
+            return []
+        strategy = candidate.strategy
+        return [
+            _State(row, strategy.bucket_bytes, order, strategy.num_micro_batches)
+            for order in candidate.orders
+        ]
+
+    def _repair_seeds(self) -> None:
+        """Make the fastest strategies that do not fit fit, and start from those too."""
+        broken: list[tuple[float, int, Candidate]] = []
+        for candidate in self.task.seeds:
+            found = self.evaluator.evaluate(candidate.strategy, candidate.orders[0])
+            if not found.is_ok and not self.spending.is_over:
+                broken.append((found.step_time_s, len(broken), candidate))
+        for _, _, candidate in sorted(broken)[:_MOST_REPAIRED]:
+            if self.spending.is_over:
+                return
+            repaired = repair(
+                self.evaluator,
+                candidate.strategy,
+                candidate.orders[0],
+                budget=self.task.budget.part(_REPAIR_SHARE),
+            )
+            for state in self._states(replace(candidate, strategy=repaired.strategy)):
+                self._engine(state)
 
     def _uniform(self) -> list[int]:
         """Candidates worth a uniform row: those with the fastest devices together first."""

@@ -37,6 +37,13 @@ class Budget:
     def __str__(self) -> str:
         return f"{self.seconds:g}s" if self.evaluations is None else f"{self.evaluations}e"
 
+    def part(self, share: float) -> "Budget":
+        """A part of the budget, at least one evaluation."""
+        if self.evaluations is not None:
+            return Budget(evaluations=max(int(self.evaluations * share), 1))
+        assert self.seconds is not None
+        return Budget(seconds=self.seconds * share)
+
     @staticmethod
     def parse(text: str) -> "Budget":
         """Read ``"30s"``, ``"2m"``, ``"500ms"`` or ``"5000e"``.

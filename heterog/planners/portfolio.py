@@ -90,7 +90,7 @@ def run_methods(
         progress(planner.name, 0.0, math.inf)
         if AUTO in methods and planner.stage != "baseline":
             # What one search leaves over, the later ones share.
-            task = replace(task, budget=_part(budget, searches_left))
+            task = replace(task, budget=budget.part(1.0 / searches_left))
             searches_left -= 1
         row = run_method(
             planner, replace(task, seeds=tuple(seeds), report=_named(planner, progress))
@@ -211,14 +211,6 @@ def _chosen(methods: Sequence[str]) -> list[Planner]:
     if AUTO in methods:
         return list(planners())
     return [planner_by_name(name) for name in methods]
-
-
-def _part(budget: Budget, parts: int) -> Budget:
-    """One of equal parts of a budget."""
-    if budget.evaluations is not None:
-        return Budget(evaluations=max(budget.evaluations // parts, 1))
-    assert budget.seconds is not None
-    return Budget(seconds=budget.seconds / parts)
 
 
 def _rest(budget: Budget, row: MethodRow) -> Budget:
