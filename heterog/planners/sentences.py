@@ -101,7 +101,7 @@ def _decided(facts: "Explanation") -> str:
         _aggregation(decided),
         _recomputing(decided),
         _ORDERS.get(facts.plan.order, ""),
-        *(_left_out(facts, left.devices, left.step_time_s) for left in facts.left_out),
+        *_left_out_machines(facts),
     ]
     return " ".join(filter(None, said))
 
@@ -181,6 +181,22 @@ def _recomputing(decided: Decided) -> str:
         f"{who} keep no activations for the backward pass but compute them again, which saves "
         "memory."
     )
+
+
+def _left_out_machines(facts: "Explanation") -> list[str]:
+    """One sentence for machines of a kind that would cost the same."""
+    cluster = facts.plan.cluster
+    alike: dict[tuple[str, ...], list[tuple[tuple[int, ...], float | None]]] = {}
+    for left in facts.left_out:
+        kinds = [cluster.devices[device].type.name for device in left.devices]
+        cost = "" if left.step_time_s is None else format_seconds(left.step_time_s)
+        alike.setdefault((*kinds, cost), []).append((left.devices, left.step_time_s))
+    words = []
+    for some in alike.values():
+        said = _left_out(facts, *some[0])
+        names = [cluster.hosts[cluster.host_of[devices[0]]].name for devices, _ in some[1:]]
+        words.append(f"{said} The same holds for {_listed(names)}." if names else said)
+    return words
 
 
 def _left_out(facts: "Explanation", devices: tuple[int, ...], with_s: float | None) -> str:
@@ -403,6 +419,8 @@ def _quality(facts: "Explanation") -> str:
         return f"{words}."
     if abs(tuned / facts.step_time_s - 1.0) < _NOTHING:
         return f"{words}, and as fast as one tuned decision for the whole model (tuned_uniform)."
+    if tuned < facts.step_time_s:
+        return f"{words}, but tuned_uniform alone takes less: {format_seconds(tuned)}."
     also = "; it is" if quality.data_parallel_s is None else " and"
     return (
         f"{words}{also} {_ratio(tuned, facts.step_time_s)} as fast as the best single decision "
