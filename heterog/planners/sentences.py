@@ -63,12 +63,11 @@ def recommendation(facts: "Explanation") -> str:
     quality = facts.quality
     if not facts.fit.is_ok:
         found_s = facts.changes[0].before_s if facts.changes else None
+        words = _remedy_advice(facts.remedies)
         if found_s is not None:
-            return (
-                "This plan does not fit. Plan again with a larger budget: a quick search on the "
-                f"same cluster found one that fits and takes {format_seconds(found_s)}."
-            )
-        return _remedy_advice(facts.remedies)
+            words += " Or plan again with a larger budget: a quick search on the same cluster "
+            words += f"found a plan that fits and takes {format_seconds(found_s)}."
+        return words
     if facts.plan.cluster.num_devices == 1:
         words = "Run this plan."
     elif quality.suffices:
