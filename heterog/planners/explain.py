@@ -174,7 +174,8 @@ def explain(
                 evaluation.peak_memory_bytes,
                 *(row.peak_memory_bytes for row in rows if _uses_several(row)),
             ],
-            evaluations=evaluations,
+            # Without a barrier a simulation is of eight steps.
+            evaluations=max(evaluations // program.num_steps, 1),
             progress=progress,
         )
     found_s = [evaluation.step_time_s] if evaluation.is_ok else []

@@ -63,12 +63,11 @@ def recommendation(facts: "Explanation") -> str:
     quality = facts.quality
     if not facts.fit.is_ok:
         found_s = facts.changes[0].before_s if facts.changes else None
+        words = _remedy_advice(facts.remedies)
         if found_s is not None:
-            return (
-                "This plan does not fit. Plan again with a larger budget: a quick search on the "
-                f"same cluster found one that fits and takes {format_seconds(found_s)}."
-            )
-        return _remedy_advice(facts.remedies)
+            words += " Or plan again with a larger budget: a quick search on the same cluster "
+            words += f"found a plan that fits and takes {format_seconds(found_s)}."
+        return words
     if facts.plan.cluster.num_devices == 1:
         words = "Run this plan."
     elif quality.suffices:
@@ -101,7 +100,7 @@ def _decided(facts: "Explanation") -> str:
         _aggregation(decided),
         _recomputing(decided),
         _ORDERS.get(facts.plan.order, ""),
-        *(_left_out(facts, left.devices, left.step_time_s) for left in facts.left_out),
+        *_left_out_machines(facts),
     ]
     return " ".join(filter(None, said))
 
@@ -181,6 +180,22 @@ def _recomputing(decided: Decided) -> str:
         f"{who} keep no activations for the backward pass but compute them again, which saves "
         "memory."
     )
+
+
+def _left_out_machines(facts: "Explanation") -> list[str]:
+    """One sentence for machines of a kind that would cost the same."""
+    cluster = facts.plan.cluster
+    alike: dict[tuple[str, ...], list[tuple[tuple[int, ...], float | None]]] = {}
+    for left in facts.left_out:
+        kinds = [cluster.devices[device].type.name for device in left.devices]
+        cost = "" if left.step_time_s is None else format_seconds(left.step_time_s)
+        alike.setdefault((*kinds, cost), []).append((left.devices, left.step_time_s))
+    words = []
+    for some in alike.values():
+        said = _left_out(facts, *some[0])
+        names = [cluster.hosts[cluster.host_of[devices[0]]].name for devices, _ in some[1:]]
+        words.append(f"{said} The same holds for {_listed(names)}." if names else said)
+    return words
 
 
 def _left_out(facts: "Explanation", devices: tuple[int, ...], with_s: float | None) -> str:
@@ -403,6 +418,8 @@ def _quality(facts: "Explanation") -> str:
         return f"{words}."
     if abs(tuned / facts.step_time_s - 1.0) < _NOTHING:
         return f"{words}, and as fast as one tuned decision for the whole model (tuned_uniform)."
+    if tuned < facts.step_time_s:
+        return f"{words}, but tuned_uniform alone takes less: {format_seconds(tuned)}."
     also = "; it is" if quality.data_parallel_s is None else " and"
     return (
         f"{words}{also} {_ratio(tuned, facts.step_time_s)} as fast as the best single decision "

@@ -149,6 +149,7 @@ def test_a_plan_that_does_not_fit_says_what_is_short_and_what_to_do() -> None:
     assert "The plan does not fit: A:0 (T4) needs" in words_of(explanation)
     assert "micro-batches" in explanation.recommendation
     assert "usable on every T4" in explanation.recommendation
+    assert "a quick search on the same cluster found a plan" in explanation.recommendation
     memory = [c for c in explanation.changes if c.kind == ChangeKind.MEMORY]
     assert [c.after_s is not None for c in memory] == [True]
 
