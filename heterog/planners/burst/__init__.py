@@ -1,0 +1,22 @@
+"""Burst parallelism: how many devices each layer of a fork-join graph gets (DeepPool).
+
+``structure`` reads chains and branches out of a layer graph, ``search`` is the dynamic program,
+``original`` the authors' program with its defects, kept for comparison with their plans.
+"""
+
+from heterog.planners.burst.original import OriginalPlan, search_as_published
+from heterog.planners.burst.search import BurstPlan, LayerCosts, Place, search
+from heterog.planners.burst.structure import Block, Chain, NotForkJoinError, fork_join
+
+__all__ = [
+    "Block",
+    "BurstPlan",
+    "Chain",
+    "LayerCosts",
+    "NotForkJoinError",
+    "OriginalPlan",
+    "Place",
+    "fork_join",
+    "search",
+    "search_as_published",
+]
