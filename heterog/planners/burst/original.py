@@ -134,9 +134,7 @@ class _Program:
             layers[before] = options
         return _Table(layers, options)
 
-    def _first(
-        self, layer: int, fork: int | None, start: tuple[int, _Entry] | None
-    ) -> _Options:
+    def _first(self, layer: int, fork: int | None, start: tuple[int, _Entry] | None) -> _Options:
         options = {}
         for width in self.costs.widths:
             own = self._own(layer, width)
@@ -177,8 +175,7 @@ class _Program:
     ) -> list[_Options]:
         # A skip connection is read as if the fork's choice were still open.
         return [
-            self.chain(branch, fork, start).last if branch else starts
-            for branch in block.branches
+            self.chain(branch, fork, start).last if branch else starts for branch in block.branches
         ]
 
     def _join(
@@ -294,5 +291,3 @@ def _last(chain: Chain, fork: int | None) -> int:
         return fork
     item = chain[-1]
     return item.join if isinstance(item, Block) else item
-
-

@@ -18,6 +18,7 @@ iteration, and the result is the optimum of this model (``tests`` compare it wit
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol, TypeAlias
 
 from heterog.planners.burst.structure import Block, Chain
@@ -131,9 +132,13 @@ class _Lanes(NamedTuple):
 
 class _Program:
     def __init__(self, costs: LayerCosts, limit: float, fork: bool) -> None:
-        self.costs = costs
+        self.widths = tuple(costs.widths)
+        self.negligible = costs.negligible
         self.limit = limit
         self.fork = fork
+        # Asked for again and again, once per lane.
+        self.own, self.alone = cache(costs.own), cache(costs.alone)
+        self.transfer, self.weight = cache(costs.transfer), cache(costs.weight)
 
     def chain(self, chain: Chain, lane: _Lane, start: tuple[int, Place] | None) -> _Paths:
         """Fastest ways to the end of a chain inside a lane, from time 0 after a fork."""
@@ -152,14 +157,14 @@ class _Program:
         return paths
 
     def _places(self, lane: _Lane) -> list[Place]:
-        return [(lane[0], width) for width in self.costs.widths if width <= lane[1]]
+        return [(lane[0], width) for width in self.widths if width <= lane[1]]
 
     def _cost(self, layer: int, place: Place, moved: float) -> tuple[float, float] | None:
         """(time, device time) of a layer with the transfer to it; ``None`` above the limit."""
-        time = self.costs.own(layer, place) + moved
-        device_time = time * self.costs.weight(place)
-        alone = self.costs.alone(layer)
-        is_free = place[1] == self.costs.widths[0] or alone <= self.costs.negligible
+        time = self.own(layer, place) + moved
+        device_time = time * self.weight(place)
+        alone = self.alone(layer)
+        is_free = place[1] == self.widths[0] or alone <= self.negligible
         if not is_free and device_time > self.limit * alone:
             return None
         return time, device_time
@@ -167,7 +172,7 @@ class _Program:
     def _first(self, layer: int, lane: _Lane, start: tuple[int, Place] | None) -> _Paths:
         paths = {}
         for place in self._places(lane):
-            moved = 0.0 if start is None else self.costs.transfer(*start, layer, place)
+            moved = 0.0 if start is None else self.transfer(*start, layer, place)
             cost = self._cost(layer, place, moved)
             if cost is not None:
                 paths[place] = _Path(*cost, layer, place, None)
@@ -177,7 +182,7 @@ class _Program:
         found: _Paths = {}
         for place in self._places(lane):
             for at, path in paths.items():
-                moved = self.costs.transfer(source, at, layer, place)
+                moved = self.transfer(source, at, layer, place)
                 cost = self._cost(layer, place, moved)
                 if cost is None:
                     continue
@@ -215,7 +220,7 @@ class _Program:
         of its own behind what is used already; arrangements that are worse in every way go.
         """
         best: _Lanes | None = None
-        sizes = [width for width in self.costs.widths if width <= lane[1]]
+        sizes = [width for width in self.widths if width <= lane[1]]
         for front in sizes if self.fork and len(block.branches) > 1 else sizes[-1:]:
             kept = [_Lanes(0.0, 0.0, 0.0, front, ())]
             for number, branch in enumerate(block.branches):
@@ -246,11 +251,11 @@ class _Program:
         """(time, device time, way) of the branch that reaches the join first, if any may."""
         if paths is None:
             options: list[tuple[float, float, _Path | None]] = [
-                (self.costs.transfer(*start, join, place), 0.0, None)
+                (self.transfer(*start, join, place), 0.0, None)
             ]
         else:
             options = [
-                (self.costs.transfer(path.layer, at, join, place), path.device_time, path)
+                (self.transfer(path.layer, at, join, place), path.device_time, path)
                 for at, path in paths.items()
             ]
         best: tuple[float, float, _Path | None] | None = None
@@ -259,7 +264,7 @@ class _Program:
                 continue
             time = moved + (0.0 if way is None else way.time)
             if best is None or time < best[0]:
-                best = time, device_time + moved * self.costs.weight(place), way
+                best = time, device_time + moved * self.weight(place), way
         return best
 
 

@@ -95,12 +95,12 @@ class _Reader:
         found: dict[int, Chain] = {}  # by the layer that the join reads from
         joins: set[int | None] = set()
         for first in self._following[fork]:
-            if len(self._previous[first]) > 1:
-                branch, join, last = (), first, fork
-            else:
-                branch, join = self.chain(first)  # type: ignore[assignment]
-                tail = branch[-1]
-                last = tail.join if isinstance(tail, Block) else tail
+            branch: Chain = ()
+            join: int | None = first
+            last = fork
+            if len(self._previous[first]) == 1:
+                branch, join = self.chain(first)
+                last = list(layers_of(branch))[-1]
             found[last] = branch
             joins.add(join)
         if len(joins) != 1 or None in joins:

@@ -1,35 +1,15 @@
-"""The models of the DeepPool repository as layers, and their costs from its profiles.
+"""The models of the DeepPool repository as layers, in the order in which its code makes them."""
 
-The profiles (``A100_vgg.prof`` and so on) hold the time of each layer at many batch sizes. Layer
-names, parameters and shapes make the key that a time is found under. The cost formulas are those
-of ``parallelizationPlanner.py`` (seojinpark/DeepPool, MIT), in microseconds and bytes per
-microsecond; ``faithful=False`` mends their defects:
-
-- gradients of a convolution count every weight (published: kernel width times output *height*),
-  those of a residual block count too (published: none), and an all-reduce over g devices moves
-  2 (g - 1) / g of them (published: once, and also with one device);
-- a layer that occurs twice keeps both its times (published: the last one for both);
-- a channel count is a channel count (published: the output height of a convolution).
-"""
-
-import gzip
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 
-from heterog.errors import InputFileError, UnknownNameError
-from heterog.planners.burst import Place
-
-BYTES_PER_NUMBER = 4
-NO_CHANGE = 1000.0
-"""Factor on transfers to a layer that must have the width of the one before it."""
+from heterog.errors import InputFileError
 
 Shape = tuple[int, ...]
-_SPATIAL = ("conv2d", "maxPool2d", "avgPool2d", "adAvgPool2d", "ReLU2d", "concat")
-_FLAT = ("linear", "ReLU1d")
-_KEEPS_WIDTH = ("ReLU2d", "ReLU1d", "flatten")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +39,7 @@ class Layer:
     def pair(self, name: str) -> tuple[int, int]:
         """A parameter along both sides."""
         value = self.params[name]
-        if isinstance(value, tuple):
+        if isinstance(value, tuple | list):
             return int(value[0]), int(value[1])
         assert isinstance(value, int)
         return value, value
@@ -318,182 +298,51 @@ def _inception_e(model: Model) -> None:
     _concat(model, first, second, third, model.conv(192, 1))
 
 
-MODELS: dict[str, Callable[[], Model]] = {
-    **{name: lambda name=name: vgg(name) for name in _VGG},  # type: ignore[misc]
-    "vgg": lambda: vgg("vgg16"),
-    "wrn": lambda: wide_resnet((3, 4, 23, 3)),
-    "wrn50": lambda: wide_resnet((3, 4, 6, 3)),
-    "resnet50": lambda: wide_resnet((3, 4, 6, 3), base_width=64),
-    "resnet101": lambda: wide_resnet((3, 4, 23, 3), base_width=64),
-    "inception": inception,
+MODELS: dict[str, tuple[str, Callable[[], Model]]] = {
+    "vgg": ("vgg", partial(vgg, "vgg16")),
+    **{name: ("vgg", partial(vgg, name)) for name in _VGG},
+    "wrn": ("wrn", partial(wide_resnet, (3, 4, 23, 3))),
+    "wrn101": ("wrn", partial(wide_resnet, (3, 4, 23, 3))),
+    "wide_resnet101_2": ("wrn", partial(wide_resnet, (3, 4, 23, 3))),
+    "inception": ("inception", inception),
+    "inception_v3": ("inception", inception),
+    "inceptionV3": ("inception", inception),
 }
+"""Part of a profile's file name, and the maker of the layers, by the model's name."""
 
 
-def model_layers(name: str) -> list[Layer]:
-    """Layers of a model by its name.
+def chain_of_keys(keys: Sequence[str]) -> list[Layer]:
+    """A model without branches from its profile's keys, which come in the order of its layers.
+
+    A layer's output is what the next one reads.
 
     Raises:
-        UnknownNameError: there is no such model here.
+        InputFileError: a key cannot be read.
     """
-    if name not in MODELS:
-        raise UnknownNameError("model", name, MODELS)
-    return MODELS[name]().layers
+    parsed = [_KEY.fullmatch(key) for key in keys]
+    first = next((match["batch"] for match in parsed if match is not None), "")
+    layers: list[Layer] = []
+    for key, match in zip(keys, parsed, strict=True):
+        if match is None:
+            raise InputFileError(f"cannot read a layer's name, parameters and shape from '{key}'.")
+        if match["batch"] != first:
+            break
+        shape = json.loads(match["shape"])
+        layers.append(
+            Layer(
+                name=match["name"],
+                params=json.loads(match["params"]),
+                previous=(len(layers) - 1,) if layers else (),
+                input=tuple(shape) if isinstance(shape, list) else (shape,),
+                output=(),
+            )
+        )
+    ends = [layer.input for layer in layers[1:]]
+    last = replace(layers[-1], output=layers[-1].input)
+    return [
+        replace(layer, output=output)
+        for layer, output in zip(layers, [*ends, _output(last)], strict=True)
+    ]
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """Microseconds of layers by key; all lines of a key, in the order of the file."""
-
-    microseconds: dict[str, list[float]] = field(default_factory=dict)
-
-    @staticmethod
-    def load(folder: Path, model: str) -> "Profile":
-        """Read ``A100_MODEL.prof`` (or another device's, or gzipped) of a folder.
-
-        Raises:
-            InputFileError: there is no profile of the model, or none can be read.
-        """
-        stems = dict.fromkeys((model, "vgg" if model.startswith("vgg") else model))
-        for stem in stems:
-            for path in sorted(folder.glob(f"*{stem}.prof*")):
-                return Profile.read(path)
-        raise InputFileError(f"{folder} has no profile of '{model}' (A100_{model}.prof, say).")
-
-    @staticmethod
-    def read(path: Path) -> "Profile":
-        """Read lines of ``key  average ms  forward us  backward us``."""
-        opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-        times: dict[str, list[float]] = {}
-        with opened as lines:
-            for line in lines:
-                words = line.split()
-                if len(words) not in (4, 5) or words[0] == "#config":
-                    continue
-                times.setdefault(words[0], []).append(float(words[1]) * 1000.0)
-        if not times:
-            raise InputFileError(f"{path} holds no layer times.")
-        return Profile(times)
-
-
-class ProfiledCosts:
-    """Costs of a model's layers for the burst-parallel program, in microseconds.
-
-    Args:
-        layers: the model.
-        profile: its measured times.
-        batch: samples of the global batch.
-        num_devices: most devices.
-        bytes_per_us: network bandwidth.
-        latency_us: of one transfer.
-        is_baseline: only the largest number of devices may be chosen.
-        faithful: with the published defects; see the module docstring.
-    """
-
-    negligible = 300.0
-
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        profile: Profile,
-        *,
-        batch: int,
-        num_devices: int,
-        bytes_per_us: float,
-        latency_us: float,
-        is_baseline: bool = False,
-        faithful: bool = True,
-    ) -> None:
-        self.layers = layers
-        self.faithful = faithful
-        self._profile = profile
-        self._bytes_per_us = bytes_per_us
-        self._latency_us = latency_us
-        self._batch = batch
-        splits = range(int(math.log2(num_devices)) + 1)
-        halvings = [splits[-1]] if is_baseline else list(splits)
-        local = [batch >> halving for halving in halvings if batch >> halving]
-        self._local = {batch // samples: samples for samples in local} | {1: batch}
-        self.widths = tuple(batch // samples for samples in local)
-        self._occurrence = _occurrences(layers)
-        self.missing: set[str] = set()
-
-    def compute(self, layer: int, width: int) -> float:
-        """Measured forward and backward time of a layer on one of ``width`` devices."""
-        key = self.layers[layer].key(self._local[width])
-        times = self._profile.microseconds.get(key, ())
-        if not times:
-            self.missing.add(key)
-            return 1.0
-        time = times[-1]
-        if not self.faithful:
-            # The file repeats a model's layers in order, once per batch size.
-            number, count = self._occurrence[layer]
-            time = times[number] if len(times) == count else time
-        return time if time > 0 else 1.0
-
-    def synchronise(self, layer: int, width: int) -> float:
-        """Time of the gradients' all-reduce, not overlapped with anything."""
-        its = self.layers[layer]
-        if not self.faithful:
-            moved = 2.0 * (width - 1) / width * its.num_parameters
-            return moved * BYTES_PER_NUMBER / self._bytes_per_us
-        if its.name == "linear" and width > 1:
-            return its.num_parameters * BYTES_PER_NUMBER / self._bytes_per_us
-        if its.name == "conv2d":
-            kernel = its.params["kernel_size"]
-            wide, high = its.pair("kernel_size") if isinstance(kernel, tuple) else (kernel, 1)
-            assert isinstance(wide, int)
-            size = wide * high * (its.output[2] + 1)
-            return size * BYTES_PER_NUMBER / self._bytes_per_us
-        return 0.0
-
-    def own(self, layer: int, place: Place) -> float:
-        """Compute and synchronisation of a layer."""
-        return self.compute(layer, place[1]) + self.synchronise(layer, place[1])
-
-    def alone(self, layer: int) -> float:
-        """Time with the whole batch on one device."""
-        return self.own(layer, (0, 1))
-
-    def weight(self, place: Place) -> float:
-        """Number of devices."""
-        return float(place[1])
-
-    def transfer(self, source: int, at: Place, target: int, to: Place) -> float:
-        """Activations there and their gradients back.
-
-        ``2 (max(E, I) / BW + latency)`` with E the bytes that a sender gives and I those that a
-        receiver gets, less what both sides hold on the same device.
-        """
-        before, after = self.layers[source], self.layers[target]
-        sent, got = self._local[at[1]], self._local[to[1]]
-        overlaps = at[0] < to[0] + to[1] and to[0] < at[0] + at[1]
-        size_out, size_in = self._sizes(before, after)
-        common = BYTES_PER_NUMBER * min(sent, got) * min(size_out, size_in) if overlaps else 0.0
-        egress = BYTES_PER_NUMBER * sent * size_out
-        ingress = BYTES_PER_NUMBER * got * size_in
-        spatial = before.name in _SPATIAL and after.name in (*_SPATIAL, "flatten")
-        # Between spatial layers a device that only one of them uses shares nothing.
-        egress -= common if not spatial or sent >= got or not self.faithful else 0.0
-        ingress -= common if not spatial or sent <= got or not self.faithful else 0.0
-        moved = max(egress, ingress)
-        time = 2.0 * (moved / self._bytes_per_us + self._latency_us) if moved > 0 else 0.0
-        return time * (NO_CHANGE if after.name in _KEEPS_WIDTH else 1.0)
-
-    def _sizes(self, before: Layer, after: Layer) -> tuple[float, float]:
-        """Numbers per sample that leave one layer and enter the next."""
-        if not self.faithful:
-            size = float(math.prod(before.output))
-            return size, size
-        if before.name in _SPATIAL and after.name in (*_SPATIAL, "flatten"):
-            channels = before.output[2] if before.name == "conv2d" else before.input[0]
-            sides = before.input[1] * before.output[1] // before.input[1]
-            sides *= before.input[1] * before.output[2] // before.input[2]
-            return float(sides * channels), float(after.input[1] ** 2 * channels)
-        return float(math.prod(before.output)), float(math.prod(after.input))
-
-
-def _occurrences(layers: Sequence[Layer]) -> list[tuple[int, int]]:
-    """For each layer, which of the layers with its key it is, and how many there are."""
-    keys = [layer.key(0) for layer in layers]
-    return [(keys[:index].count(key), keys.count(key)) for index, key in enumerate(keys)]
+_KEY = re.compile(r"(?P<name>[^{]+)(?P<params>\{.*\})\[(?P<batch>\d+)\](?P<shape>\[.*\]|\d+)")
