@@ -10,17 +10,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from heterog.planners.burst import (
     Block,
     Chain,
-    NotForkJoinError,
     Place,
     fork_join,
+    layers_of,
     search,
     search_as_published,
 )
-from heterog.planners.burst.structure import layers_of
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data" / "deeppool"
@@ -205,13 +206,29 @@ def test_the_published_rule_never_looks_at_the_last_layer() -> None:
     assert search(Halves(0), chain, limit=1.5, num_devices=4).widths[-1] == 1
 
 
-def test_graphs_that_are_not_chains_and_blocks_are_refused() -> None:
-    with pytest.raises(NotForkJoinError, match=r"layer 1 reads from layers \(2,\)"):
-        fork_join([(), (2,), (0,)])
-    with pytest.raises(NotForkJoinError, match="must all end in one"):
-        fork_join([(), (0,), (0,)])
-    with pytest.raises(NotForkJoinError):  # a skip out of a branch
-        fork_join([(), (0,), (1,), (1,), (0, 2), (3, 4)])
+def test_blocks_are_found() -> None:
+    inner = Block(branches=((3,), (4,)), join=5)
+    assert fork_join(NESTED) == (0, Block(branches=((1,), (2, inner)), join=6))
+    assert fork_join(SKIP) == (0, Block(branches=((1,), ()), join=2), 3)
+
+
+def test_links_that_fit_nowhere_are_passed_over() -> None:
+    # Two branches that look into each other, and a second source.
+    crossed = [(), (0,), (0, 1), (1,), (2, 3)]
+    assert list(layers_of(fork_join(crossed))) == [0, 1, 2, 3, 4]
+    assert fork_join([(), (), (0, 1)]) == (0, Block(branches=((1,), ()), join=2))
+
+
+@given(
+    st.lists(st.sets(st.integers(1, 9), max_size=3), min_size=1, max_size=9),
+)
+def test_every_layer_is_in_the_chain_once(back: list[set[int]]) -> None:
+    previous = [
+        tuple(layer - step for step in steps if step <= layer) for layer, steps in enumerate(back)
+    ]
+    chain = fork_join(previous)
+    assert sorted(layers_of(chain)) == list(range(len(back)))
+    assert search(Costs(0), chain, limit=2.0, num_devices=4).time > 0
 
 
 def test_plans_of_the_original_planner() -> None:

@@ -6,17 +6,18 @@
 
 from heterog.planners.burst.original import OriginalPlan, search_as_published
 from heterog.planners.burst.search import BurstPlan, LayerCosts, Place, search
-from heterog.planners.burst.structure import Block, Chain, NotForkJoinError, fork_join
+from heterog.planners.burst.structure import Block, Chain, fork_join, last_layer, layers_of
 
 __all__ = [
     "Block",
     "BurstPlan",
     "Chain",
     "LayerCosts",
-    "NotForkJoinError",
     "OriginalPlan",
     "Place",
     "fork_join",
+    "last_layer",
+    "layers_of",
     "search",
     "search_as_published",
 ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from heterog.planners.burst.search import LayerCosts
-from heterog.planners.burst.structure import Block, Chain
+from heterog.planners.burst.structure import Block, Chain, last_layer
 
 _NEVER = 99999999999.0
 
@@ -184,7 +184,7 @@ class _Program:
         own = self._own(block.join, width)
         latest, moved, ends = 0.0, 0.0, []
         for branch, options in zip(block.branches, reached, strict=True):
-            last = _last(branch, fork)
+            last = last_layer(branch, fork)
             best = self._best(last, options, block.join, width)
             assert best.before is not None
             latest = max(latest, best.total)
@@ -203,8 +203,7 @@ class _Program:
             before = entry.before
             if isinstance(item, Block):
                 assert before is not None
-                source = _last(chain[:position], fork)
-                assert source is not None
+                source = last_layer(chain[:position], -1)
                 self._trace_block(trace, item, source, (before, table.layers[source]), width)
             elif position == 0 and fork is not None:
                 assert before is not None
@@ -228,7 +227,7 @@ class _Program:
         device_time = 0.0
         branches: list[tuple[float, int, int, float]] = []
         for branch, end in zip(block.branches, joined.ends, strict=True):
-            last = _last(branch, fork)
+            last = last_layer(branch, fork)
             found = _Trace()
             total = start[1][end].total
             if branch:
@@ -282,12 +281,3 @@ class _Program:
                     break
             busy.extend([time] * (needed - taken))
         return added, len(busy), overtime
-
-
-def _last(chain: Chain, fork: int | None) -> int:
-    """The layer in which a chain ends; the fork if it is empty."""
-    if not chain:
-        assert fork is not None
-        return fork
-    item = chain[-1]
-    return item.join if isinstance(item, Block) else item
