@@ -21,7 +21,7 @@ import numpy as np
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray, Phase
-from heterog.planners.burst import BurstPlan, Chain, Place, fork_join, layers_of, search
+from heterog.planners.burst import Block, BurstPlan, Chain, Place, fork_join, layers_of, search
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
 from heterog.simulator.engine import Order
@@ -44,7 +44,7 @@ EXPOSED = (0.0, 0.5, 1.0)
 """Parts of the gradients' time that the dynamic program counts (the paper: all of it)."""
 NEGLIGIBLE_S = 300e-6
 """Layers below this are free of the limit, as in the authors' code."""
-_MOST_DEVICES_FOR_BRANCHES = 16  # beyond, branches take turns: the program would take minutes
+_MOST_DEVICES_FOR_BRANCHES = 8  # beyond, branches take turns: the program would take minutes
 
 
 class DeepPool:
@@ -94,28 +94,34 @@ class DeepPool:
             places = [(0, width)] * costs.num_groups
             for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
                 yield costs.strategy(places, bucket_bytes, barrier), True
-        for limit in self._limits:
-            for exposed in EXPOSED:
-                plan = plan_places(costs, limit, exposed)
-                for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
-                    yield costs.strategy(plan.places, bucket_bytes, barrier), False
+        has_branches = any(isinstance(item, Block) for item in costs.chain)
+        for fork in (False, True) if has_branches else (False,):
+            if fork and len(costs.order) > _MOST_DEVICES_FOR_BRANCHES:
+                return
+            for limit in self._limits:
+                for exposed in EXPOSED:
+                    plan = plan_places(costs, limit, exposed, fork=fork)
+                    for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
+                        yield costs.strategy(plan.places, bucket_bytes, barrier), False
 
 
-def plan_places(costs: "GroupCosts", limit: float, exposed: float = 1.0) -> BurstPlan:
+def plan_places(
+    costs: "GroupCosts", limit: float, exposed: float = 1.0, *, fork: bool = True
+) -> BurstPlan:
     """The program's places for all groups.
 
     Args:
         costs: of the groups.
         limit: amplification limit.
         exposed: part of the gradients' time that is not hidden behind the backward pass.
+        fork: whether branches may run at the same time on devices of their own.
     """
-    num_devices = len(costs.order)
     return search(
         costs.with_exposed(exposed),
         costs.chain,
         limit=limit,
-        num_devices=num_devices,
-        fork=num_devices <= _MOST_DEVICES_FOR_BRANCHES,
+        num_devices=len(costs.order),
+        fork=fork,
     )
 
 

@@ -212,7 +212,7 @@ def multiplex_kernel(
     ops: FloatArray,
     busy: FloatArray,
 ) -> FloatArray:
-    """(end of the warm-up, end of all steps); ``ops`` and ``busy`` hold both devices' totals."""
+    """(end of the warm-up, end of all steps); ``ops`` and ``busy`` get the totals until then."""
     num_tasks = len(device)
     num_devices = len(allowance)
     finish = np.zeros(num_tasks)

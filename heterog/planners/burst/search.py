@@ -221,13 +221,15 @@ class _Program:
         """
         best: _Lanes | None = None
         sizes = [width for width in self.widths if width <= lane[1]]
-        for front in sizes if self.fork and len(block.branches) > 1 else sizes[-1:]:
+        # One branch alone (beside a skip connection) has nobody to make way for.
+        forks = self.fork and sum(map(bool, block.branches)) > 1
+        for front in sizes if forks else sizes[-1:]:
             kept = [_Lanes(0.0, 0.0, 0.0, front, ())]
             for number, branch in enumerate(block.branches):
                 grown: list[_Lanes] = []
                 for lanes in kept:
                     options = [(lane[0], front)]
-                    if self.fork and branch:
+                    if forks and branch:
                         room = lane[1] - lanes.used
                         options += [(lane[0] + lanes.used, size) for size in sizes if size <= room]
                     for own in options:
