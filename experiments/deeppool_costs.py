@@ -54,10 +54,12 @@ class Profile:
     Attributes:
         keys: of all lines, in the order of the file.
         microseconds: of each key, all its lines.
+        forward_share: part of a key's time that the forward pass takes, all its lines.
     """
 
     keys: tuple[str, ...]
     microseconds: dict[str, list[float]]
+    forward_share: dict[str, list[float]]
 
     @staticmethod
     def read(path: Path) -> "Profile":
@@ -69,6 +71,7 @@ class Profile:
         opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
         keys: list[str] = []
         times: dict[str, list[float]] = {}
+        shares: dict[str, list[float]] = {}
         with opened as lines:
             for line in lines:
                 words = line.split()
@@ -76,9 +79,12 @@ class Profile:
                     continue
                 keys.append(words[0])
                 times.setdefault(words[0], []).append(float(words[1]) * 1000.0)
+                forward, backward = float(words[2]), float(words[3])
+                share = forward / max(forward + backward, 1e-9)
+                shares.setdefault(words[0], []).append(share)
         if not times:
             raise InputFileError(f"{path} holds no layer times.")
-        return Profile(tuple(keys), times)
+        return Profile(tuple(keys), times, shares)
 
 
 class ProfiledCosts:
@@ -126,16 +132,22 @@ class ProfiledCosts:
     def compute(self, layer: int, width: int) -> float:
         """Measured forward and backward time of a layer on one of ``width`` devices."""
         key = self.layers[layer].key(self._local[width])
-        times = self._profile.microseconds.get(key, ())
-        if not times:
+        if key not in self._profile.microseconds:
             self.missing.add(key)
             return 1.0
-        time = times[-1]
-        if not self.faithful:
-            # The file repeats a model's layers in order, once per batch size.
-            number, count = self._occurrence[layer]
-            time = times[number] if len(times) == count else time
+        time = self._line(layer, self._profile.microseconds[key])
         return time if time > 0 else 1.0
+
+    def forward_share(self, layer: int, width: int) -> float:
+        """Part of ``compute`` that belongs to the forward pass."""
+        shares = self._profile.forward_share.get(self.layers[layer].key(self._local[width]))
+        return self._line(layer, shares) if shares else 0.5
+
+    def _line(self, layer: int, lines: Sequence[float]) -> float:
+        """The line of a layer among those with its key."""
+        # The file repeats a model's layers in order, once per batch size.
+        number, count = self._occurrence[layer]
+        return lines[-1] if self.faithful or len(lines) != count else lines[number]
 
     def synchronise(self, layer: int, width: int) -> float:
         """Time of the gradients' all-reduce, not overlapped with anything."""

@@ -24,6 +24,7 @@ from heterog.strategy.strategy import Decision, Strategy
 DEFAULT_SLOW_DOWN = 1.1
 """DeepPool's limit on a tasklet's slow-down."""
 _MOST_ALLOWANCES = 24
+_ROUNDING = 1e-9  # times are added up in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +152,8 @@ def best_allowance(
     for allowance in lengths.tolist():
         both = multiplex(foreground, ops, np.full(foreground.num_devices, allowance))
         done = float(both.busy_seconds.sum()) / both.step_seconds
-        if both.step_seconds <= limit * foreground.step_seconds and done > most * (1.0 + 1e-9):
+        longest = limit * foreground.step_seconds * (1.0 + _ROUNDING)
+        if both.step_seconds <= longest and done > most * (1.0 + _ROUNDING):
             best, most = (allowance, both), done
     if best is None:  # delays of small ops add up: leave the devices alone
         none = [np.zeros(0) for _ in ops]

@@ -68,7 +68,7 @@ class Trainer:
         loss = self._workload.step_loss(self._model, self._batch)
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
 
 class Governor:
