@@ -115,12 +115,7 @@ def test_the_process_trains_beside_a_rank(tmp_path: Path) -> None:
     with words.open("w") as sink:
         process = subprocess.Popen(
             [
-                *(
-                    sys.executable,
-                    "-m",
-                    "heterog.runtime.background",
-                    f"{tmp_path / 'job.py'}:job",
-                ),
+                *(sys.executable, "-m", "heterog.runtime.background", model),
                 *("--batch-size", "8", "--limit", "2", "-o", str(output)),
             ],
             env={**os.environ, HEARTBEAT: str(heartbeat)},
