@@ -109,6 +109,40 @@ def test_plan_prints_one_document_and_writes_whole_files(
     assert f"report (open it in a browser): {again}" in run("report", plan, "-o", again).out
 
 
+def test_plan_puts_a_background_job_beside(run: Run, model: str, tmp_path: Path) -> None:
+    call = ("plan", model, "--cluster", "paper_8gpu", "--budget", "1e", "--method", "ev_ar",
+            "--background", model, "--background-batch", 8)  # fmt: skip
+    document = json.loads(run(*call, "--slow-down", 1.05, "--json").out)
+    beside = document["background"]
+    assert beside["batch_size"] == 8
+    assert 1.0 <= beside["slow_down"] <= beside["limit"] == 1.05
+    assert beside["total_samples_per_s"] == pytest.approx(sum(beside["samples_per_s"]))
+    assert beside["total_samples_per_s"] > 0
+    assert beside["step_time_alone_s"] == pytest.approx(document["step_time_s"])
+    plan = tmp_path / "plan.json"
+    shown = run(*call, "-o", plan)
+    assert "batch 8 on each of 8 devices" in shown.out
+    few = run("run", plan, "--steps", 2)
+    assert (few.code, "too few beside a background job" in few.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (("--background-batch", 8), "--background-batch without --background"),
+        (
+            ("--background", "vgg19", "--slow-down", 0.9),
+            "--slow-down is 0.9; it must be 1 or more",
+        ),
+    ],
+)
+def test_background_options_that_make_no_sense(
+    run: Run, model: str, options: tuple[object, ...], error: str
+) -> None:
+    result = run("plan", model, "--cluster", "paper_8gpu", *options)
+    assert (result.code, error in result.err) == (2, True), result.err
+
+
 def test_same_seed_and_evaluations_print_the_same_strategy(run: Run, model: str) -> None:
     call = ("plan", model, "--cluster", "paper_8gpu", "--budget", "150e", "--json", "--seed", "3")
     first, second = json.loads(run(*call).out), json.loads(run(*call).out)

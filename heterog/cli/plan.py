@@ -19,6 +19,7 @@ from heterog.cli.common import (
     print_json,
     progress_line,
 )
+from heterog.errors import HeterogError
 from heterog.units import format_seconds
 
 
@@ -34,6 +35,15 @@ def plan(
         bool,
         typer.Option("--no-step-barrier", help="the next step may start before all updates end"),
     ] = False,
+    background: Annotated[
+        str, typer.Option("--background", help="model of a job for the idle part of each device")
+    ] = "",
+    background_batch: Annotated[
+        int | None, typer.Option("--background-batch", help="its samples per device")
+    ] = None,
+    slow_down: Annotated[
+        float, typer.Option("--slow-down", help="most that it may lengthen a step, as a factor")
+    ] = 1.1,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="plan.json")] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="trace.json for ui.perfetto.dev")
@@ -48,6 +58,10 @@ def plan(
     from heterog.planners.plan import check_batch, make_plan, parse_orders
     from heterog.planners.planner import Budget
 
+    if background_batch is not None and not background:
+        raise HeterogError("--background-batch without --background; name the job's model.")
+    if not slow_down >= 1.0:
+        raise HeterogError(f"--slow-down is {slow_down:g}; it must be 1 or more.")
     for path in (output, trace, report):
         if path is not None:
             check_writable(path)
@@ -69,6 +83,10 @@ def plan(
             step_barrier=not no_step_barrier,
             progress=progress,
         )
+        if background:
+            progress("background", 0.0, float("inf"))
+            beside = load_model_graph(background, background_batch)
+            found = found.with_background(beside, slow_down)
     if output is not None:
         found.save(output)
     if trace is not None:
@@ -85,6 +103,8 @@ def plan(
 
     out.print(methods_table(found.rows, target, title=_title(found)))
     out.print(_verdict(found))
+    if found.background is not None:
+        out.print(_beside(found))
     if extrapolated is not None:
         out.print(_trust(found.calibration, extrapolated), soft_wrap=True)
     for path, what in (
@@ -94,6 +114,22 @@ def plan(
     ):
         if path is not None:
             out.print(f"{what}: {path}", soft_wrap=True)
+
+
+def _beside(found: Any) -> str:
+    """One sentence or two: what a background job gets done, and what it costs."""
+    beside = found.background
+    idle = sum(beside.idle_share) / len(beside.idle_share)
+    text = (
+        f"Background {beside.model}, batch {beside.batch_size} on each of {len(beside.devices)} "
+        f"devices, which idle {idle:.0%} of the step: {beside.total_samples_per_s:.1f} samples/s; "
+        f"the step takes {format_seconds(beside.step_time_s)}, {beside.slow_down:.3f}x "
+        f"(limit {beside.limit:g}x)."
+    )
+    for device, why in enumerate(beside.shortage):
+        if why:
+            text += f" Not on {found.cluster.devices[device].name}: {why}."
+    return text
 
 
 def _extrapolated(found: Any) -> dict[str, Any] | None:

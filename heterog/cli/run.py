@@ -53,6 +53,7 @@ def run(
 
     from heterog.files import check_writable
     from heterog.planners.plan import load_plan
+    from heterog.runtime.background import has_own_process
     from heterog.runtime.launch import run_ranks
     from heterog.runtime.testbed import Testbed, load_testbed
     from heterog.units import parse_seconds
@@ -64,6 +65,14 @@ def run(
     loaded = load_plan(plan)
     if loaded.step_time_s is None:
         raise HeterogError(f"{plan} does not fit into memory ({loaded.shortage}); plan again.")
+    beside = loaded.background
+    if beside is not None and not beside.source:
+        raise HeterogError(
+            f"{plan} has the background job {beside.model}, which was read from a graph file; "
+            "plan with a model's name or file.py:function after --background."
+        )
+    if beside is not None and not has_own_process(loaded.cluster):
+        beside = None  # the ranks run it themselves
     with ExitStack() as stack:
         options: dict[str, Any] = {}
         if testbed:
@@ -89,6 +98,7 @@ def run(
             resume=resume,
             allow_nonfinite=allow_nonfinite,
             record=True,
+            background=beside,
             progress=lambda stage: show(*stage_progress(stage)),
             **options,
         )
@@ -111,5 +121,14 @@ def run(
         f"{format_seconds(measured['step_time_max_s'])}), predicted for {loaded.cluster.name} "
         f"{format_seconds(loaded.step_time_s)}; loss {first:.4f} -> {last:.4f}"
     )
+    if "background" in measured:
+        done = measured["background"]
+        out.print(
+            f"background {done['model']}: {sum(done['samples'])} samples, "
+            f"{done['samples_per_s']:.1f} samples/s; a step took "
+            f"{format_seconds(done['step_time_s'])} beside it and "
+            f"{format_seconds(done['step_time_alone_s'])} alone, {done['slow_down']:.3f}x "
+            f"(limit {done['limit']:g}x)"
+        )
     if save is not None:
         out.print(f"checkpoint: {save}", soft_wrap=True)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from heterog.errors import InputFileError, StrategyError, UnknownNameError
 from heterog.files import read_json, write_json
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
+from heterog.planners.background import BackgroundPlan, plan_background
 from heterog.planners.planner import Budget, MethodRow
 from heterog.planners.portfolio import (
     Progress,
@@ -60,6 +61,7 @@ class Plan:
         search_seconds: of all methods together.
         num_evaluations: of all methods together.
         shortage: what is missing, unless ``ok``.
+        background: a job in the idle part of the devices, if one was planned.
     """
 
     graph: OpGraph
@@ -80,6 +82,7 @@ class Plan:
     search_seconds: float
     num_evaluations: int
     shortage: str = ""
+    background: BackgroundPlan | None = None
 
     @property
     def throughput_samples_per_s(self) -> float | None:
@@ -140,7 +143,27 @@ class Plan:
             "gains": [asdict(each) for each in self.gains],
             "methods": [self._row(row) for row in self.rows],
             "strategy": strategy_to_dict(self.strategy),
+            "background": None if self.background is None else self.background.to_dict(),
         }
+
+    def with_background(self, background: OpGraph, limit: float) -> "Plan":
+        """The plan with a background job in the idle part of its devices.
+
+        Args:
+            background: a step of the job at the batch that one device trains on.
+            limit: the largest slow-down of this plan's step.
+
+        Raises:
+            HeterogError: the limit is below 1.
+        """
+        planned = plan_background(
+            Evaluator(self.graph, self.cluster),
+            self.strategy,
+            Order[self.order.upper()],
+            background,
+            limit=limit,
+        )
+        return replace(self, background=planned)
 
     def _row(self, row: MethodRow) -> dict[str, Any]:
         return row_to_dict(
@@ -194,6 +217,7 @@ def load_plan(path: str | Path) -> Plan:
         cluster = Cluster.from_dict(record["cluster_description"])
         strategy = strategy_from_dict(record["strategy"])
         strategy.check(graph, cluster)
+        beside = record.get("background")  # plans of earlier versions have none
         return Plan(
             graph=graph,
             cluster=cluster,
@@ -213,6 +237,7 @@ def load_plan(path: str | Path) -> Plan:
             search_seconds=record["search_seconds"],
             num_evaluations=record["num_evaluations"],
             shortage=record["shortage"],
+            background=BackgroundPlan.from_dict(beside) if beside else None,
         )
     except KeyError as error:
         raise InputFileError(f"plan {path}: field {error} is missing.") from error

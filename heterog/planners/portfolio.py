@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import heterog.planners.data_parallel
+import heterog.planners.deeppool
 import heterog.planners.model_parallel
 import heterog.planners.pipeline
 import heterog.planners.tuned_uniform

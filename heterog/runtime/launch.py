@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,9 +23,12 @@ from typing import Any
 
 from heterog.errors import HeterogError
 from heterog.files import check_writable, read_json
+from heterog.planners.background import BackgroundPlan
 
 CHECKPOINT_INDEX = "checkpoint.json"
 """The file of a checkpoint's folder that says what is in it."""
+ALONE_STEPS = 3
+"""Measured steps of a job that a background job stays away from: how long it takes alone."""
 HEARTBEAT = "HETEROG_HEARTBEAT"
 """Variable with the file where a rank says where it is."""
 PORT_FILE = "HETEROG_PORT_FILE"
@@ -38,6 +42,8 @@ _STOPPED_S = 1.0  # a debugger or a suspended container stops a process for a mo
 _END_S = 3.0
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
+Beside = Callable[[int], list[str]]
+"""Arguments of this Python for a process beside a rank, which ends with the ranks."""
 Wrap = Callable[[int, list[str]], list[str]]
 """Changes the command of a rank, to run it somewhere else."""
 
@@ -96,6 +102,7 @@ def run_ranks(
     resume: Path | None = None,
     allow_nonfinite: bool = False,
     record: bool = False,
+    background: BackgroundPlan | None = None,
     wrap: Wrap = lambda rank, command: command,
     environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
     progress: Callable[[str], None] = lambda stage: None,
@@ -114,6 +121,8 @@ def run_ranks(
         resume: folder of a checkpoint to begin with.
         allow_nonfinite: go on when the loss is infinite or not a number.
         record: write down when each task ran in the last step.
+        background: a job that trains beside each rank, at the lowest priority, after the first
+            steps; what it did is added to the result.
         wrap: changes each rank's command (to enter a namespace, say).
         environment: more variables for each rank.
         progress: told what rank 0 does, whenever that changes.
@@ -124,7 +133,13 @@ def run_ranks(
     Raises:
         InputFileError: nothing can be saved at ``save`` or read from ``resume``.
         LaunchError: a rank failed or the time is over; names the rank and its last words.
+        HeterogError: there are too few steps to compare with and without a background job.
     """
+    if background is not None and num_steps <= ALONE_STEPS:
+        raise HeterogError(
+            f"{num_steps} steps are too few beside a background job, which begins after "
+            f"{ALONE_STEPS}; measure {3 * ALONE_STEPS} or more."
+        )
     options = ["--model", model, "--steps", str(num_steps), "--timeout", str(timeout_s)]
     if save is not None:
         check_writable(save / CHECKPOINT_INDEX if save.is_dir() else save)
@@ -138,6 +153,17 @@ def run_ranks(
         options.append("--record")
     with tempfile.TemporaryDirectory(prefix="heterog-") as folder:
         output = Path(folder) / "measured.json"
+        done = Path(folder) / "background"
+
+        def beside(rank: int) -> list[str]:
+            if background is None or rank not in background.devices:
+                return []
+            return [
+                *("-m", "heterog.runtime.background", background.source),
+                *("--batch-size", str(background.batch_size), "--limit", str(background.limit)),
+                *("-o", f"{done}{rank}.json"),
+            ]
+
         run_commands(
             ["-m", "heterog.runtime.rank", str(plan.resolve()), *options, "-o", str(output)],
             num_ranks,
@@ -146,11 +172,36 @@ def run_ranks(
             port=port,
             wrap=wrap,
             environment=environment,
+            beside=beside,
             progress=progress,
         )
         measured = read_json(output, "measurement")
         assert isinstance(measured, dict)
+        if background is not None:
+            each = [Path(f"{done}{rank}.json") for rank in range(num_ranks)]
+            found = [read_json(path, "measurement") if path.exists() else {} for path in each]
+            measured["background"] = _background_summary(measured, background, found)
         return measured
+
+
+def _background_summary(
+    measured: Mapping[str, Any], background: BackgroundPlan, done: Sequence[Any]
+) -> dict[str, Any]:
+    """What became of both jobs; see ``runtime.background`` for how it was kept."""
+    times = measured["step_times_s"]
+    alone, together = times[:ALONE_STEPS], times[ALONE_STEPS:]
+    # Every rank's job began when the steps alone were over.
+    seconds = sum(together)
+    return {
+        "model": background.model,
+        "limit": background.limit,
+        "step_time_alone_s": statistics.median(alone),
+        "step_time_s": statistics.mean(together),
+        "slow_down": statistics.mean(together) / statistics.median(alone),
+        "samples": [each.get("samples", 0) for each in done],
+        "samples_per_s": sum(each.get("samples", 0) for each in done) / seconds,
+        "ranks": list(done),
+    }
 
 
 def run_commands(
@@ -162,6 +213,7 @@ def run_commands(
     port: int = 0,
     wrap: Wrap = lambda rank, command: command,
     environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    beside: Beside = lambda rank: [],
     progress: Callable[[str], None] = lambda stage: None,
 ) -> None:
     """Run this Python with the same arguments once per rank, under torchrun's variables.
@@ -181,6 +233,7 @@ def run_commands(
         "OMP_NUM_THREADS": "1",
     }
     ranks: list[_Rank] = []
+    others: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
     with tempfile.TemporaryDirectory(prefix="heterog-") as name, _signals_as_exit():
         folder = Path(name)
         if not port:
@@ -195,9 +248,18 @@ def run_commands(
                     words,
                 )
                 ranks.append(_Rank(process, words, heartbeat))
+                if beside(rank):
+                    said = folder / f"beside{rank}.err"
+                    command = wrap(rank, [sys.executable, *beside(rank)])
+                    variables = {**os.environ, **environment(rank), **own}
+                    others[rank] = _start(command, variables, said), said
             _wait(ranks, timeout_s, step_timeout_s, progress)
+            for rank, (process, said) in others.items():
+                if process.poll() is not None:
+                    text = _last_words(said).removeprefix("heterog: ")
+                    raise LaunchError(f"the job beside rank {rank} ended early: {text}")
         finally:
-            _end([rank.process for rank in ranks])
+            _end([rank.process for rank in ranks] + [process for process, _ in others.values()])
 
 
 def _start(

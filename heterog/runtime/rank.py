@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from heterog.errors import HeterogError
 from heterog.files import write_atomically, write_json
 from heterog.planners.plan import Plan, load_plan
+from heterog.runtime.background import (
+    Governor,
+    LowPriorityThread,
+    Trainer,
+    has_own_process,
+    stream_of_priority,
+)
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.launch import HEARTBEAT, PORT_FILE
@@ -130,6 +138,7 @@ def train(
         load_checkpoint(step, resume)
     steps_before = step.num_steps
     batch = workload.make_batch()
+    beside = _beside(plan)
     losses: list[float] = []
     seconds: list[float] = []
     tasks: dict[str, list[float | None]] = {}
@@ -138,14 +147,17 @@ def train(
         tell(f"step {number} of {last}")
         dist.barrier()
         begin = time.perf_counter()
-        if number == last and record:
-            loss_tensor, start, finish = step.record(batch)
-            tasks = {"start_s": _jsonable(start), "finish_s": _jsonable(finish)}
-            loss = float(loss_tensor)
-        else:
-            loss = float(step(batch))
+        with stream_of_priority(_device(), high=True) if beside else nullcontext():
+            if number == last and record:
+                loss_tensor, start, finish = step.record(batch)
+                tasks = {"start_s": _jsonable(start), "finish_s": _jsonable(finish)}
+                loss = float(loss_tensor)
+            else:
+                loss = float(step(batch))
         dist.barrier()  # a step is done when it is done everywhere
         elapsed_s = time.perf_counter() - begin
+        if beside and number > steps_before + WARM_UP_STEPS:
+            beside.governor.observe(elapsed_s)
         # The loss is the same on all ranks: all of them stop here.
         if not math.isfinite(loss) and not allow_nonfinite:
             raise HeterogError(
@@ -160,6 +172,9 @@ def train(
         save_checkpoint(step, save)
     step.flush()  # without a step barrier the last updates may still be open
     tell("leaving")
+    background_steps: list[Any] = [0] * dist.get_world_size()
+    if plan.background is not None:
+        dist.all_gather_object(background_steps, beside.stop() if beside else 0)
     median_s = statistics.median(seconds)
     return step, {
         "model": plan.graph.name,
@@ -176,7 +191,26 @@ def train(
         "losses": [loss if math.isfinite(loss) else None for loss in losses],
         "throughput_samples_per_s": plan.graph.batch_size / median_s,
         "tasks": tasks,
+        "background_steps": background_steps,
     }
+
+
+def _beside(plan: Plan) -> LowPriorityThread | None:
+    """The plan's background job, if it has to share this process; it waits for its turn."""
+    background = plan.background
+    if background is None or has_own_process(plan.cluster):
+        return None
+    if dist.get_rank() not in background.devices:
+        return None
+    workload = load_workload(background.source, background.batch_size)
+    thread = LowPriorityThread(Trainer(workload, _device()), _device(), Governor(background.limit))
+    thread.start()
+    return thread
+
+
+def _device() -> torch.device:
+    """This rank's GPU, if it has one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def main() -> None:

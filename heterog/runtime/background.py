@@ -1,0 +1,284 @@
+"""A background job beside one rank: trains on whatever its device has left over.
+
+    python -m heterog.runtime.background MODEL --batch-size 8 --limit 1.1 -o done.json
+
+On CPUs it is a process of its own in the rank's place (its namespace, its CPU quota, its core) at
+the lowest priority: the kernel runs it while the rank waits. On a GPU it must share the rank's
+process, since priorities of streams hold inside one context only: ``LowPriorityThread``.
+
+A *governor* keeps the foreground's slow-down under its limit, as DeepPool's runtime does (Park et
+al., MLSys 2022): the foreground first runs alone for some steps; then, whenever a step took more
+than the limit allows, the background rests a larger part of its time, and less when it did not.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heterog.cluster import Cluster
+from heterog.errors import HeterogError
+from heterog.files import write_atomically
+from heterog.graph.workload import Workload
+from heterog.runtime.launch import ALONE_STEPS, HEARTBEAT
+from heterog.zoo import load_workload
+
+_LEAST_DUTY = 0.02
+_BACK_OFF = 0.5
+_SPEED_UP = 1.15
+_MARGIN = 0.5
+"""Part of the allowed slow-down that the governor aims at: steps differ."""
+_POLL_S = 0.01
+_NICEST = 19
+
+
+class Trainer:
+    """A plain training loop on one device.
+
+    Args:
+        workload: what to train; its batch is what one step takes.
+        device: where.
+    """
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self._workload = workload
+        self._model = workload.make_model().to(device)
+        self._optimizer = workload.optimizer(
+            self._model.parameters(), **workload.optimizer_options
+        )
+        batch = workload.make_batch()
+        self._batch: Any = (
+            {key: value.to(device) for key, value in batch.items()}
+            if isinstance(batch, dict)
+            else tuple(value.to(device) for value in batch)
+        )
+
+    def step(self) -> float:
+        """Train on the batch once; returns the loss."""
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._workload.step_loss(self._model, self._batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        return float(loss.detach())
+
+
+class Governor:
+    """Decides how much the background may do.
+
+    Args:
+        limit: the largest slow-down of the foreground.
+        num_alone: steps that say how long the foreground takes alone.
+
+    Attributes:
+        duty: part of the time that the background may use, 0 to 1; 0 until it may begin.
+    """
+
+    def __init__(self, limit: float, num_alone: int = ALONE_STEPS) -> None:
+        self._limit = limit
+        self._num_alone = num_alone
+        self._alone: list[float] = []
+        self._seconds_together = 0.0
+        self._steps_together = 0
+        self.duty = 0.0
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds of a foreground step alone; 0 before it is known."""
+        return statistics.median(self._alone) if len(self._alone) >= self._num_alone else 0.0
+
+    def observe(self, step_s: float) -> None:
+        """A foreground step is over.
+
+        The bound is kept on the mean since the background began, not on every step: one that was
+        slow is made up for by resting.
+        """
+        if len(self._alone) < self._num_alone:
+            self._alone.append(step_s)
+            if len(self._alone) == self._num_alone:
+                self.duty = 0.25
+            return
+        self._seconds_together += step_s
+        self._steps_together += 1
+        aim = 1.0 + (self._limit - 1.0) * _MARGIN
+        mean = self._seconds_together / self._steps_together
+        if max(step_s, mean) > aim * self.alone_s:
+            least = _LEAST_DUTY if mean < self._limit * self.alone_s else 0.0
+            self.duty = max(self.duty * _BACK_OFF, least)
+        else:
+            self.duty = min(max(self.duty, _LEAST_DUTY) * _SPEED_UP, 1.0)
+
+
+class StepWatch:
+    """Sees from a rank's heartbeat file when its training steps begin.
+
+    Args:
+        heartbeat: the file that the rank writes its stage to, at the begin of each step.
+    """
+
+    def __init__(self, heartbeat: Path) -> None:
+        self._heartbeat = heartbeat
+        self._first: int | None = None
+        self._last: tuple[int, float] | None = None
+
+    def steps(self) -> list[float]:
+        """Seconds of each step that has ended since the last call; the first one is left out."""
+        try:
+            words = self._heartbeat.read_text().split()
+            now = self._heartbeat.stat().st_mtime_ns / 1e9
+        except OSError:
+            return []
+        if len(words) != 4 or words[0] != "step":
+            return []
+        number = int(words[1])
+        if self._first is None:
+            self._first = number  # it warms up
+        last = self._last
+        found: list[float] = []
+        if last is not None and number > last[0]:
+            found = [(now - last[1]) / (number - last[0])] * (number - last[0])
+        if number > (self._first if last is None else last[0]):
+            self._last = (number, now)
+        return found
+
+
+def lowest_priority() -> None:
+    """Run only when nothing else wants the CPU."""
+    os.nice(_NICEST)
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def has_own_process(cluster: Cluster) -> bool:
+    """Whether background jobs of a cluster run in processes beside the ranks."""
+    on_cpus = all(device.type.name == "CPU" for device in cluster.devices)
+    return on_cpus or not torch.cuda.is_available()
+
+
+@contextmanager
+def stream_of_priority(device: torch.device, *, high: bool) -> Iterator[None]:
+    """Kernels of the body go before, or behind, those of other streams of this process."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device, priority=-1 if high else 0)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()  # the background is never more than one step ahead of the device
+
+
+class LowPriorityThread(threading.Thread):
+    """A background job inside a rank's process, on a stream of low priority.
+
+    Args:
+        trainer: the job.
+        device: the rank's.
+        governor: told about the rank's steps by the rank.
+    """
+
+    def __init__(self, trainer: Trainer, device: torch.device, governor: Governor) -> None:
+        super().__init__(daemon=True)
+        self.steps = 0
+        self.governor = governor
+        self._trainer = trainer
+        self._device = device
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Train until it is told to stop."""
+        while not self._over.is_set():
+            duty = self.governor.duty
+            if duty <= 0.0:
+                self._over.wait(_POLL_S)
+                continue
+            begin = time.perf_counter()
+            with stream_of_priority(self._device, high=False):
+                self._trainer.step()
+            self.steps += 1
+            self._over.wait((time.perf_counter() - begin) * (1.0 - duty) / duty)
+
+    def stop(self) -> int:
+        """End it; returns the steps it did."""
+        self._over.set()
+        self.join()
+        return self.steps
+
+
+def train_beside(
+    workload: Workload, batch_size: int, heartbeat: Path, limit: float, output: Path
+) -> None:
+    """Train beside a rank of CPUs until this process is ended.
+
+    After every step, ``output`` says what was done so far.
+    """
+    trainer = Trainer(workload, torch.device("cpu"))
+    governor = Governor(limit)
+    watch = StepWatch(heartbeat)
+    seen = threading.Lock()
+
+    def look() -> None:
+        while True:
+            with seen:
+                for seconds in watch.steps():
+                    governor.observe(seconds)
+            time.sleep(_POLL_S)
+
+    threading.Thread(target=look, daemon=True).start()
+    steps, first_loss, began = 0, 0.0, 0.0
+    while True:
+        duty = governor.duty
+        if duty <= 0.0:
+            time.sleep(_POLL_S)
+            continue
+        begin = time.perf_counter()
+        began = began or begin
+        loss = trainer.step()
+        first_loss = first_loss if steps else loss
+        steps += 1
+        now = time.perf_counter()
+        done = {
+            "steps": steps,
+            "samples": steps * batch_size,
+            "seconds": now - began,
+            "first_loss": first_loss,
+            "last_loss": loss,
+            "duty": duty,
+        }
+        write_atomically(output, json.dumps(done).encode())
+        time.sleep((now - begin) * (1.0 - duty) / duty)
+
+
+def main() -> None:
+    """Run beside one rank; errors are one line on stderr and exit code 2."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--limit", type=float, required=True)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    lowest_priority()
+    torch.set_num_threads(1)
+    try:
+        train_beside(
+            load_workload(arguments.model, arguments.batch_size),
+            arguments.batch_size,
+            Path(os.environ[HEARTBEAT]),
+            arguments.limit,
+            arguments.output,
+        )
+    except HeterogError as error:
+        print(f"heterog: background job: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

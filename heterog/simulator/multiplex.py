@@ -1,0 +1,273 @@
+"""A background job in the gaps of a schedule: two jobs, two priorities, one compute stream each.
+
+The foreground is a schedule that has been simulated: tasks with their seconds, what each waits for
+and the order on every device. The background is a list of ops per device that is run round and
+round, one training step of its own after another, with a lower priority:
+
+- While a device has no foreground op to run, it may begin its next background op. An op that has
+  begun is not interrupted: a foreground op that gets ready meanwhile waits for its end. So one op
+  is late by less than one background op; what waits for it is late, too, on every device.
+- A background op is *issued* only if it fits into what is left of the gap, as long as that gap is
+  in the foreground alone (the runtime measures gaps while the foreground runs by itself), or if it
+  is no longer than the device's *allowance*. Allowances are how a limit on the foreground's
+  slow-down is kept (DeepPool, Park et al., MLSys 2022, section 5).
+
+Transfers and collectives keep the seconds, the order and the waiting for links that they had in
+the foreground alone; the background sends nothing. Two ops never share a device, and switching
+costs nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numba as nb
+import numpy as np
+
+from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program
+
+WARM_UP_STEPS = 2
+MEASURED_STEPS = 6
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Foreground:
+    """A simulated step, ready to be delayed; tasks are in the order in which they start.
+
+    Attributes:
+        num_devices: devices of the cluster.
+        step_seconds: of the step alone.
+        device: whose compute stream runs the task, -1 for communication.  # [num_tasks]
+        seconds: of each task.  # [num_tasks]
+        lag: between the end of what a task waits for and its start alone.  # [num_tasks]
+        gap: of a compute task, how long its device is idle before it alone; the end of the step
+            before counts, too.  # [num_tasks]
+        before_start: # [num_tasks + 1]
+        before: the tasks that each task waits for.
+    """
+
+    num_devices: int
+    step_seconds: float
+    device: IntArray
+    seconds: FloatArray
+    lag: FloatArray
+    gap: FloatArray
+    before_start: IntArray
+    before: IntArray
+
+    @property
+    def idle_share(self) -> FloatArray:
+        """Part of the step in which each device runs nothing.  # [num_devices]"""
+        busy = np.zeros(self.num_devices)
+        on_device = self.device >= 0
+        np.add.at(busy, self.device[on_device], self.seconds[on_device])
+        idle: FloatArray = 1.0 - busy / self.step_seconds
+        return idle
+
+
+class Multiplexed(NamedTuple):
+    """What becomes of both jobs, per step of the foreground once it is steady.
+
+    Attributes:
+        step_seconds: of the foreground with the background.
+        ops: background ops done per step, by device.  # [num_devices]
+        busy_seconds: in background ops per step, by device.  # [num_devices]
+    """
+
+    step_seconds: float
+    ops: FloatArray
+    busy_seconds: FloatArray
+
+
+def foreground_of_program(program: Program, start: FloatArray, finish: FloatArray) -> Foreground:
+    """The foreground of a program that was simulated.
+
+    A transfer or collective also waits for the last one before it over any of its links.
+    """
+    links: list[tuple[int, ...]] = []
+    for number, kind in zip(program.channel, program.kind, strict=True):
+        is_link = kind >= FIRST_LINK_KIND
+        links.append(tuple(program.channels[number].traffic()) if is_link else ())
+    waits = [program.dependencies(task) for task in range(program.num_tasks)]
+    device = np.where(program.kind >= FIRST_LINK_KIND, -1, program.device)
+    return make_foreground(
+        device, start, finish, waits, links=links, num_devices=program.num_devices
+    )
+
+
+def make_foreground(
+    device: IntArray,
+    start: FloatArray,
+    finish: FloatArray,
+    waits: Sequence[Sequence[int]],
+    *,
+    num_devices: int,
+    links: Sequence[Sequence[int]] = (),
+) -> Foreground:
+    """A foreground from start and finish of its tasks.
+
+    Args:
+        device: that runs each task, -1 for communication.
+        start: of each task, in seconds from the step's begin.
+        finish: of each task; the last one ends the step.
+        waits: for each task those whose results it needs.
+        num_devices: devices of the cluster.
+        links: for each communication task what it passes over.
+    """
+    num_tasks = len(device)
+    step_seconds = float(finish.max(initial=0.0))
+    order = np.lexsort((np.arange(num_tasks), finish, start))
+    place = np.empty(num_tasks, np.int64)
+    place[order] = np.arange(num_tasks)
+    last_on: dict[int, int] = {}
+    last_over: dict[int, int] = {}
+    first_on: dict[int, int] = {}
+    before: list[list[int]] = []
+    lag, gap = np.zeros(num_tasks), np.zeros(num_tasks)
+    for position, task in enumerate(order.tolist()):
+        needed = set(waits[task])
+        own = int(device[task])
+        if own >= 0:
+            if own in last_on:
+                gap[position] = start[task] - finish[last_on[own]]
+            first_on.setdefault(own, position)
+            needed |= {last_on[own]} if own in last_on else set()
+            last_on[own] = task
+        else:
+            for link in links[task] if links else ():
+                if link in last_over and finish[last_over[link]] <= start[task]:
+                    needed.add(last_over[link])
+                last_over[link] = task
+        ready = max((float(finish[each]) for each in needed), default=0.0)
+        lag[position] = max(float(start[task]) - ready, 0.0)
+        before.append([int(place[each]) for each in needed])
+    for own, position in first_on.items():
+        gap[position] = start[order[position]] + step_seconds - finish[last_on[own]]
+    return Foreground(
+        num_devices=num_devices,
+        step_seconds=step_seconds,
+        device=np.asarray(device)[order].astype(np.int32),
+        seconds=(finish - start)[order],
+        lag=lag,
+        gap=gap,
+        before_start=np.concatenate([[0], np.cumsum([len(each) for each in before])]).astype(
+            np.int32
+        ),
+        before=np.array([each for row in before for each in row], np.int32),
+    )
+
+
+def multiplex(
+    foreground: Foreground, background: Sequence[FloatArray], allowance: FloatArray
+) -> Multiplexed:
+    """Run both jobs for some steps of the foreground.
+
+    Args:
+        foreground: the job that comes first.
+        background: seconds of one step's ops on each device; none where it must not run.
+        allowance: seconds that a background op may take although no gap is known to hold it.
+    """
+    lengths = [len(ops) for ops in background]
+    flat = np.concatenate([*background, np.zeros(0)]).astype(np.float64)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    ops = np.zeros((2, foreground.num_devices))
+    busy = np.zeros((2, foreground.num_devices))
+    ends = multiplex_kernel(
+        foreground.device,
+        foreground.seconds,
+        foreground.lag,
+        foreground.gap,
+        foreground.before_start,
+        foreground.before,
+        flat,
+        starts,
+        np.asarray(allowance, np.float64),
+        foreground.step_seconds,
+        WARM_UP_STEPS,
+        WARM_UP_STEPS + MEASURED_STEPS,
+        ops,
+        busy,
+    )
+    return Multiplexed(
+        step_seconds=float(ends[1] - ends[0]) / MEASURED_STEPS,
+        ops=(ops[1] - ops[0]) / MEASURED_STEPS,
+        busy_seconds=(busy[1] - busy[0]) / MEASURED_STEPS,
+    )
+
+
+@nb.njit(cache=True, nogil=True)
+def multiplex_kernel(
+    device: IntArray,
+    seconds: FloatArray,
+    lag: FloatArray,
+    gap: FloatArray,
+    before_start: IntArray,
+    before: IntArray,
+    background: FloatArray,
+    background_start: IntArray,
+    allowance: FloatArray,
+    alone_seconds: float,
+    num_warm_up: int,
+    num_steps: int,
+    ops: FloatArray,
+    busy: FloatArray,
+) -> FloatArray:
+    """(end of the warm-up, end of all steps); ``ops`` and ``busy`` get the totals until then."""
+    num_tasks = len(device)
+    num_devices = len(allowance)
+    finish = np.zeros(num_tasks)
+    free = np.zeros(num_devices)
+    following = background_start[:-1].copy()
+    done = np.zeros(num_devices)
+    used = np.zeros(num_devices)
+    has_tasks = np.zeros(num_devices, np.bool_)
+    for task in range(num_tasks):
+        if device[task] >= 0:
+            has_tasks[device[task]] = True
+    ends = np.zeros(2)
+    begin = 0.0
+    for step in range(num_steps):
+        end = begin
+        # Devices without foreground ops have the whole step for themselves.
+        for task in range(num_tasks + num_devices):
+            if task < num_tasks:
+                own = device[task]
+                ready = begin
+                for entry in range(before_start[task], before_start[task + 1]):
+                    ready = max(ready, finish[before[entry]])
+                ready += lag[task]
+            else:
+                own = task - num_tasks
+                ready = end
+                if has_tasks[own]:
+                    continue
+            if own >= 0:
+                time = free[own]
+                planned = time + (gap[task] if task < num_tasks else alone_seconds)
+                first, last = background_start[own], background_start[own + 1]
+                while time < ready and last > first:
+                    length = background[following[own]]
+                    if length > allowance[own] and time + length > planned:
+                        break
+                    time += length
+                    used[own] += length
+                    done[own] += 1.0
+                    following[own] += 1
+                    if following[own] == last:
+                        following[own] = first
+                ready = max(ready, time)
+                free[own] = ready
+            if task < num_tasks:
+                finish[task] = ready + seconds[task]
+                if own >= 0:
+                    free[own] = finish[task]
+                end = max(end, finish[task])
+        begin = end
+        if step == num_warm_up - 1:
+            ends[0] = end
+            ops[0] = done
+            busy[0] = used
+    ends[1] = begin
+    ops[1] = done
+    busy[1] = used
+    return ends
