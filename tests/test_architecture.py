@@ -16,6 +16,7 @@ LAYERS = (
     {"strategy"},
     {"simulator"},
     {"planners"},
+    {"explain"},
     {"envs", "runtime", "report", "export"},
     {"agents"},
     {"api", "cli"},

@@ -87,12 +87,15 @@ def test_plan_prints_one_document_and_writes_whole_files(
 ) -> None:
     plan, trace, page = (tmp_path / name for name in ("plan.json", "trace.json", "plan.html"))
     result = run("plan", model, "--cluster", "paper_8gpu", "--budget", "200e", "--json",
-                 "-o", plan, "--trace", trace, "--report", page)  # fmt: skip
+                 "--no-changes", "-o", plan, "--trace", trace, "--report", page)  # fmt: skip
     assert result.code == 0, result.err
     document = json.loads(result.out)
     assert PLAN_FIELDS <= set(document)
     assert document["outcome"] == "ok"
     assert document["method"] != "auto"
+    assert {gain["over"] for gain in document["gains"]} >= {"tuned_uniform"}
+    assert all(gain["low"] <= gain["speedup"] <= gain["high"] for gain in document["gains"])
+    assert document["explanation"]["recommendation"]
     assert len(document["peak_memory_bytes"]) == 8
     assert document["throughput_samples_per_s"] == pytest.approx(64 / document["step_time_s"])
     assert all(ROW_FIELDS <= set(row) for row in document["methods"])

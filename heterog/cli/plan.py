@@ -51,12 +51,19 @@ def plan(
     report: Annotated[
         Path | None, typer.Option("--report", help="plan.html, a page that explains the plan")
     ] = None,
+    no_changes: Annotated[
+        bool, typer.Option("--no-changes", help="do not simulate what buying something would save")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find how to train a model on a cluster."""
+    from heterog.explain.explanation import explain
     from heterog.files import check_writable
     from heterog.planners.plan import check_batch, make_plan, parse_orders
     from heterog.planners.planner import Budget
+    from heterog.report.html import write_report
+    from heterog.report.tables import methods_table
+    from heterog.report.words import explanation_text, memory_table
 
     if background_batch is not None and not background:
         raise HeterogError("--background-batch without --background; name the job's model.")
@@ -93,16 +100,20 @@ def plan(
         from heterog.report.trace import write_trace
 
         write_trace(trace, found.timeline())
+    with progress_line(as_json) as progress:
+        explanation = explain(found, changes=not no_changes, progress=progress)
     if report is not None:
-        found.report(report)
+        write_report(report, found, explanation=explanation)
     extrapolated = _extrapolated(found)
     if as_json:
-        print_json(found.summary() | {"extrapolated": extrapolated})
+        extra = {"extrapolated": extrapolated, "explanation": explanation.to_dict()}
+        print_json(found.summary() | extra)
         return
-    from heterog.report.tables import methods_table
-
     out.print(methods_table(found.rows, target, title=_title(found)))
     out.print(_verdict(found))
+    out.print()
+    out.print(explanation_text(explanation))
+    out.print(memory_table(explanation.fit))
     if found.background is not None:
         out.print(_beside(found))
     if extrapolated is not None:

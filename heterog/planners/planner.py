@@ -167,6 +167,7 @@ class MethodRow:
         num_evaluations: simulations spent.
         search_seconds: seconds spent.
         shortage: why it is not ``ok``, in words.
+        overflow_bytes: bytes missing on the worst device, 0 if it fits.
         candidate: the strategy itself; ``None`` if the method does not apply.
         noisy_step_times_s: seconds per step when devices and links are not as fast as predicted,
             one for each draw of ``simulator.noise``; the same draws for every method. Empty for
@@ -182,6 +183,7 @@ class MethodRow:
     num_evaluations: int
     search_seconds: float
     shortage: str = ""
+    overflow_bytes: float = 0.0
     candidate: Candidate | None = None
     noisy_step_times_s: tuple[float, ...] = ()
 

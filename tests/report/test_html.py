@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from heterog.cluster import Cluster
 from heterog.errors import InputFileError
+from heterog.explain.explanation import Explanation, explain
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
-from heterog.planners.explain import explain
 from heterog.planners.plan import Plan, make_plan
 from heterog.report.html import report_html, write_report
 from heterog.report.lanes import CATEGORIES, thinned, view_data, view_lanes
@@ -34,6 +34,10 @@ def random_plan(seed: int) -> Plan:
     rng = Random(seed)
     graph, cluster = builders.random_graph(rng), builders.random_cluster(rng)
     return builders.plan_by_hand(graph, cluster, builders.random_strategy(rng, graph, cluster))
+
+
+def saying(plan: Plan, *paragraphs: str) -> Explanation:
+    return replace(explain(plan, changes=False), paragraphs=paragraphs)
 
 
 def served_plan(cluster: Cluster) -> Plan:
@@ -234,7 +238,7 @@ def test_the_page_says_what_the_plan_says() -> None:
     methods = ("ddp", "ev_ps", "tuned_uniform", "local_search")
     plan = make_plan(graph, two_devices(), methods=methods, budget="30e")
     assert plan.step_time_s is not None
-    page = Reader(report_html(plan, words=("One & two.", "Three.")))
+    page = Reader(report_html(plan, explanation=saying(plan, "One & two.", "Three.")))
     times = {row.method: row.step_time_s or np.inf for row in plan.rows}
     baseline = min(times["ddp"], times["ev_ps"])
     for words in (
@@ -278,7 +282,7 @@ def test_text_of_a_model_stays_text() -> None:
     plan = builders.plan_by_hand(graph, cluster, strategy)
     row = replace(plan.rows[0], method=EVIL, shortage=EVIL)
     plan = replace(plan, method=EVIL, rows=(row,))
-    text = report_html(plan, words=(EVIL,))
+    text = report_html(plan, explanation=saying(plan, EVIL))
     page = Reader(text)
     assert len(page.scripts) == text.count("<script") == 2
     assert "<img" not in text

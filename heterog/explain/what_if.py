@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from heterog.planners.changed_cluster import (
+from heterog.explain.changed_cluster import (
     ChangedCluster,
     ChangeKind,
     moved,

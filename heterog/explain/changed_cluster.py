@@ -6,8 +6,8 @@ from enum import StrEnum
 from itertools import count
 
 from heterog.cluster.topology import Cluster, Device, Host
+from heterog.explain.decided import what_was_decided
 from heterog.graph.grouping import group_ops
-from heterog.planners.decided import what_was_decided
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
 from heterog.strategy.strategy import (

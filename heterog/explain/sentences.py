@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from heterog.cluster.topology import Cluster
-from heterog.planners.decided import Decided, Range
-from heterog.planners.fit import Remedy, RemedyKind
-from heterog.planners.what_if import Change
+from heterog.explain.decided import Decided, Range
+from heterog.explain.fit import Remedy, RemedyKind
+from heterog.explain.what_if import Change
 from heterog.simulator.critical_path import Limit, Piece, Purpose, merge_blocks
 from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
 from heterog.strategy.strategy import split_evenly, split_in_proportion
 from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from heterog.planners.explain import Explanation
+    from heterog.explain.explanation import Explanation
 
 _MOST_RANGES = 8
 _MOST_PLACES = 4

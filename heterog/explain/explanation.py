@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from heterog.planners import sentences
-from heterog.planners.decided import Decided, what_was_decided
-from heterog.planners.fit import Remedy, remedies
+from heterog.explain import sentences
+from heterog.explain.decided import Decided, what_was_decided
+from heterog.explain.fit import Remedy, remedies
+from heterog.explain.what_if import EVALUATIONS, Change, value_of_changes, with_idle_devices
 from heterog.planners.plan import Plan
 from heterog.planners.planner import Budget, MethodRow, Task, planner_by_name
 from heterog.planners.portfolio import Progress, run_method
 from heterog.planners.stability import DATA_PARALLEL
-from heterog.planners.what_if import EVALUATIONS, Change, value_of_changes, with_idle_devices
 from heterog.simulator.critical_path import Piece, critical_pieces, totals
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -27,6 +27,9 @@ from heterog.simulator.timeline import Timeline
 TUNED_UNIFORM = "tuned_uniform"
 SUFFICES = 0.01
 """Data parallelism is good enough where it takes at most this part longer than the best."""
+
+_MANY_TASKS = 20_000
+"""Of larger programs (many devices, or eight steps without a barrier) fewer are simulated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +177,7 @@ def explain(
                 evaluation.peak_memory_bytes,
                 *(row.peak_memory_bytes for row in rows if _uses_several(row)),
             ],
-            # Without a barrier a simulation is of eight steps.
-            evaluations=max(evaluations // program.num_steps, 1),
+            evaluations=max(int(evaluations * min(_MANY_TASKS / program.num_tasks, 1.0)), 10),
             progress=progress,
         )
     found_s = [evaluation.step_time_s] if evaluation.is_ok else []

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster
+from heterog.explain.changed_cluster import ChangeKind, possible_changes, strategies_with
+from heterog.explain.decided import what_was_decided
+from heterog.explain.explanation import Explanation, explain
+from heterog.explain.fit import RemedyKind, _choice, remedies
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.changed_cluster import ChangeKind, possible_changes, strategies_with
 from heterog.planners.data_parallel import device_speeds
-from heterog.planners.decided import what_was_decided
-from heterog.planners.explain import Explanation, explain
-from heterog.planners.fit import RemedyKind, _choice, remedies
 from heterog.planners.plan import Plan, make_plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
