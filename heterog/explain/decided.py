@@ -15,6 +15,9 @@ SYNC_NAMES = {
     Sync.HIERARCHICAL: "hierarchical all-reduce",
     Sync.REDUCE_SCATTER_ALL_GATHER: "reduce-scatter and all-gather",
     Sync.PARAMETER_SERVER: "parameter servers",
+    Sync.ZERO1: "ZeRO-1 (optimizer state in slices)",
+    Sync.ZERO2: "ZeRO-2 (optimizer state and gradients in slices)",
+    Sync.ZERO3: "ZeRO-3 (optimizer state, gradients and parameters in slices)",
 }
 
 

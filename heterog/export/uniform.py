@@ -14,6 +14,9 @@ _OTHER_COMMUNICATION = {
     Sync.PARAMETER_SERVER: "Parameter servers",
     Sync.HIERARCHICAL: "Hierarchical all-reduce",
     Sync.REDUCE_SCATTER_ALL_GATHER: "Reduce-scatter and all-gather with the plan's slices",
+    Sync.ZERO1: "ZeRO-1: optimizer state in slices",
+    Sync.ZERO2: "ZeRO-2: optimizer state and gradients in slices",
+    Sync.ZERO3: "ZeRO-3: optimizer state, gradients and parameters in slices",
 }
 
 

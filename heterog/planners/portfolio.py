@@ -14,6 +14,7 @@ import heterog.planners.data_parallel
 import heterog.planners.deeppool
 import heterog.planners.model_parallel
 import heterog.planners.pipeline
+import heterog.planners.poplar
 import heterog.planners.tuned_uniform
 import heterog.planners.two_segment
 

@@ -7,8 +7,9 @@
         __1_0.distcp
 
 Everything is kept by the name of its parameter and written once, by the rank whose copy counts; so
-a plan for other devices, shares, homes or another number of ranks finds what it needs. All ranks
-must see the folder.
+a plan for other devices, shares, homes or another number of ranks finds what it needs. What ranks
+own in slices (ZeRO) each writes as it has it: ``model.weight[10:20]`` are elements of the tensor,
+flattened. All ranks must see the folder.
 
 A new checkpoint gets a data folder of its own, and ``checkpoint.json`` is replaced when all of it
 is there: a crash at any time leaves the old one.
@@ -26,7 +27,8 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +58,38 @@ from heterog.errors import HeterogError, InputFileError, StrategyError
 from heterog.files import check_writable, read_json, write_json
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import TensorKind
+from heterog.runtime.checkpoint_slices import begun_here, load_slices, name_and_shape, own_parts
 from heterog.runtime.collectives import gather_texts
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import CHECKPOINT_INDEX
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Of a checkpoint with parts of tensors; 1 without, as before there were any."""
 _DATA = re.compile(r"data-(\d+)")
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """Where a tensor is: ``num_bytes`` of a file from ``offset`` on."""
+    """Where a tensor is: ``num_bytes`` of a file from ``offset`` on.
+
+    Of a part of a larger tensor, ``whole`` is the larger one's name, ``begin`` the part's first
+    element in it and ``whole_shape`` its shape.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     file: str
     offset: int
     num_bytes: int
+    whole: str = ""
+    begin: int = 0
+    whole_shape: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Of a part, the element after its last in the larger tensor."""
+        return self.begin + math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +107,7 @@ class SavedOptimizer:
     values: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Contents:
     """What a checkpoint holds, as ``checkpoint.json`` says it.
 
@@ -118,6 +134,32 @@ class Contents:
     tensors: Mapping[str, SavedTensor]
     states: Mapping[str, SavedOptimizer]
     extra: Mapping[str, Any]
+
+    @cached_property
+    def parts(self) -> Mapping[str, Sequence[str]]:
+        """Names of the parts of each tensor that was saved in parts, from first to last."""
+        found: dict[str, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            if tensor.whole:
+                found.setdefault(tensor.whole, []).append(name)
+        return {
+            whole: sorted(names, key=lambda name: self.tensors[name].begin)
+            for whole, names in found.items()
+        }
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a whole tensor.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        if name in self.parts:
+            return self.tensors[self.parts[name][0]].whole_shape
+        return self.tensors[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Dtype of a whole tensor."""
+        return self.tensors[self.parts[name][0] if name in self.parts else name].dtype
 
 
 def save_checkpoint(
@@ -156,9 +198,17 @@ def save_checkpoint(
                     "that all ranks share."
                 )
             own, states = _own_state(step)
+            parts = {part.name: part for part in own_parts(step)}
+            own |= {name: part.value for name, part in parts.items()}
             tensors = _write_tensors(own, data, step.rank)
+            tensors |= {
+                name: replace(
+                    tensors[name], whole=each.whole, begin=each.begin, whole_shape=each.whole_shape
+                )
+                for name, each in parts.items()
+            }
         # Parts of the index are small, and collected as text.
-        parts = gather_texts(json.dumps([_to_json(tensors), _to_json(states)]))
+        said = gather_texts(json.dumps([_to_json(tensors), _to_json(states)]))
         with _together():
             if step.rank == 0:
                 graph = step.captured.graph
@@ -170,8 +220,8 @@ def save_checkpoint(
                     optimizer=graph.optimizer,
                     num_steps=step.num_steps,
                     data=data.name,
-                    tensors=_tensors_from_json(_merge(json.loads(part)[0] for part in parts)),
-                    states=_states_from_json(_merge(json.loads(part)[1] for part in parts)),
+                    tensors=_tensors_from_json(_merge(json.loads(part)[0] for part in said)),
+                    states=_states_from_json(_merge(json.loads(part)[1] for part in said)),
                     extra=dict(extra or {}),
                 )
                 _publish(contents, index, data)
@@ -205,18 +255,33 @@ def load_checkpoint(step: DeployedStep, folder: str | Path) -> dict[str, Any]:
         contents = read_contents(folder)
         _check_fits(step, contents, folder)
         targets = _held_tensors(step)
+        stepped = _stepped(step)
         state_names = [
-            f"optimizer.{name}.{state}"
-            for name in _updated_names(step)
-            for state in contents.states[name].tensors
+            f"optimizer.{names[0]}.{state}"
+            for bucket, names in stepped
+            if bucket is None
+            for state in contents.states[names[0]].tensors
         ]
         loaded = _read_tensors(contents, Path(folder), [*targets, *state_names])
+        slices, slice_states = load_slices(
+            step,
+            lambda name, begin, end: _read_range(contents, Path(folder), name, begin, end),
+            contents.shape,
+            lambda name: contents.states[name].tensors,
+            lambda name: contents.states[name].values,
+        )
         options = _new_options(step, contents)
     with torch.no_grad():
         for name, value in targets.items():
             value.copy_(loaded[name])
+        for bucket_number, value in slices.items():
+            step.slices.own[bucket_number].copy_(value)
     states: dict[int, dict[str, Any]] = {}
-    for number, name in enumerate(_updated_names(step)):
+    for number, (bucket, (name, *_)) in enumerate(stepped):
+        if bucket is not None:
+            if bucket in slice_states:
+                states[number] = slice_states[bucket]
+            continue
         saved = contents.states[name]
         tensors = {key: loaded[f"optimizer.{name}.{key}"] for key in saved.tensors}
         if tensors or saved.values:
@@ -235,9 +300,9 @@ def read_contents(folder: str | Path) -> Contents:
     index = Path(folder) / CHECKPOINT_INDEX
     record = read_json(index, "checkpoint")
     version = record.get("schema_version") if isinstance(record, dict) else None
-    if version != SCHEMA_VERSION:
+    if version not in (1, SCHEMA_VERSION):
         raise InputFileError(
-            f"checkpoint {index} has schema_version {version!r}; this heterog reads "
+            f"checkpoint {index} has schema_version {version!r}; this heterog reads 1 to "
             f"{SCHEMA_VERSION}."
         )
     try:
@@ -262,8 +327,10 @@ def read_contents(folder: str | Path) -> Contents:
             _dtype(tensor.dtype)
         for name, state in contents.states.items():
             for key in state.tensors:
-                if f"optimizer.{name}.{key}" not in contents.tensors:
+                if f"optimizer.{name}.{key}" not in {**contents.tensors, **contents.parts}:
                     raise ValueError(f"'{key}' of {name} is nowhere")
+        for whole, names in contents.parts.items():
+            _check_complete(contents, whole, names)
     except KeyError as error:
         raise InputFileError(f"checkpoint {index}: field {error} is missing.") from error
     except (TypeError, ValueError, AttributeError) as error:
@@ -281,11 +348,18 @@ def _names(step: DeployedStep) -> list[str]:
     return [graph.tensors[parameter].name for _, parameter, _ in graph.updates]
 
 
-def _updated_names(step: DeployedStep) -> list[str]:
-    """Names of the parameters that this rank's optimizer has, in its order."""
+def _stepped(step: DeployedStep) -> list[tuple[int | None, list[str]]]:
+    """What this rank's optimizer has, in its order: (bucket of a slice, names of parameters)."""
     name_of = {id(value): name for name, value in step.model.named_parameters()}
-    groups = step.optimizer.param_groups
-    return [name_of[id(value)] for group in groups for value in group["params"]]
+    found: list[tuple[int | None, list[str]]] = []
+    for value in (value for group in step.optimizer.param_groups for value in group["params"]):
+        bucket = step.slices.of_parameter(value)
+        if bucket is None:
+            found.append((None, [name_of[id(value)]]))
+        else:
+            pieces = bucket.pieces(step.rank)
+            found.append((bucket.number, [name_and_shape(step, each.row)[0] for each in pieces]))
+    return found
 
 
 def _model_tensors(step: DeployedStep) -> dict[str, Tensor]:
@@ -304,9 +378,19 @@ def _model_tensors(step: DeployedStep) -> dict[str, Tensor]:
 def _held_tensors(step: DeployedStep) -> dict[str, Tensor]:
     """What a rank needs of the model: its parameters, those nobody trains, and all buffers."""
     graph = step.captured.graph
-    held = {graph.tensors[parameter].name for parameter in step.parameters}
+    held = {graph.tensors[parameter].name for parameter in step.parameters} - _in_slices(step)
     foreign = {f"model.{name}" for name in set(_names(step)) - held}
     return {name: value for name, value in _model_tensors(step).items() if name not in foreign}
+
+
+def _in_slices(step: DeployedStep) -> set[str]:
+    """Names of the parameters that no rank has whole."""
+    return {
+        name_and_shape(step, row)[0]
+        for bucket in step.buckets
+        if bucket.stage == 3
+        for row in bucket.rows
+    }
 
 
 def _owners(step: DeployedStep) -> dict[str, int]:
@@ -326,30 +410,34 @@ def _owners(step: DeployedStep) -> dict[str, int]:
         for tensor in node.inputs:
             if graph.tensors[tensor].kind == TensorKind.BUFFER:
                 owners.setdefault(f"model.{graph.tensors[tensor].name}", having[0])
-    return {name: owners.get(name, 0) for name in _model_tensors(step)}
+    parts = {f"model.{name}" for name in _in_slices(step)}
+    return {name: owners.get(name, 0) for name in _model_tensors(step) if name not in parts}
 
 
 def _own_state(step: DeployedStep) -> tuple[dict[str, Tensor], dict[str, SavedOptimizer]]:
     """(tensors, optimizer states by parameter) that this rank saves."""
     owners = _owners(step)
     model = _model_tensors(step)
-    own = {name: value for name, value in model.items() if owners[name] == step.rank}
+    own = {name: value for name, value in model.items() if owners.get(name) == step.rank}
     states: dict[str, SavedOptimizer] = {}
-    names = iter(_updated_names(step))
+    stepped = iter(_stepped(step))
     for group in step.optimizer.param_groups:
         options = {key: _plain(key, value) for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
-            name = next(names)
-            if owners[f"model.{name}"] != step.rank:
-                continue
+            bucket, (name, *_) = next(stepped)
             state = step.optimizer.state.get(parameter, {})
             kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-            own |= {f"optimizer.{name}.{key}": value.detach() for key, value in kept.items()}
-            states[name] = SavedOptimizer(
-                options=options,
-                tensors=tuple(kept),
-                values={key: _plain(key, state[key]) for key in state if key not in kept},
-            )
+            values = {key: _plain(key, state[key]) for key in state if key not in kept}
+            saved = SavedOptimizer(options=options, tensors=tuple(kept), values=values)
+            if bucket is not None:
+                # Of each parameter that begins here; the slices' elements are saved as parts.
+                kept = {key: v for key, v in kept.items() if v.shape != parameter.shape}
+                mine = begun_here(step, bucket)
+            else:
+                mine = [name] if owners[f"model.{name}"] == step.rank else []
+            for each in mine:
+                own |= {f"optimizer.{each}.{key}": value.detach() for key, value in kept.items()}
+                states[each] = saved
     return own, states
 
 
@@ -381,12 +469,14 @@ def _like(current: Any, saved: Any) -> Any:
 
 def _new_options(step: DeployedStep, contents: Contents) -> list[dict[str, Any]]:
     """This rank's parameter groups with the saved options."""
-    names = iter(enumerate(_updated_names(step)))
+    names = iter(
+        (number, name) for number, (_, each) in enumerate(_stepped(step)) for name in each
+    )
     # A rank that updates nothing has an empty group, for the sake of schedulers.
     some = [*(state.options for state in contents.states.values()), {}][:1]
     result = []
     for group in step.optimizer.param_groups:
-        members = [next(names) for _ in group["params"]]
+        members = list(names)  # torch makes one group of what it is given
         options = [contents.states[name].options for _, name in members] or some
         for (_, name), other in zip(members, options, strict=False):
             if other != options[0]:
@@ -396,7 +486,8 @@ def _new_options(step: DeployedStep, contents: Contents) -> list[dict[str, Any]]
                 )
         # Also those that a scheduler has added.
         saved = {key: _like(group.get(key), value) for key, value in options[0].items()}
-        result.append({**group, **saved, "params": [number for number, _ in members]})
+        numbers = list(dict.fromkeys(number for number, _ in members))
+        result.append({**group, **saved, "params": numbers})
     return result
 
 
@@ -407,8 +498,8 @@ def _check_fits(step: DeployedStep, contents: Contents, folder: str | Path) -> N
     """Refuse a checkpoint of another model or optimizer."""
     what = f"checkpoint {folder} of '{contents.model}'"
     saved = {
-        name.removeprefix("model."): (tensor.shape, tensor.dtype)
-        for name, tensor in contents.tensors.items()
+        name.removeprefix("model."): (contents.shape(name), contents.dtype(name))
+        for name in dict.fromkeys(each.whole or name for name, each in contents.tensors.items())
         if name.startswith("model.")
     }
     here = {
@@ -436,6 +527,19 @@ def _check_fits(step: DeployedStep, contents: Contents, folder: str | Path) -> N
 
 def _describe(tensor: tuple[tuple[int, ...], str] | None) -> str:
     return "missing" if tensor is None else f"{tensor[0]} {tensor[1]}"
+
+
+def _check_complete(contents: Contents, whole: str, names: Sequence[str]) -> None:
+    """The parts of a tensor follow one another and are all there."""
+    shape, dtype = contents.shape(whole), contents.dtype(whole)
+    end = 0
+    for name in names:
+        part = contents.tensors[name]
+        if part.begin != end or (part.whole_shape, part.dtype) != (shape, dtype):
+            raise ValueError(f"{name} does not follow element {end} of {whole}")
+        end = part.end
+    if end != math.prod(shape):
+        raise ValueError(f"{whole} ends at element {end} of {math.prod(shape)}")
 
 
 def _check_files(contents: Contents, folder: Path) -> None:
@@ -523,7 +627,32 @@ def _write_tensors(own: Mapping[str, Tensor], data: Path, rank: int) -> dict[str
 
 
 def _read_tensors(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors of these names."""
+    """The tensors of these names, put together where they were saved in parts."""
+    single = [each for name in names for each in contents.parts.get(name, [name])]
+    loaded = _read_saved(contents, folder, single)
+    for name in names:
+        if name in contents.parts:
+            parts = [loaded.pop(each) for each in contents.parts[name]]
+            loaded[name] = torch.cat(parts).view(contents.shape(name))
+    return loaded
+
+
+def _read_range(contents: Contents, folder: Path, name: str, begin: int, end: int) -> Tensor:
+    """Elements of a flattened tensor, from the parts that have some."""
+    if name not in contents.parts:
+        return _read_saved(contents, folder, [name])[name].reshape(-1)[begin:end].clone()
+    found = []
+    for each in contents.parts[name]:
+        part = contents.tensors[each]
+        low, high = max(begin, part.begin), min(end, part.end)
+        if low < high:
+            value = _read_saved(contents, folder, [each])[each]
+            found.append(value[low - part.begin : high - part.begin])
+    return torch.cat(found)
+
+
+def _read_saved(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors and parts as they were saved."""
     loaded = {
         name: torch.empty(contents.tensors[name].shape, dtype=_dtype(contents.tensors[name].dtype))
         for name in names
@@ -547,7 +676,9 @@ def _publish(contents: Contents, index: Path, data: Path) -> None:
     with (data / ".metadata").open("wb") as file:
         pickle.dump(_metadata(contents), file)
     try:
-        write_json(index, {"schema_version": SCHEMA_VERSION, **asdict(contents)})
+        version = SCHEMA_VERSION if contents.parts else 1
+        record = {"schema_version": version, **asdict(contents)}
+        write_json(index, {**record, "tensors": _to_json(contents.tensors)})
     except (TypeError, ValueError) as error:
         raise StrategyError(f"'extra' cannot be saved as JSON: {error}.") from error
     for path in index.parent.iterdir():
@@ -574,7 +705,12 @@ def _metadata(contents: Contents) -> Metadata:
 
 
 def _to_json(items: Mapping[str, SavedTensor | SavedOptimizer]) -> dict[str, Any]:
-    return {name: asdict(item) for name, item in items.items()}
+    records = {name: asdict(item) for name, item in items.items()}
+    for record in records.values():
+        if not record.get("whole", True):  # not a part
+            for field in ("whole", "begin", "whole_shape"):
+                del record[field]
+    return records
 
 
 def _tensors_from_json(record: Mapping[str, Any]) -> dict[str, SavedTensor]:
@@ -585,6 +721,9 @@ def _tensors_from_json(record: Mapping[str, Any]) -> dict[str, SavedTensor]:
             file=str(each["file"]),
             offset=int(each["offset"]),
             num_bytes=int(each["num_bytes"]),
+            whole=str(each.get("whole", "")),
+            begin=int(each.get("begin", 0)),
+            whole_shape=tuple(int(size) for size in each.get("whole_shape", ())),
         )
         for name, each in record.items()
     }

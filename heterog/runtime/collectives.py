@@ -54,18 +54,6 @@ class Pending:
         return self._value
 
 
-class _Works:
-    """Several communications that end together."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Until all are done."""
-        for work in self._works:
-            work.wait()
-
-
 class _Sending:
     """Sends to one rank: holds each tensor until it has been sent.
 
@@ -78,23 +66,23 @@ class _Sending:
         self._under_way: queue.SimpleQueue[tuple[dist.Work, Tensor]] = queue.SimpleQueue()
         self._on_gpu: list[tuple[dist.Work, Tensor]] = []
         self._sent: list[Tensor] = []
-        self._num_left = 0
+        self._num_added = self._num_done = 0
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    def add(self, work: dist.Work, tensor: Tensor) -> None:
-        """Hold a tensor until its send is done."""
+    def add(self, work: dist.Work, tensor: Tensor) -> int:
+        """Hold a tensor until its send is done; the number of sends so far, for ``wait``."""
         if tensor.is_cuda:
             self._on_gpu.append((work, tensor))
-            return
+            return 0
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait, daemon=True)
             self._thread.start()
-        with self._changed:
-            self._num_left += 1
+        self._num_added += 1
         self._under_way.put((work, tensor))
         self.release()
+        return self._num_added
 
     def release(self) -> None:
         """Let go what has been sent, in the thread that made it: profilers count by thread."""
@@ -110,8 +98,16 @@ class _Sending:
         for work, _ in self._on_gpu:
             work.wait()
         self._on_gpu.clear()
+        self.wait(self._num_added)
+
+    def wait(self, number: int) -> None:
+        """Until the first ``number`` sends are done, on a CPU; let their tensors go.
+
+        Raises:
+            RuntimeError: the connection was lost.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._num_left == 0 or self._error is not None)
+            self._changed.wait_for(lambda: self._num_done >= number or self._error is not None)
         if self._error is not None:
             raise self._error
         self.release()
@@ -129,9 +125,28 @@ class _Sending:
             with self._changed:
                 self._sent.append(tensor)
                 del work, tensor
-                self._num_left -= 1
-                if self._num_left == 0:
-                    self._changed.notify_all()
+                self._num_done += 1
+                self._changed.notify_all()
+
+
+class _Works:
+    """Several communications that end together."""
+
+    def __init__(
+        self, works: Sequence[dist.Work], sends: Sequence[tuple[_Sending, int]] = ()
+    ) -> None:
+        self._works = works
+        self._sends = sends
+
+    def wait(self) -> None:
+        """Until what is received is there."""
+        for work in self._works:
+            work.wait()
+
+    def wait_for_sends(self) -> None:
+        """Until what is sent may be let go."""
+        for sending, number in self._sends:
+            sending.wait(number)
 
 
 class Communicator:
@@ -205,6 +220,91 @@ class Communicator:
         work = self._exchange([own] * len(devices), slices, devices)
         return self._pending(work, lambda: tensor)
 
+    def reduce_scatter_slices(
+        self,
+        tensor: Tensor | None,
+        devices: tuple[int, ...],
+        counts: Sequence[int],
+        senders: Sequence[int],
+        *,
+        like: Tensor,
+        before: Pending | None = None,
+        in_place: bool = False,
+    ) -> Pending:
+        """Sum the slices of flat tensors that some of the devices have.
+
+        Args:
+            tensor: this rank's; ``None`` if it is not one of ``senders``.
+            devices: each gets the sum of its slice, the others' tensors may end.
+            counts: elements of each device's slice.
+            senders: devices that have a tensor.
+            like: has the slices' dtype and device.
+            before: a slice that the sum is added to.
+            in_place: the sum may overwrite this rank's own slice of ``tensor``.
+        """
+        index = devices.index(self.rank)
+        nothing = like.new_empty(0)
+        slices = [nothing] * len(devices)
+        if tensor is not None:
+            slices = list(torch.split(tensor, list(counts)))
+        own, slices[index] = slices[index], nothing
+        received = [
+            like.new_empty(counts[index]) if d in senders and d != self.rank else nothing
+            for d in devices
+        ]
+
+        def finish() -> Tensor:
+            parts = [part for part in received if part is not nothing]
+            if tensor is not None:
+                parts.append(own)
+            if before is not None:
+                total = before.wait()
+            elif in_place and tensor is not None:
+                total = parts.pop()
+            else:
+                total = parts.pop(0)
+                total = total.clone() if total is own else total
+            for part in parts:
+                total.add_(part)
+            return total
+
+        works = self._exchange(slices, received, devices)
+        if in_place:
+            return self._pending(works, finish)
+        del slices
+
+        def finish_and_let_go() -> Tensor:
+            total = finish()
+            works.wait_for_sends()
+            return total
+
+        return self._pending(works, finish_and_let_go)
+
+    def gather_slices(
+        self,
+        own: Tensor,
+        devices: tuple[int, ...],
+        counts: Sequence[int],
+        receivers: Sequence[int],
+    ) -> Pending | None:
+        """Bring the slices of all devices together on some of them, in a new flat tensor.
+
+        Returns:
+            The whole, or ``None`` if this rank is not one of ``receivers``.
+        """
+        nothing = own.new_empty(0)
+        received = [nothing] * len(devices)
+        whole = nothing
+        if self.rank in receivers:
+            whole = own.new_empty(sum(counts))
+            received = list(torch.split(whole, list(counts)))
+            index = devices.index(self.rank)
+            received[index].copy_(own)
+            received[index] = nothing
+        sent = [own if d in receivers else nothing for d in devices]
+        work = self._exchange(sent, received, devices)
+        return self._pending(work, lambda: whole) if self.rank in receivers else None
+
     def all_gather(
         self,
         part: Tensor,
@@ -246,15 +346,17 @@ class Communicator:
         for index in others:
             if received[index].numel():
                 works.append(dist.irecv(received[index], devices[index], group=group))
+        sends = []
         for index in others:
             if sent[index].numel():
-                tensor = sent[index].contiguous()
-                self._keep(dist.isend(tensor, devices[index], group), tensor, devices[index])
-        return _Works([work for work in works if work is not None])
+                tensor, dst = sent[index].contiguous(), devices[index]
+                sends.append(self._keep(dist.isend(tensor, dst, group), tensor, dst))
+        return _Works([work for work in works if work is not None], sends)
 
-    def _keep(self, work: dist.Work | None, tensor: Tensor, dst: int) -> None:
+    def _keep(self, work: dist.Work | None, tensor: Tensor, dst: int) -> tuple[_Sending, int]:
         assert work is not None
-        self._sending.setdefault(dst, _Sending()).add(work, tensor)
+        sending = self._sending.setdefault(dst, _Sending())
+        return sending, sending.add(work, tensor)
 
     def _pending(self, work: "dist.Work | _Works | None", finish: Callable[[], Tensor]) -> Pending:
         return Pending(work, finish, self.recorder.waiting() if self.recorder else None)

@@ -19,6 +19,7 @@ from heterog.planners.plan import Plan
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets
 from heterog.runtime.recorder import TaskTimes, gather_task_times
+from heterog.runtime.slices import SlicedBucket, Slices, release, sliced_buckets
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import FloatArray, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision
@@ -38,6 +39,8 @@ class DeployedStep:
         rank: this rank.
         plan: that is run.
         captured: the step, captured on this rank.
+        buckets: of parameters that are updated in slices (ZeRO), all of the plan.
+        slices: what this rank owns of them.
         optimizer: of the parameters that this rank updates; where there are none it is there all
             the same, so that every rank can make the same scheduler. Its options may be changed at
             any time: an update uses those that held when its own step was called. Its state is up
@@ -78,13 +81,18 @@ class DeployedStep:
         held = set(self._held_parameters())
         for _, tensor, _ in graph.updates:
             if tensor not in held:
-                # Its shape stays, its memory is given back.
-                parameter = named[self._names[tensor]]
-                parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+                release(named[self._names[tensor]])
+        self.buckets = sliced_buckets(graph, plan.strategy, program)
+        self.slices = Slices(
+            self.buckets,
+            self.rank,
+            {row: named[self._names[each]] for row, (_, each, _) in enumerate(graph.updates)},
+        )
         self._parameters: dict[int, nn.Parameter] = {
             parameter: named[self._names[parameter]] for parameter in self._held_parameters()
         }
         updated = [named[self._names[parameter]] for parameter in self._updated_parameters()]
+        updated += self.slices.stepped()
         self.optimizer = _make_optimizer(workload, updated)
         self._executor = StepExecutor(
             self.captured,
@@ -96,6 +104,7 @@ class DeployedStep:
             parameters=self._parameters,
             buffers=self._buffers(named),
             optimizer=self.optimizer,
+            slices=self.slices,
             max_grad_norm=max_grad_norm,
             seed=seed,
         )
@@ -106,7 +115,10 @@ class DeployedStep:
 
     @property
     def model(self) -> nn.Module:
-        """The module; parameters that this rank does not hold are zeros without memory."""
+        """The module; parameters that this rank does not hold are zeros without memory.
+
+        So are those that ranks hold in slices (ZeRO-3).
+        """
         self.flush()
         return self._model
 
@@ -177,9 +189,10 @@ class DeployedStep:
         graph = self.captured.graph
         named = dict(self._model.named_parameters())
         state = {name: value.detach().clone() for name, value in self._model.state_dict().items()}
+        sliced = {row for bucket in self.buckets if bucket.stage == 3 for row in bucket.rows}
         for row, (_, parameter, _) in enumerate(graph.updates):
             owner = self._owner(row)
-            if owner == 0:
+            if owner == 0 or row in sliced:
                 continue
             name = self._names[parameter]
             value = named[name].detach()
@@ -189,11 +202,34 @@ class DeployedStep:
                 received = torch.empty_like(value)
                 dist.recv(received, owner)
                 state[name] = received
+        for bucket in self.buckets:
+            if bucket.stage == 3:
+                self._collect(bucket, state)
         if self.rank != 0:
             return None
         for name, twin in _tied_names(self._model).items():
             state[name] = state[twin]
         return state
+
+    def _collect(self, bucket: SlicedBucket, state: dict[str, Tensor]) -> None:
+        """Bring the slices of a bucket together on rank 0."""
+        own = self.slices.own.get(bucket.number)
+        if self.rank != 0:
+            if own is not None and own.numel():
+                dist.send(own.detach(), 0)
+            return
+        names = [self._names[self.captured.graph.updates[row][1]] for row in bucket.rows]
+        flat = state[names[0]].new_empty(bucket.num_elements)
+        for device, part in zip(
+            bucket.devices, torch.split(flat, list(bucket.counts)), strict=True
+        ):
+            if device == 0:
+                assert own is not None
+                part.copy_(own.detach())
+            elif part.numel():
+                dist.recv(part, device)
+        for name, part in zip(names, torch.split(flat, list(bucket.sizes)), strict=True):
+            state[name] = part.view(state[name].shape)
 
     def _owner(self, row: int) -> int:
         """Rank whose copy of a parameter counts."""
@@ -218,10 +254,13 @@ class DeployedStep:
         ]
 
     def _updated_parameters(self) -> list[int]:
-        """Parameters that this rank's optimizer steps."""
+        """Parameters that this rank's optimizer steps whole."""
         graph = self.captured.graph
         updated = []
+        sliced = {row for bucket in self.buckets for row in bucket.rows}
         for row, (_, parameter, _) in enumerate(graph.updates):
+            if row in sliced:
+                continue
             home = self.plan.strategy.homes[row]
             if home == self.rank or (
                 home == REPLICATED and self.rank in self._decision(row).devices

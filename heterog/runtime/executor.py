@@ -27,6 +27,7 @@ from heterog.runtime.optimizer import StepUpdates, Updates
 from heterog.runtime.random_stream import RandomStream
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import Recorder as Recorder
+from heterog.runtime.slices import Slices
 from heterog.runtime.step_order import LOSS, NORM, step_order
 from heterog.runtime.values import Held, Values
 from heterog.strategy.program import Program, TaskKind
@@ -46,6 +47,7 @@ class StepExecutor:
         parameters: this rank's parameters by tensor id.
         buffers: the model's buffers and constants by tensor id.
         optimizer: steps the parameters that this rank updates.
+        slices: of parameters, that this rank owns.
         max_grad_norm: gradients of a larger norm, over all parameters, are scaled down to it.
         seed: of random ops; the same on all ranks.
 
@@ -65,6 +67,7 @@ class StepExecutor:
         parameters: Mapping[int, nn.Parameter],
         buffers: Mapping[int, Tensor],
         optimizer: torch.optim.Optimizer | None,
+        slices: Slices | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
     ) -> None:
@@ -87,7 +90,10 @@ class StepExecutor:
         self._turns, self._end = step_order(self._part, task_order, clips=clips).for_rank(
             self._part
         )
-        self._updates = Updates(self._part, parameters, optimizer, communicator, device)
+        self._slices = slices or Slices([], rank, {})
+        self._updates = Updates(
+            self._part, parameters, optimizer, communicator, device, self._slices
+        )
         self._values = Values(
             self._part,
             self._ops,
@@ -141,7 +147,9 @@ class StepExecutor:
             self._communicator.flush()
         self._values.begin(batch)
         self._losses.begin()
-        gradients = Gradients(self._part, self._values, self._parameters, self._communicator)
+        gradients = Gradients(
+            self._part, self._values, self._parameters, self._communicator, self._slices
+        )
         step = StepUpdates(gradients, self._updates.options())
         loss_work = None
         with torch.no_grad():
@@ -207,11 +215,15 @@ class StepExecutor:
         elif kind == TaskKind.ACCUMULATE:
             step.gradients.accumulate(task, subject)
         elif kind == TaskKind.FLATTEN:
-            step.gradients.flatten(subject)
+            step.gradients.flatten(subject, micro)
         elif kind == TaskKind.SUM:
             step.gradients.add_pushed(subject)
         elif kind == TaskKind.PUSH:
             step.gradients.push(task, subject)
+        elif kind == TaskKind.REDUCE_SCATTER and subject in self._part.sliced:
+            step.gradients.scatter(task, subject, micro)
+        elif kind == TaskKind.GATHER_PARAMETERS:
+            self._gather(task, subject)
         elif kind in (TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER):
             step.gradients.synchronise(task, kind, subject)
         elif kind == TaskKind.UPDATE:
@@ -220,6 +232,18 @@ class StepExecutor:
             self._updates.pull(task, subject)
         else:
             self._conversions.run(task, kind, subject, micro)
+
+    def _gather(self, task: int, number: int) -> None:
+        """Gather the parameters of a bucket: for good, or for the ops that read them next."""
+        if self._part.ends_update(task):
+            self._updates.gather(number)
+            return
+        bucket = self._part.sliced[number]
+        made = {int(self.program.buffer_device[b]): b for b in self._part.made(task)}
+        own = self._updates.own_slice(number)
+        whole = self._communicator.gather_slices(own, bucket.devices, bucket.counts, list(made))
+        if whole is not None:
+            self._values.held[made[self.rank]] = Held(whole)
 
     def _compute(self, task: int, row: int, micro: int, gradients: Gradients) -> None:
         part, values = self._part, self._values

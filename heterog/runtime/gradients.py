@@ -7,6 +7,7 @@ from torch import Tensor
 
 from heterog.runtime.collectives import Communicator, Pending, slice_counts
 from heterog.runtime.rank_program import Layout, RankProgram
+from heterog.runtime.slices import Slices
 from heterog.runtime.values import Values
 from heterog.strategy.program import TaskKind
 
@@ -21,6 +22,7 @@ class Gradients:
         values: of the step.
         parameters: this rank's parameters by tensor id.
         communicator: talks to the other ranks.
+        slices: that this rank owns.
     """
 
     def __init__(
@@ -29,8 +31,10 @@ class Gradients:
         values: Values,
         parameters: Mapping[int, Tensor],
         communicator: Communicator,
+        slices: Slices,
     ) -> None:
         self._part = part
+        self._own_slices = slices
         self._values = values
         self._parameters = parameters
         self._communicator = communicator
@@ -42,6 +46,10 @@ class Gradients:
         self._flat: dict[int, Tensor] = {}  # by bucket, as the next two
         self._slices: dict[int, Pending] = {}
         self._totals: dict[int, Pending] = {}
+        # Under ZeRO-2 and -3, which scatter each micro-batch's gradients.
+        self._of_micro: dict[tuple[int, int], Tensor] = {}  # by row and micro-batch
+        self._flat_of_micro: dict[tuple[int, int], Tensor] = {}  # by bucket and micro-batch
+        self._scattered: list[Pending] = []  # those that nobody has waited for
 
     def keep(self, task: int, layout: Layout | None, micro: int) -> None:
         """Keep the gradients that an op has made."""
@@ -53,7 +61,11 @@ class Gradients:
                 gradient, _ = self._values.tensor(
                     part.graph.updates[row][2], False, near, layout, micro
                 )
-                self._put(row, micro, gradient)
+                bucket = part.sliced_bucket(row)
+                if bucket is not None and bucket.stage > 1:
+                    self._of_micro[row, micro] = gradient
+                else:
+                    self._put(row, micro, gradient)
 
     def _put(self, row: int, micro: int, gradient: Tensor | Pending) -> None:
         if (row, micro) in self._part.accumulated:
@@ -71,20 +83,25 @@ class Gradients:
         else:
             own += fresh
 
-    def flatten(self, bucket: int) -> None:
-        """Copy gradients into their bucket."""
+    def flatten(self, bucket: int, micro: int) -> None:
+        """Copy gradients into their bucket, if there is more than one."""
         members = self._part.bucket_members[bucket]
+        sliced = self._part.sliced.get(bucket)
+        if sliced is not None and sliced.stage > 1:
+            # Let go what was scattered before: ranks that run ahead would keep all of it.
+            while len(self._scattered) > 1:
+                self._scattered.pop(0).wait()
+            if len(members) == 1:
+                return
+            parts = [self._of_micro.pop((row, micro)).reshape(-1) for row in members]
+            self._flat_of_micro[bucket, micro] = torch.cat(parts)
+            return
         self._flat[bucket] = torch.cat([self._take_own(row).reshape(-1) for row in members])
 
     def synchronise(self, task: int, kind: TaskKind, bucket: int) -> None:
         """Issue a collective of a bucket."""
         channel = self._part.channel(task)
-        if bucket not in self._flat:
-            own = self._take_own(bucket).reshape(-1)
-            # Collectives add in place: not where somebody still reads the gradient.
-            is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
-            self._flat[bucket] = own.clone() if is_shared else own
-        flat = self._flat[bucket]
+        flat = self._take_flat(task, bucket, 0, in_place=True)
         if kind == TaskKind.ALL_REDUCE:
             self._totals[bucket] = self._communicator.all_reduce(flat, channel.devices)
             return
@@ -94,6 +111,46 @@ class Gradients:
             return
         self._slices.pop(bucket).wait()
         self._totals[bucket] = self._communicator.all_gather_slices(flat, channel.devices, counts)
+
+    def scatter(self, task: int, number: int, micro: int) -> None:
+        """Issue the reduce-scatter of a bucket that is updated in slices."""
+        bucket = self._part.sliced[number]
+        senders = self._part.senders(bucket, micro)
+        before = self._slices.get(number)
+        flat: Tensor | None = None
+        if self._part.rank in senders:
+            flat = self._take_flat(task, number, micro, in_place=bucket.stage == 1)
+        self._slices[number] = self._communicator.reduce_scatter_slices(
+            flat,
+            bucket.devices,
+            bucket.counts,
+            senders,
+            like=self._own_slices.own[number].detach(),
+            before=before,
+            in_place=bucket.stage == 1,
+        )
+        if bucket.stage > 1:
+            if flat is None:  # it has flattened nothing
+                for pending in self._scattered:
+                    pending.wait()
+                self._scattered.clear()
+            self._scattered.append(self._slices[number])
+
+    def _take_flat(self, task: int, bucket: int, micro: int, *, in_place: bool) -> Tensor:
+        """This rank's gradients of a bucket, flat."""
+        if not in_place:
+            flat = self._flat_of_micro.pop((bucket, micro), None)
+            return self._of_micro.pop((bucket, micro)).reshape(-1) if flat is None else flat
+        if bucket not in self._flat:
+            own = self._take_own(bucket).reshape(-1)
+            # Collectives add in place: not where somebody still reads the gradient.
+            is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
+            self._flat[bucket] = own.clone() if is_shared else own
+        return self._flat[bucket]
+
+    def slice_total(self, bucket: int) -> Tensor:
+        """This rank's slice of a bucket's gradients, summed over devices and micro-batches."""
+        return self._slices[bucket].wait()
 
     def push(self, task: int, row: int) -> None:
         """Send a gradient to where it is added or missing, or receive it."""

@@ -7,7 +7,7 @@ the optimizer had when its own step was called.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.gradients import Gradients
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import Recorder
+from heterog.runtime.slices import Slices
 
 Options = list[dict[str, Any]]
 """What each of the optimizer's parameter groups says, but for its parameters."""
@@ -34,11 +35,13 @@ class StepUpdates:
         gradients: of the step.
         options: the optimizer's when the step was called.
         scale: clipping multiplies every gradient by it; ``None`` leaves them as they are.
+        updated: by bucket that is updated in slices, how many of its parameters may be stepped.
     """
 
     gradients: Gradients
     options: Options
     scale: Tensor | None = None
+    updated: dict[int, int] = field(default_factory=dict)
 
 
 class Updates:
@@ -50,6 +53,7 @@ class Updates:
         optimizer: steps those that this rank updates; ``None`` if there are none.
         communicator: talks to the other ranks.
         device: where this rank computes.
+        slices: that this rank owns.
 
     Attributes:
         recorder: told about every call of the optimizer.
@@ -63,6 +67,7 @@ class Updates:
         optimizer: torch.optim.Optimizer | None,
         communicator: Communicator,
         device: torch.device,
+        slices: Slices,
     ) -> None:
         self.recorder: Recorder | None = None
         self.norm: Tensor | None = None
@@ -71,12 +76,17 @@ class Updates:
         self._optimizer = optimizer
         self._communicator = communicator
         self._device = device
+        self._slices = slices
         self._owned = [
-            row for row in range(len(part.graph.updates)) if part.owner(row) == part.rank
+            row
+            for row in range(len(part.graph.updates))
+            if part.owner(row) == part.rank and part.sliced_bucket(row) is None
         ]
         self._step: StepUpdates | None = None  # that all waiting parameters belong to
         self._waiting: dict[int, int] = {}  # row by tensor id
+        self._waiting_slices: dict[int, None] = {}  # by bucket
         self._arriving: dict[int, Pending] = {}  # by tensor id
+        self._gathering: dict[int, Pending] = {}  # by bucket
 
     def options(self) -> Options:
         """The optimizer's options as they are now."""
@@ -97,12 +107,38 @@ class Updates:
             self._arriving.pop(tensor).wait()
         if tensor in self._waiting:
             self.step()
+        if self._gathering:
+            bucket = self._part.sliced_of_tensor.get(tensor)
+            if bucket is not None and bucket.number in self._gathering:
+                self._gathering.pop(bucket.number).wait()
         return self._parameters[tensor]
 
+    def own_slice(self, bucket: int) -> Tensor:
+        """This rank's slice of a bucket's parameters, up to date."""
+        if bucket in self._waiting_slices:
+            self.step()
+        return self._slices.own[bucket].detach()
+
+    def gather(self, bucket: int) -> None:
+        """Bring a bucket's new slices to all devices that keep its parameters whole."""
+        self.own_slice(bucket)
+        sliced = self._part.sliced[bucket]
+        whole = self._slices.whole[bucket]
+        self._gathering[bucket] = self._communicator.all_gather_slices(
+            whole, sliced.devices, sliced.counts
+        )
+
     def update(self, row: int, step: StepUpdates) -> None:
-        """From now on a parameter may be stepped."""
-        assert not self._waiting or self._step is step
+        """From now on a parameter, or this rank's slice of it, may be stepped."""
+        assert not (self._waiting or self._waiting_slices) or self._step is step
         self._step = step
+        bucket = self._part.sliced_bucket(row)
+        if bucket is not None:
+            # A slice cuts through parameters: all of them must be free to change.
+            step.updated[bucket.number] = step.updated.get(bucket.number, 0) + 1
+            if step.updated[bucket.number] == len(bucket.rows):
+                self._waiting_slices[bucket.number] = None
+            return
         self._waiting[self._part.graph.updates[row][1]] = row
 
     def pull(self, task: int, row: int) -> None:
@@ -123,20 +159,24 @@ class Updates:
 
     def wait_for_issued(self) -> None:
         """Wait for the parameters that are on their way."""
-        for pending in self._arriving.values():
+        for pending in (*self._arriving.values(), *self._gathering.values()):
             pending.wait()
         self._arriving.clear()
+        self._gathering.clear()
 
     def clip(self, step: StepUpdates, max_norm: float) -> None:
         """Find by how much the gradients are scaled down to a norm over all parameters.
 
         The formula, and what happens to a norm that is not finite, are those of
         ``torch.nn.utils.clip_grad_norm_``: scale = min(1, max_norm / (norm + 1e-6)). Each
-        parameter's total gradient counts once, on the rank that owns it.
+        parameter's total gradient counts once, on the rank that owns it, and so does each slice.
         """
         # In double precision: squares of large norms overflow where the norms do not.
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        norms = [torch.linalg.vector_norm(step.gradients.total(row)) for row in self._owned]
+        gradients = step.gradients
+        parts = [gradients.total(row) for row in self._owned]
+        parts += [gradients.slice_total(n) for n, own in self._slices.own.items() if own.numel()]
+        norms = [torch.linalg.vector_norm(part) for part in parts]
         if norms:
             squares += torch.stack([norm.double() for norm in norms]).square().sum()
         dist.all_reduce(squares)
@@ -145,16 +185,20 @@ class Updates:
 
     def step(self) -> None:
         """Step the parameters that wait for it, in one call of the optimizer."""
-        if not self._waiting:
+        if not self._waiting and not self._waiting_slices:
             return
         assert self._optimizer is not None
         assert self._step is not None
-        for tensor, row in self._waiting.items():
-            gradient = self._step.gradients.total(row).contiguous()
-            if self._step.scale is not None:
-                gradient = gradient * self._step.scale.to(gradient.dtype)
-            self._parameters[tensor].grad = gradient
+        gradients, scale = self._step.gradients, self._step.scale
+        targets = [
+            *((self._parameters[t], gradients.total(row)) for t, row in self._waiting.items()),
+            *((self._slices.own[n], gradients.slice_total(n)) for n in self._waiting_slices),
+        ]
+        for parameter, total in targets:
+            gradient = total.contiguous()
+            parameter.grad = gradient if scale is None else gradient * scale.to(gradient.dtype)
         rows = list(self._waiting.values())
+        rows += [row for n in self._waiting_slices for row in self._part.sliced[n].rows]
         if self.recorder is not None:
             self.recorder.begin_update(rows)
         with (
@@ -164,9 +208,10 @@ class Updates:
             self._optimizer.step()
         if self.recorder is not None:
             self.recorder.end_update(rows)
-        for tensor in self._waiting:
-            self._parameters[tensor].grad = None
+        for parameter, _ in targets:
+            parameter.grad = None
         self._waiting.clear()
+        self._waiting_slices.clear()
         self._step = None  # its gradients are not needed any more
 
 

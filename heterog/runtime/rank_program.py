@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.runtime.slices import SlicedBucket, sliced_buckets
 from heterog.strategy.channels import Channel
 from heterog.strategy.lowering import micro_shares
 from heterog.strategy.program import Program, TaskKind
@@ -13,6 +14,11 @@ from heterog.strategy.tables import graph_tables
 
 Near = dict[tuple[int, bool], int]
 """Buffer of each value that a task reads, by (value, whether it was made whole)."""
+
+
+def gathered(bucket: int) -> tuple[int, bool]:
+    """Stands for a value: the parameters of a bucket, gathered for some ops."""
+    return -2 - bucket, True
 
 
 class Layout:
@@ -72,6 +78,8 @@ class RankProgram:
         accumulated: (row, micro-batch) of the gradients that this rank adds to those before.
         bucket_members: rows of each bucket, in the order in which they lie in it.
         bucket_begin: first element of each row in its bucket.
+        sliced: buckets that are updated in slices, by number.
+        sliced_of_tensor: the same by tensor id of the parameters in them.
     """
 
     def __init__(self, graph: OpGraph, strategy: Strategy, program: Program, rank: int) -> None:
@@ -99,6 +107,12 @@ class RankProgram:
         self.bucket_members: dict[int, list[int]] = {}
         self.bucket_begin: dict[int, int] = {}
         self._fill_buckets()
+        self.sliced: dict[int, SlicedBucket] = {
+            bucket.number: bucket for bucket in sliced_buckets(graph, strategy, program)
+        }
+        self.sliced_of_tensor: dict[int, SlicedBucket] = {
+            graph.updates[row][1]: bucket for bucket in self.sliced.values() for row in bucket.rows
+        }
         self._buffer_start: list[int] = program.buffer_start.tolist()
         self._reads_of: dict[int, list[int]] = {}
         self._near_of: dict[int, Near] = {}
@@ -129,6 +143,23 @@ class RankProgram:
             return home
         group = int(self._group[self.graph.updates[row][0]])
         return self.strategy.decisions[group].devices[0]
+
+    def sliced_bucket(self, row: int) -> SlicedBucket | None:
+        """The bucket in which a parameter is updated in slices, if it is."""
+        return self.sliced.get(int(self.program.bucket[row]))
+
+    def senders(self, bucket: SlicedBucket, micro: int) -> list[int]:
+        """Devices that have gradients to scatter: those with samples."""
+        layout = self._layouts[int(self._group[self.graph.updates[bucket.number][0]])]
+        micros = range(self.num_micro) if bucket.stage == 1 else (micro,)
+        return [d for d in layout.devices if any(layout.range(m, d)[1] for m in micros)]
+
+    def ends_update(self, task: int) -> bool:
+        """Whether a task makes new parameters: steps them or brings them to other devices."""
+        kind = self.program.kind[task]
+        if kind == TaskKind.GATHER_PARAMETERS:
+            return self.sliced[int(self.program.subject[task])].stage < 3
+        return kind in (TaskKind.UPDATE, TaskKind.PULL)
 
     def takes_part(self, task: int) -> bool:
         """Whether this rank has something to do in a task."""
@@ -188,4 +219,6 @@ class RankProgram:
             return int(self.tables.slot_value[subject]), False
         if kind in (TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE):
             return int(self.tables.slot_value[subject]), True
+        if kind == TaskKind.GATHER_PARAMETERS and self.program.buffer_device[buffer] >= 0:
+            return gathered(subject)
         return -1, False

@@ -23,9 +23,8 @@ LOSS = -1
 NORM = -2
 """Stands for a task: the norm of all gradients together is computed, to clip them."""
 
-_OF_UPDATES = frozenset({TaskKind.UPDATE, TaskKind.PULL})
-_OF_END = _OF_UPDATES | {TaskKind.SUM, TaskKind.ALL_GATHER}
-"""What has to wait for gradients; the other tasks only issue their communication."""
+_OF_GRADIENTS = frozenset({TaskKind.SUM, TaskKind.ALL_GATHER})
+"""What has to wait for gradients, as updates do; other tasks only issue their communication."""
 
 
 class Turn(NamedTuple):
@@ -75,16 +74,17 @@ def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> 
     if part.strategy.step_barrier:
         order = tasks
         if clips:
-            updates = [task for task in tasks if kinds[task] in _OF_UPDATES]
-            order = [task for task in tasks if kinds[task] not in _OF_UPDATES]
+            updates = [task for task in tasks if part.ends_update(task)]
+            order = [task for task in tasks if not part.ends_update(task)]
             order += [NORM, *updates]
         return StepOrder([Turn(task) for task in _with_loss(part, order)], [])
-    end = [task for task in tasks if kinds[task] in _OF_END]
+    end = [task for task in tasks if kinds[task] in _OF_GRADIENTS or part.ends_update(task)]
+    late = set(end)
+    begun = [task for task in tasks if task not in late]
     if clips:
-        end.sort(key=lambda task: kinds[task] in _OF_UPDATES)
-        first = next(i for i, task in enumerate(end) if kinds[task] in _OF_UPDATES)
+        end.sort(key=part.ends_update)
+        first = next(i for i, task in enumerate(end) if part.ends_update(task))
         end.insert(first, NORM)
-    begun = [task for task in tasks if kinds[task] not in _OF_END]
     return StepOrder(_interleaved(part, _with_loss(part, begun), end), end)
 
 
@@ -102,16 +102,28 @@ def _with_loss(part: RankProgram, tasks: Sequence[int]) -> list[int]:
     return [*tasks[:after], LOSS, *tasks[after:]]
 
 
+def _makers(part: RankProgram, end: Sequence[int]) -> dict[tuple[int, int], int]:
+    """The task that makes each new parameter, or slice of it, on each device."""
+    program = part.program
+    makes: dict[tuple[int, int], int] = {}
+    for task in end:
+        if task < 0 or not part.ends_update(task):
+            continue
+        subject = int(program.subject[task])
+        if program.kind[task] == TaskKind.GATHER_PARAMETERS:
+            bucket = part.sliced[subject]
+            makes |= {(row, device): task for row in bucket.rows for device in bucket.devices}
+        else:  # a slice is followed by its gather
+            makes.setdefault((subject, int(program.device[task])), task)
+    return makes
+
+
 def _interleaved(part: RankProgram, begun: Sequence[int], end: Sequence[int]) -> list[Turn]:
     """The tasks of a step, each after those that the step before has left open for it."""
     program, tables = part.program, part.tables
     position = {task: number for number, task in enumerate(end)}
     norm = position.get(NORM)
-    makes: dict[tuple[int, int], int] = {
-        (int(program.subject[task]), int(program.device[task])): task
-        for task in end
-        if task >= 0 and program.kind[task] in _OF_UPDATES
-    }
+    makes = _makers(part, end)
     turns: list[Turn] = []
     done: set[int] = set()
 
@@ -130,6 +142,12 @@ def _interleaved(part: RankProgram, begun: Sequence[int], end: Sequence[int]) ->
         turns.append(Turn(task, of_step_before=True))
 
     for task in begun:
+        if task >= 0 and program.kind[task] == TaskKind.GATHER_PARAMETERS:
+            bucket = part.sliced[int(program.subject[task])]
+            for row in bucket.rows:
+                for device in bucket.devices:
+                    if (row, device) in makes:
+                        finish(makes[row, device])
         if task >= 0 and program.kind[task] == TaskKind.COMPUTE:
             row, device = program.subject[task], int(program.device[task])
             span = slice(tables.parameter_read_start[row], tables.parameter_read_start[row + 1])

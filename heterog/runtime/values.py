@@ -11,7 +11,7 @@ from heterog.graph.placement import P, Placement, R
 from heterog.runtime.collectives import Pending
 from heterog.runtime.local_op import LocalOp
 from heterog.runtime.placed import cut
-from heterog.runtime.rank_program import Layout, Near, RankProgram
+from heterog.runtime.rank_program import Layout, Near, RankProgram, gathered
 from heterog.strategy.program import TaskKind
 
 _READS_VALUES = (
@@ -80,6 +80,12 @@ class Values:
                 self._num_reads[buffer] = self._num_reads.get(buffer, 0) + 1
                 if part.program.kind[task] in _READS_VALUES:
                     self._last_op[buffer] = position
+        # Where parameters lie in their buckets.
+        self._span: dict[int, slice] = {}
+        for tensor, bucket in part.sliced_of_tensor.items():
+            begins = {part.graph.updates[row][1]: at for row, at in bucket.begins().items()}
+            size = part.graph.tensors[tensor].meta.num_elements
+            self._span[tensor] = slice(begins[tensor], begins[tensor] + size)
         self.held: dict[int, Held] = {}
         self._left: dict[int, int] = {}
         self._batch: Mapping[int, Tensor] = {}
@@ -144,7 +150,7 @@ class Values:
         graph, plan = self._part.graph, self._part.plan
         maker = int(graph.producer[tensor])
         if maker < 0:
-            return self._step_input(tensor, layout, micro)
+            return self._step_input(tensor, near, layout, micro)
         if graph.is_view[maker]:
             source = graph.ops[maker].inputs[0]
             needed = plan.needed[maker][0]
@@ -174,8 +180,12 @@ class Values:
         return outputs[tensor - self._part.graph.outputs(op)[0]]
 
     def _step_input(
-        self, tensor: int, layout: Layout | None, micro: int
+        self, tensor: int, near: Near, layout: Layout | None, micro: int
     ) -> tuple[Tensor, Placement]:
+        bucket = self._part.sliced_of_tensor.get(tensor)
+        if bucket is not None and bucket.stage == 3:
+            flat = self.held[near[gathered(bucket.number)]].tensor()
+            return flat[self._span[tensor]].view(self._part.graph.tensors[tensor].shape), R
         if tensor in self._parameters:
             return self._read_parameter(tensor), R
         if self._part.graph.tensors[tensor].kind != TensorKind.BATCH:

@@ -64,6 +64,7 @@ class Prices(NamedTuple):
     type_of_device: IntArray
     op_seconds: FloatArray  # [num_types, batch_size + 1, num_compute_ops]
     update_seconds: FloatArray  # [num_types, num_parameters]
+    parameter_bytes: FloatArray
     copy_fixed_s: FloatArray  # [num_types]
     copy_s_per_byte: FloatArray  # [num_types]
     channel_latency_s: FloatArray

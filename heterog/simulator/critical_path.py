@@ -28,6 +28,7 @@ _EXCHANGE = frozenset(
         TaskKind.ALL_REDUCE,
         TaskKind.REDUCE_SCATTER,
         TaskKind.ALL_GATHER,
+        TaskKind.GATHER_PARAMETERS,
     }
 )
 _NUMBERED = re.compile(r"(.*?)(\d+)$")

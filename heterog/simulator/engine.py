@@ -30,10 +30,6 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.simulator.cost_model import Prices
-from heterog.strategy.lowering import (
-    NUM_TASKS,
-    Tape,
-)
 from heterog.strategy.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
@@ -41,6 +37,7 @@ from heterog.strategy.program import (
     IntArray,
     TaskKind,
 )
+from heterog.strategy.tape import NUM_TASKS, Tape
 
 _RECOMPUTE = int(TaskKind.RECOMPUTE)
 _UPDATE = int(TaskKind.UPDATE)
@@ -117,7 +114,10 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
         if task.kind <= _RECOMPUTE:
             seconds[number] = prices.op_seconds[device_type, task.samples, task.subject]
         elif task.kind == _UPDATE:
-            seconds[number] = prices.update_seconds[device_type, task.subject]
+            whole = prices.update_seconds[device_type, task.subject]
+            if task.num_bytes > 0.0:  # a slice of it
+                whole *= task.num_bytes / prices.parameter_bytes[task.subject]
+            seconds[number] = whole
         else:
             seconds[number] = (
                 prices.copy_fixed_s[device_type]

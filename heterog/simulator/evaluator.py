@@ -21,20 +21,17 @@ from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
 from heterog.simulator.referee import replay
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.lowering import (
-    NUM_BUFFERS,
-    NUM_READS,
-    NUM_TASKS,
     Choice,
     encode,
     lower_to_tape,
     make_scratch,
-    make_tape,
     program_from_tape,
     resident_bytes,
 )
 from heterog.strategy.program import Program
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from heterog.strategy.tables import graph_tables
+from heterog.strategy.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, make_tape
 from heterog.units import format_bytes
 
 UNROLLED_STEPS = 8
@@ -280,6 +277,7 @@ class Evaluator:
             type_of_device=self._type_of_device,
             op_seconds=self._op_seconds,
             update_seconds=self._update_seconds,
+            parameter_bytes=self.tables.parameter_bytes,
             copy_fixed_s=self._copy_fixed_s,
             copy_s_per_byte=self._copy_s_per_byte,
             channel_latency_s=channel.latency_s,

@@ -16,7 +16,8 @@ update likewise.
 
 (b) Path. The longest chain of ops, views and updates that read from one another, every op at its
 shortest time over all shares and device types: some chain of tasks runs all of these ops one after
-another, on at least one sample each.
+another, on at least one sample each. An update that may be cut into slices (ZeRO) takes at least
+T with sum_d T / t[d] = 1: then all devices end it together.
 
 Both leave out all communication and all copies. Ops on constants alone count as nothing in both:
 they give the same result in every step, so a strategy is free to keep it.
@@ -34,6 +35,7 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.simulator.cost_model import CostModel
+from heterog.strategy.strategy import ELEMENTWISE_OPTIMIZERS
 
 # Sums of the same seconds in another order differ by about 1e-13; a strategy that is optimal must
 # not fall below its bound for that.
@@ -71,8 +73,19 @@ def lower_bound_s(graph: OpGraph, cluster: Cluster, cost_model: CostModel) -> Lo
     shortest = np.array([shortest_s for _, shortest_s in times])
     counts = np.bincount(cluster.type_index, minlength=len(types))
     compute_s = _balanced_seconds(whole.T, counts) * (1.0 - _ROUNDING)
-    path_s = _longest_path(graph, shortest.min(axis=0)) * (1.0 - _ROUNDING)
+    path_s = _longest_path(graph, _on_path(graph, shortest, counts)) * (1.0 - _ROUNDING)
     return LowerBound(seconds=max(compute_s, path_s), compute_s=compute_s, path_s=path_s)
+
+
+def _on_path(graph: OpGraph, shortest: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
+    """Least seconds of every op on a path, from those per device type [num_types, num_ops]."""
+    seconds = np.asarray(shortest.min(axis=0))
+    if graph.optimizer in ELEMENTWISE_OPTIMIZERS:
+        with np.errstate(divide="ignore"):
+            shared = 1.0 / (counts[:, None] / shortest).sum(axis=0)
+        is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops], np.bool_)
+        seconds = np.where(is_update, shared, seconds)
+    return seconds
 
 
 def _best_times(

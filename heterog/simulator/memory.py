@@ -10,8 +10,8 @@ import numba as nb
 import numpy as np
 
 from heterog.simulator.engine import Schedule
-from heterog.strategy.lowering import NUM_BUFFERS, NUM_READS, Tape
 from heterog.strategy.program import FloatArray, IntArray
+from heterog.strategy.tape import NUM_BUFFERS, NUM_READS, Tape
 
 
 @nb.njit(cache=True, nogil=True)

@@ -26,8 +26,8 @@ import numpy as np
 
 from heterog.simulator.cost_model import Prices
 from heterog.simulator.engine import Schedule, pop_event, push_event
-from heterog.strategy.lowering import NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
+from heterog.strategy.tape import NUM_TASKS, Tape
 
 
 def replay(

@@ -39,6 +39,7 @@ _VERBS = {
     TaskKind.ALL_REDUCE: "all-reduce",
     TaskKind.REDUCE_SCATTER: "reduce-scatter",
     TaskKind.ALL_GATHER: "all-gather",
+    TaskKind.GATHER_PARAMETERS: "gather parameters",
 }
 _OP_KINDS = (TaskKind.COMPUTE, TaskKind.RECOMPUTE)
 _VALUE_KINDS = (
@@ -53,6 +54,7 @@ _BUCKET_KINDS = (
     TaskKind.ALL_REDUCE,
     TaskKind.REDUCE_SCATTER,
     TaskKind.ALL_GATHER,
+    TaskKind.GATHER_PARAMETERS,
 )
 _COLLECTIVES = {
     ChannelKind.ALL_REDUCE_RING: "ring all-reduce",

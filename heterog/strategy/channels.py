@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster
-from heterog.strategy.strategy import Decision, Sync
+from heterog.strategy.strategy import SLICED, Decision, Sync
 
 
 class ChannelKind(IntEnum):
@@ -97,7 +97,7 @@ class ChannelTable:
         """(first, second) channel of a decision's synchronisation; -1 where there is none."""
         if len(decision.devices) == 1 or decision.sync == Sync.PARAMETER_SERVER:
             return -1, -1
-        if decision.sync == Sync.REDUCE_SCATTER_ALL_GATHER:
+        if decision.sync == Sync.REDUCE_SCATTER_ALL_GATHER or decision.sync in SLICED:
             return (
                 self.reduce_scatter(decision.devices, decision.slices),
                 self.all_gather(decision.devices, decision.slices),
@@ -206,6 +206,12 @@ class ChannelTable:
         )
         steps = 2 * (count - 1) if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL else count - 1
         return tuple(sorted((r, m) for r, m in load.items() if m > 0.0)), steps * latency
+
+
+def slice_parts(decision: Decision) -> tuple[float, ...]:
+    """Part of its parameters that each device of a decision owns under ZeRO; adds up to 1."""
+    weights = decision.slices or (1,) * len(decision.devices)
+    return tuple(weight / sum(weights) for weight in weights)
 
 
 def proportional_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, ...]:

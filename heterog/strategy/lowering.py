@@ -14,7 +14,7 @@ What the kernel does, in program order, for each micro-batch:
    device order, so neighbouring groups with similar shares move little.
 3. After the op that completes a gradient (in the last micro-batch): synchronisation and update,
    tensor by tensor or when its bucket is full. Every replica holds a full-size gradient, whatever
-   its share.
+   its share; ZeRO is in ``zero_lowering``.
 """
 
 from typing import NamedTuple
@@ -25,10 +25,29 @@ import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.channels import Channel, ChannelTable
+from heterog.strategy.channels import Channel, ChannelTable, slice_parts
 from heterog.strategy.program import FloatArray, IntArray, Program, TaskKind
-from heterog.strategy.strategy import Strategy, Sync, split_in_proportion
+from heterog.strategy.strategy import SLICED, Strategy, Sync, split_in_proportion
 from heterog.strategy.tables import GraphTables, graph_tables
+from heterog.strategy.tape import (
+    NUM_BUFFERS,
+    NUM_READS,
+    NUM_TASKS,
+    OVERFLOW,
+    Tape,
+    make_tape,
+)
+from heterog.strategy.tape import write_buffer as _make
+from heterog.strategy.tape import write_read as _read
+from heterog.strategy.tape import write_task as _task
+from heterog.strategy.zero_lowering import (
+    begin_sliced_step,
+    finish_gradient,
+    gather_parameters,
+    is_sliced,
+    note_reader,
+    number_sliced_buckets,
+)
 
 # Plain integers, because numba freezes enum members into slow objects.
 _COMPUTE = int(TaskKind.COMPUTE)
@@ -48,7 +67,9 @@ _ALL_REDUCE = int(TaskKind.ALL_REDUCE)
 _REDUCE_SCATTER = int(TaskKind.REDUCE_SCATTER)
 _ALL_GATHER = int(TaskKind.ALL_GATHER)
 _R, _S, _P = 0, 1, 2
-_BY_SERVER = int(Sync.PARAMETER_SERVER)
+_ZERO1 = int(Sync.ZERO1)
+_ZERO2 = int(Sync.ZERO2)
+_ZERO3 = int(Sync.ZERO3)
 
 
 class Choice(NamedTuple):
@@ -67,41 +88,7 @@ class Choice(NamedTuple):
     reduce_channel: IntArray  # utility all-reduce of each layout
     gather_channel: IntArray  # utility all-gather of each layout
     home: IntArray  # of each parameter
-
-
-TASK = np.dtype(
-    [
-        ("num_bytes", np.float64),
-        ("subject", np.int32),
-        ("device", np.int32),
-        ("micro", np.int32),
-        ("samples", np.int32),
-        ("channel", np.int32),
-        ("read_start", np.int32),
-        ("buffer_start", np.int32),
-        ("kind", np.int32),
-    ],
-    align=True,
-)
-BUFFER = np.dtype(
-    [("num_bytes", np.float64), ("maker", np.int32), ("device", np.int32)], align=True
-)
-NUM_TASKS, NUM_BUFFERS, NUM_READS, OVERFLOW = 0, 1, 2, 3
-"""Positions in ``Tape.counts``."""
-
-
-class Tape(NamedTuple):
-    """The records that a program is written to; see ``Program`` for the fields' meaning.
-
-    Records instead of columns: the kernels hand few arrays around, and a task is written in one
-    place in memory. The task after the last one holds the ends of its lists.
-    """
-
-    tasks: npt.NDArray[np.void]  # TASK
-    buffers: npt.NDArray[np.void]  # BUFFER
-    reads: IntArray
-    bucket: IntArray
-    counts: npt.NDArray[np.int64]
+    slice_part: FloatArray  # under ZeRO, that each device owns  # [num_groups, num_devices]
 
 
 class Scratch(NamedTuple):
@@ -121,18 +108,18 @@ class Scratch(NamedTuple):
     open_bytes: FloatArray
     bucket_key: IntArray  # of each group: groups with the same layout and channel share it
     flat_buffer: IntArray  # [num_devices]
-
-
-def make_tape(num_tasks: int, num_parameters: int) -> Tape:
-    """Empty records with room for a number of tasks and for a few times as many edges."""
-    room = max(num_tasks, 64)
-    return Tape(
-        tasks=np.empty(room, TASK),
-        buffers=np.empty(3 * room, BUFFER),
-        reads=np.empty(4 * room, np.int32),
-        bucket=np.empty(num_parameters, np.int32),
-        counts=np.zeros(4, np.int64),
-    )
+    # Under ZeRO, by the first parameter of a bucket; see ``zero_lowering``.
+    bucket_bytes: FloatArray
+    bucket_count: IntArray  # its parameters
+    unfinished: IntArray  # those whose gradients are not there yet
+    gathered: IntArray  # micro-batch and phase for which it was gathered last
+    slice_buffer: IntArray  # summed slices of gradients  # [num_parameters, num_devices]
+    slice_token: IntArray  # the last reduce-scatter is done
+    # Of the last reduce-scatter and the one before: what it received, what it was given, its end.
+    received_buffer: IntArray  # [2, num_devices]
+    scattered_buffer: IntArray  # [2, num_devices]
+    scattered_token: IntArray  # [2, num_devices]
+    anchor: IntArray  # made by the first readers of the last two gathers  # [2, num_devices]
 
 
 def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
@@ -157,6 +144,16 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
         open_bytes=np.empty(tables.num_groups, np.float64),
         bucket_key=np.empty(tables.num_groups, np.int32),
         flat_buffer=np.empty(num_devices, np.int32),
+        bucket_bytes=np.empty(num_parameters, np.float64),
+        bucket_count=np.empty(num_parameters, np.int32),
+        unfinished=np.empty(num_parameters, np.int32),
+        gathered=np.empty(num_parameters, np.int32),
+        slice_buffer=per_device(num_parameters),
+        slice_token=np.empty(num_parameters, np.int32),
+        received_buffer=per_device(2),
+        scattered_buffer=per_device(2),
+        scattered_token=per_device(2),
+        anchor=per_device(2),
     )
 
 
@@ -222,6 +219,10 @@ def encode(
     shares[-1] = active
     member[-1] = active.any(axis=0)
     pairs = [channels.for_decision(decision) for decision in strategy.decisions]
+    slice_part = np.zeros((tables.num_groups, num_devices))
+    for group, decision in enumerate(strategy.decisions):
+        if decision.sync in SLICED:
+            slice_part[group, list(decision.devices)] = slice_parts(decision)
     return Choice(
         num_micro=num_micro,
         num_steps=num_steps,
@@ -236,6 +237,7 @@ def encode(
         reduce_channel=reduce_channel,
         gather_channel=gather_channel,
         home=np.array(strategy.homes, np.int32),
+        slice_part=slice_part,
     )
 
 
@@ -324,6 +326,13 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
         size = tables.parameter_bytes[parameter]
         home = choice.home[parameter]
         served = home >= 0
+        if choice.sync[group] >= _ZERO1 and is_sliced(tables, choice, parameter):
+            for device in range(num_devices):
+                if choice.member[layout, device]:
+                    part = choice.slice_part[group, device]
+                    kept = part if choice.sync[group] == _ZERO3 else 1.0
+                    resident[device] += size * (kept + part * tables.state_ratio)
+            continue
         for device in range(num_devices):
             if choice.member[layout, device]:
                 resident[device] += size * (1.0 if served else 1.0 + tables.state_ratio)
@@ -345,58 +354,6 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     return resident
 
 
-# Helpers that run often are inlined: a call counts references to every array of every tuple,
-# atomically, which takes about a microsecond. The others are compiled once, on their own.
-
-
-@nb.njit(cache=True, nogil=True, inline="always")
-def _task(
-    tape: Tape, kind: int, subject: int, device: int, micro: int, samples: int, channel: int,
-    num_bytes: float,
-) -> None:  # fmt: skip
-    """Begin a task; its reads and buffers are written before the next one begins."""
-    number = tape.counts[NUM_TASKS]
-    if (
-        number >= len(tape.tasks) - 2
-        or tape.counts[NUM_BUFFERS] >= len(tape.buffers) - 256
-        or tape.counts[NUM_READS] >= len(tape.reads) - 2048 - 4 * len(tape.bucket)
-    ):
-        tape.counts[OVERFLOW] = 1
-        number = 0
-        tape.counts[NUM_BUFFERS] = 0
-        tape.counts[NUM_READS] = 0
-    task = tape.tasks[number]
-    task.kind = kind
-    task.subject = subject
-    task.device = device
-    task.micro = micro
-    task.samples = samples
-    task.channel = channel
-    task.num_bytes = num_bytes
-    task.read_start = tape.counts[NUM_READS]
-    task.buffer_start = tape.counts[NUM_BUFFERS]
-    tape.counts[NUM_TASKS] = number + 1
-
-
-@nb.njit(cache=True, nogil=True, inline="always")
-def _read(tape: Tape, buffer: int) -> None:
-    if buffer >= 0:
-        tape.reads[tape.counts[NUM_READS]] = buffer
-        tape.counts[NUM_READS] += 1
-
-
-@nb.njit(cache=True, nogil=True, inline="always")
-def _make(tape: Tape, device: int, num_bytes: float) -> int:
-    """A buffer made by the task that was begun last."""
-    number = tape.counts[NUM_BUFFERS]
-    buffer = tape.buffers[number]
-    buffer.maker = tape.counts[NUM_TASKS] - 1
-    buffer.device = device
-    buffer.num_bytes = num_bytes
-    tape.counts[NUM_BUFFERS] = number + 1
-    return int(number)
-
-
 @nb.njit(cache=True, nogil=True)
 def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> bool:
     """Write the program of a choice to a tape; ``False`` if the tape is too short."""
@@ -406,12 +363,21 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     tape.bucket[:] = -1
     scratch.next_ready_buffer[:] = -1
     _number_buckets(tables, choice, scratch)
+    has_slices, has_gathers = False, False
+    for group in range(tables.num_groups):
+        if choice.sync[group] >= _ZERO1:
+            has_slices = True
+            has_gathers |= choice.sync[group] == _ZERO3
+    if has_slices:
+        number_sliced_buckets(tables, choice, scratch, tape)
     for _step in range(choice.num_steps):
         scratch.ready_buffer[:] = scratch.next_ready_buffer
         scratch.gradient_buffer[:] = -1
         scratch.gradient_token[:] = -1
         scratch.last_read[:] = -1
         scratch.open_first[:] = -1
+        if has_slices:
+            begin_sliced_step(scratch)
         for micro in range(choice.num_micro):
             scratch.value_buffer[:] = -1
             scratch.slot_done[:] = 0
@@ -432,6 +398,11 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                             scratch.slot_buffer[slot, device] = there
                     else:
                         _convert(tables, choice, scratch, tape, slot, micro)
+                gathers = False
+                if has_gathers:
+                    gathers = gather_parameters(
+                        tables, choice, scratch, tape, op, layout, micro, tables.op_is_backward[op]
+                    )
                 if tables.op_recomputes[op] == 1 and choice.recompute[group]:
                     _recompute(tables, choice, scratch, tape, op, micro)
                 # One compute task on each device that has samples. Nearly all tasks are made here,
@@ -492,6 +463,8 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                 tape.counts[NUM_TASKS] = number
                 tape.counts[NUM_BUFFERS] = made
                 tape.counts[NUM_READS] = read
+                if gathers and first_value < last_value:
+                    note_reader(choice, scratch, first_value, layout, micro)
                 for entry in range(tables.finished_start[op], tables.finished_start[op + 1]):
                     parameter = tables.finished_parameter[entry]
                     last_value = tables.parameter_last_value[parameter]
@@ -502,6 +475,10 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                                 scratch.last_read[parameter, device] = made
                     if tables.gradient_is_partial[parameter] == 0:
                         _share_whole_gradient(tables, choice, scratch, tape, parameter, micro)
+                    elif has_slices and choice.sync[tables.parameter_group[parameter]] >= _ZERO2:
+                        if is_sliced(tables, choice, parameter):
+                            finish_gradient(tables, choice, scratch, tape, parameter, micro)
+                            continue
                     if micro == 0:
                         value = tables.parameter_gradient[parameter]
                         for device in range(num_devices):
@@ -538,6 +515,9 @@ def _recompute(
     first, last = tables.recompute_start[group], tables.recompute_start[group + 1]
     for position in range(first, last):
         op = tables.recompute_op[position]
+        gathers = False
+        if choice.sync[group] == _ZERO3:
+            gathers = gather_parameters(tables, choice, scratch, tape, op, layout, micro, 1)
         for device in range(num_devices):
             samples = choice.shares[layout, micro, device]
             if samples == 0:
@@ -556,6 +536,8 @@ def _recompute(
             for value in range(tables.value_start[op], tables.value_start[op + 1]):
                 size = tables.value_bytes[value] + tables.value_bytes_per_sample[value] * samples
                 scratch.value_buffer[value, device] = _make(tape, device, size)
+        if gathers and tables.value_start[op] < tables.value_start[op + 1]:
+            note_reader(choice, scratch, tables.value_start[op], layout, micro)
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
@@ -577,7 +559,8 @@ def _number_buckets(tables: GraphTables, choice: Choice, scratch: Scratch) -> No
                 choice.layout[group] == choice.layout[other]
                 and choice.first_channel[group] == choice.first_channel[other]
                 and choice.second_channel[group] == choice.second_channel[other]
-                and (choice.sync[group] == _BY_SERVER) == (choice.sync[other] == _BY_SERVER)
+                and choice.sync[group] == choice.sync[other]
+                and choice.sync[group] != _ZERO3  # gathers a bucket for the ops of one group
             ):
                 scratch.bucket_key[group] = other
                 break
@@ -823,6 +806,9 @@ def _synchronise(
                 _read_gradient(scratch, tape, parameter, device)
                 _read(tape, scratch.last_read[parameter, device])
                 scratch.next_ready_buffer[parameter, device] = _make(tape, device, 0.0)
+        return
+    if choice.sync[group] >= _ZERO1:
+        finish_gradient(tables, choice, scratch, tape, parameter, choice.num_micro - 1)
         return
     key = scratch.bucket_key[group]
     size = tables.parameter_bytes[parameter]

@@ -42,7 +42,8 @@ class TaskKind(IntEnum):
     GATHER_VALUE = 12  # all-gather of a split value; subject: slot
     ALL_REDUCE = 13  # of a gradient or bucket; subject: bucket
     REDUCE_SCATTER = 14  # subject: bucket
-    ALL_GATHER = 15  # subject: bucket
+    ALL_GATHER = 15  # of a gradient; subject: bucket
+    GATHER_PARAMETERS = 16  # all-gather of the parameters of a bucket, under ZeRO
 
 
 FIRST_LINK_KIND = int(TaskKind.SEND)
@@ -65,7 +66,8 @@ class Program:
         micro: micro-batch.  # [num_tasks]
         samples: local samples that an op computes on.  # [num_tasks]
         channel: index into ``channels``; -1 for compute tasks.  # [num_tasks]
-        num_bytes: payload of communication; bytes moved by copies and sums.  # [num_tasks]
+        num_bytes: payload of communication; bytes moved by copies and sums; of an update, bytes
+            of the slice of the parameter that it steps, 0 for all of it.  # [num_tasks]
         read_start: # [num_tasks + 1]
         read_buffer: # [num_reads]
         buffer_start: # [num_tasks + 1]

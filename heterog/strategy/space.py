@@ -11,11 +11,13 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.channels import ChannelTable, balanced_slices
+from heterog.strategy.channels import ChannelTable, balanced_slices, slice_parts
 from heterog.strategy.lowering import Choice, micro_shares
-from heterog.strategy.program import IntArray
+from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.strategy import (
+    ELEMENTWISE_OPTIMIZERS,
     REPLICATED,
+    SLICED,
     Decision,
     Strategy,
     Sync,
@@ -25,6 +27,9 @@ from heterog.strategy.strategy import (
 from heterog.strategy.tables import GraphTables
 
 MAX_DEVICE_SETS = 256
+_CANDIDATES = tuple(sync for sync in Sync if sync not in (Sync.ZERO2, Sync.ZERO3))
+"""ZeRO-1 saves memory and is seldom slower than all-reduce; the other stages communicate more and
+are for planners that want them (``poplar``)."""
 
 
 def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
@@ -100,6 +105,7 @@ class StrategySpace:
         self._first: list[int] = []
         self._second: list[int] = []
         self._recompute: list[bool] = []
+        self._part: FloatArray = np.zeros((16, cluster.num_devices))
         self._homes: dict[tuple[int, ...], IntArray] = {}
         self._micro: dict[tuple[int, int], IntArray] = {}
         for devices in device_sets(cluster):
@@ -115,9 +121,11 @@ class StrategySpace:
         solved = split_in_proportion(batch, tuple(self.speeds[device] for device in devices))
         decisions = []
         for shares in dict.fromkeys((solved, even)):
-            for sync in Sync:
+            for sync in _CANDIDATES:
                 slices: tuple[int, ...] = ()
-                if sync == Sync.REDUCE_SCATTER_ALL_GATHER:
+                if sync in SLICED and self.graph.optimizer not in ELEMENTWISE_OPTIMIZERS:
+                    continue
+                if sync in (Sync.REDUCE_SCATTER_ALL_GATHER, Sync.ZERO1):
                     slices = balanced_slices(self.cluster, devices)
                 decisions.append(
                     Decision(devices=devices, shares=shares, sync=sync, slices=slices)
@@ -139,6 +147,10 @@ class StrategySpace:
         self._first.append(first)
         self._second.append(second)
         self._recompute.append(decision.recompute)
+        if number >= len(self._part):
+            self._part = np.concatenate([self._part, np.zeros_like(self._part)])
+        if decision.sync in SLICED:
+            self._part[number, list(decision.devices)] = slice_parts(decision)
         return number
 
     def _add_layout(self, decision: Decision) -> None:
@@ -210,6 +222,7 @@ class StrategySpace:
             reduce_channel=np.append(self._reduce[used], np.int32(-1)),
             gather_channel=np.append(self._gather[used], np.int32(-1)),
             home=self.homes(row),
+            slice_part=self._part[row],
         )
 
     def homes(self, row: IntArray) -> IntArray:

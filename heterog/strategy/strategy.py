@@ -29,6 +29,27 @@ class Sync(IntEnum):
     """Reduce-scatter, then all-gather, with slices of stated, uneven sizes."""
     PARAMETER_SERVER = 3
     """Push to the parameter's home, update there, pull."""
+    ZERO1 = 4
+    """Reduce-scatter of the gradients; each device updates its slice and keeps the optimizer's
+    state of it alone; all-gather of the parameters (Rajbhandari et al. 2020, stage 1)."""
+    ZERO2 = 5
+    """As ``ZERO1``, and of the gradient of each micro-batch only the own slice is kept."""
+    ZERO3 = 6
+    """As ``ZERO2``, and the parameters live as slices too: gathered before the forward and again
+    before the backward ops that read them, dropped after."""
+
+
+SLICED = frozenset({Sync.ZERO1, Sync.ZERO2, Sync.ZERO3})
+"""Synchronisations under which each device updates a slice of every parameter."""
+ELEMENTWISE_OPTIMIZERS = frozenset(
+    {
+        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD",
+    }
+)  # fmt: skip
+"""Optimizers of torch that treat each element on its own: they may update slices that cut through
+parameters. Not so those that look at a parameter's shape or norm (Muon, Adafactor, LARS, LAMB) or
+at all parameters together (LBFGS)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +61,9 @@ class Decision:
         shares: samples of the global batch for each of ``devices``; 0 is allowed. One device with
             the whole batch is model parallelism.
         sync: how gradients are aggregated (no meaning on a single device).
-        slices: for ``REDUCE_SCATTER_ALL_GATHER``, relative slice of each of ``devices``; empty
-            means equal slices.
+        slices: for ``REDUCE_SCATTER_ALL_GATHER`` and ZeRO, relative slice of each of ``devices``;
+            empty means equal slices. Under ZeRO it is the device's part of the optimizer's state
+            (2, 3: and of the gradients; 3: and of the parameters), 0 is allowed.
         recompute: what the group's forward ops made is let go after the forward pass; what its
             backward ops read of it is made again, from the values of other groups, just before.
     """
@@ -66,11 +88,11 @@ class Decision:
             len(self.slices) != len(self.devices)
             or min(self.slices) < 0
             or sum(self.slices) == 0
-            or self.sync != Sync.REDUCE_SCATTER_ALL_GATHER
+            or not (self.sync == Sync.REDUCE_SCATTER_ALL_GATHER or self.sync in SLICED)
         ):
             raise StrategyError(
                 f"slices {self.slices} need one weight of at least 0 per device, not all 0, and "
-                "the synchronisation reduce_scatter_all_gather."
+                "the synchronisation reduce_scatter_all_gather, zero1, zero2 or zero3."
             )
 
 
@@ -131,10 +153,23 @@ class Strategy:
             )
         for name, decision in zip(grouping.names, self.decisions, strict=True):
             _check_decision(name, decision, graph.batch_size, cluster.num_devices)
+        self._check_slices(graph, grouping.names)
         self._check_homes(graph, cluster)
         self._check_micro_batches(graph, cluster)
         if self.bucket_bytes < 0:
             raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
+
+    def _check_slices(self, graph: OpGraph, names: tuple[str, ...]) -> None:
+        if graph.optimizer in ELEMENTWISE_OPTIMIZERS:
+            return
+        for name, decision in zip(names, self.decisions, strict=True):
+            if decision.sync in SLICED and len(decision.devices) > 1:
+                raise StrategyError(
+                    f"group '{name}' is synchronised by {decision.sync.name.lower()}, which "
+                    f"updates slices of parameters, but {graph.optimizer} is not known to treat "
+                    "every element on its own. Plan without ZeRO, or train with one of "
+                    f"{', '.join(sorted(ELEMENTWISE_OPTIMIZERS))}."
+                )
 
     def _check_homes(self, graph: OpGraph, cluster: Cluster) -> None:
         group = group_ops(graph).group

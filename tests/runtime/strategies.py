@@ -8,7 +8,7 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import Plan
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync, split_evenly
+from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync, split_evenly
 from tests.runtime.cases import BATCH, workload_of
 from tests.simulator.builders import cluster_of, plan_by_hand
 
@@ -22,6 +22,14 @@ SYNCS = {
     "zero share": Decision(devices=ALL, shares=(5, 0, 3), sync=Sync.RING),
     "server": Decision(devices=ALL, shares=(4, 3, 1), sync=Sync.PARAMETER_SERVER),
     "one device": Decision(devices=(1,), shares=(8,)),
+}
+ZERO = {
+    "zero1": Decision(devices=ALL, shares=(5, 2, 1), sync=Sync.ZERO1, slices=(1, 5, 2)),
+    "zero2": Decision(devices=ALL, shares=(5, 2, 1), sync=Sync.ZERO2, slices=(1, 5, 2)),
+    "zero3": Decision(devices=ALL, shares=(5, 2, 1), sync=Sync.ZERO3, slices=(1, 5, 2)),
+    "zero1, no slice": Decision(devices=ALL, shares=(5, 0, 3), sync=Sync.ZERO1, slices=(0, 1, 2)),
+    "zero2, no slice": Decision(devices=ALL, shares=(5, 0, 3), sync=Sync.ZERO2, slices=(0, 1, 2)),
+    "zero3, no slice": Decision(devices=ALL, shares=(5, 0, 3), sync=Sync.ZERO3, slices=(0, 1, 2)),
 }
 
 
@@ -73,8 +81,8 @@ def random_strategy(rng: Random, graph: OpGraph) -> Strategy:
         shares = tuple(b - a for a, b in zip([0, *cuts], [*cuts, BATCH], strict=True))
         sync = rng.choice(list(Sync))
         slices: tuple[int, ...] = ()
-        if sync == Sync.REDUCE_SCATTER_ALL_GATHER:
-            slices = tuple(rng.randint(1, 4) for _ in devices)
+        if sync == Sync.REDUCE_SCATTER_ALL_GATHER or sync in SLICED:
+            slices = (rng.randint(1, 4), *(rng.randint(0, 4) for _ in devices[1:]))
         recompute = rng.random() < 0.4
         pool.append(
             Decision(devices=devices, shares=shares, sync=sync, slices=slices, recompute=recompute)

@@ -23,6 +23,7 @@ from heterog.planners.plan import load_plan
 from heterog.runtime import checkpoint
 from heterog.runtime.checkpoint import load_checkpoint, read_contents, save_checkpoint
 from heterog.runtime.deploy import deploy
+from heterog.runtime.slices import Slices
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.runtime.cases import MODELS, NORMALISED, batch_of
 from tests.runtime.ranks import Ranks
@@ -34,6 +35,10 @@ Optimizer = tuple[str, dict[str, float]]
 
 SHARES = Decision(devices=(0, 1, 2), shares=(5, 2, 1))
 OTHER_SHARES = Decision(devices=(0, 1, 2), shares=(1, 0, 7), sync=Sync.HIERARCHICAL)
+ZERO = {
+    stage: Decision(devices=(0, 1, 2), shares=(5, 2, 1), sync=stage, slices=(2, 0, 3))
+    for stage in (Sync.ZERO1, Sync.ZERO2, Sync.ZERO3)
+}
 SERVER = Decision(devices=(0, 1, 2), shares=(4, 3, 1), sync=Sync.PARAMETER_SERVER)
 
 
@@ -60,6 +65,7 @@ def save_plan(
     *,
     home: int = REPLICATED,
     num_devices: int = 3,
+    bucket_bytes: int = 0,
 ) -> str:
     """Write the plan of decisions, given in turns to the groups."""
     groups = group_ops(graph)
@@ -73,6 +79,7 @@ def save_plan(
         cluster=cluster(num_devices).fingerprint(),
         decisions=chosen,
         homes=tuple(homes),
+        bucket_bytes=bucket_bytes,
     )
     plan = plan_by_hand(graph, cluster(num_devices), strategy)
     plan.save(path)
@@ -228,6 +235,8 @@ PLANS = {
         [Decision(devices=(2,), shares=(8,)), Decision(devices=(0,), shares=(8,))],
         REPLICATED,
     ),
+    "slices of the state": ([ZERO[Sync.ZERO1]], REPLICATED),
+    "slices of everything": ([ZERO[Sync.ZERO3]], REPLICATED),
     "mixed": ([SHARES, Decision(devices=(1, 2), shares=(5, 3)), SERVER], 2),
 }
 
@@ -240,6 +249,51 @@ def test_another_plan_goes_on_as_one_device_would(
     decisions, home = PLANS[case]
     plan = save_plan(tmp_path / "plan.json", graph, decisions, home=home)
     check_goes_on(ranks.run(train, "mlp", ADAM, plan, (2, 4), str(saved)), "mlp", ADAM)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", ZERO)
+def test_slices_go_on_as_other_slices_and_whole(
+    ranks: Ranks, two_ranks: Ranks, graph: OpGraph, tmp_path: Path, stage: Sync
+) -> None:
+    """Saved as ranks have them, in buckets that are cut through parameters."""
+    folder = str(tmp_path / "checkpoint")
+    plan = save_plan(tmp_path / "plan.json", graph, [ZERO[stage]], bucket_bytes=700)
+    ranks.run(train, "mlp", ADAM, plan, (0, 2), "", folder)
+    contents = read_contents(folder)
+    files = {tensor.file for name, tensor in contents.tensors.items() if tensor.whole}
+    assert files == {"__0_0.distcp", "__2_0.distcp"}, "rank 1 owns nothing"
+    assert ("model.0.weight" in contents.parts) == (stage == Sync.ZERO3)
+    assert len(contents.parts["optimizer.2.weight.exp_avg"]) == 2
+    shards = Decision(devices=(1, 2), shares=(5, 3), sync=Sync.ZERO3)
+    for decisions in ([SHARES], [shards, ZERO[Sync.ZERO2]]):
+        plan = save_plan(tmp_path / "plan.json", graph, decisions, bucket_bytes=300)
+        check_goes_on(ranks.run(train, "mlp", ADAM, plan, (2, 4), folder), "mlp", ADAM)
+    fewer = Decision(devices=(0, 1), shares=(2, 6), sync=Sync.ZERO3, slices=(1, 4))
+    plan = save_plan(tmp_path / "plan.json", graph, [fewer], num_devices=2)
+    check_goes_on(two_ranks.run(train, "mlp", ADAM, plan, (2, 4), folder), "mlp", ADAM)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("change", ["lose", "move"])
+def test_parts_that_do_not_fit_together(
+    ranks: Ranks, graph: OpGraph, tmp_path: Path, change: str
+) -> None:
+    plan = save_plan(tmp_path / "plan.json", graph, [ZERO[Sync.ZERO3]])
+    folder = tmp_path / "checkpoint"
+    ranks.run(train, "mlp", ADAM, plan, (0, 1), "", str(folder))
+    index = folder / "checkpoint.json"
+    record = json.loads(index.read_text())
+    assert record["schema_version"] == 2
+    *_, name = read_contents(folder).parts["model.0.weight"]
+    if change == "lose":
+        del record["tensors"][name]
+    else:
+        record["tensors"][name]["begin"] += 1
+    index.write_text(json.dumps(record))
+    text = "ends at element" if change == "lose" else "does not follow element"
+    with pytest.raises(InputFileError, match=text):
+        read_contents(folder)
 
 
 @pytest.mark.distributed
@@ -453,6 +507,7 @@ def new_options(*saved: dict[str, Any]) -> list[dict[str, Any]]:
     class Step:
         def __init__(self) -> None:
             self.model = model
+            self.slices = Slices([], 0, {})
             self.optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
 
     states = {

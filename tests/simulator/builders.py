@@ -22,9 +22,10 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import replay
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import Channel, ChannelTable
-from heterog.strategy.lowering import Choice, make_tape
+from heterog.strategy.lowering import Choice
 from heterog.strategy.program import FloatArray, TaskKind
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync
+from heterog.strategy.tape import make_tape
 
 GBIT_PER_S = 1e9 / 8
 
@@ -367,7 +368,7 @@ def random_decision(rng: Random, batch_size: int, num_devices: int) -> Decision:
     devices = tuple(sorted(rng.sample(range(num_devices), count)))
     sync = rng.choice(list(Sync))
     slices: tuple[int, ...] = ()
-    if sync == Sync.REDUCE_SCATTER_ALL_GATHER and rng.random() < 0.5:
+    if (sync == Sync.REDUCE_SCATTER_ALL_GATHER or sync in SLICED) and rng.random() < 0.5:
         slices = random_composition(rng, rng.randint(1, 20), len(devices))
     shares = random_composition(rng, batch_size, len(devices))
     return Decision(
@@ -514,6 +515,7 @@ class Tasks:
             type_of_device=np.zeros(self.cluster.num_devices, np.int32),
             op_seconds=seconds[None],
             update_seconds=seconds,
+            parameter_bytes=np.ones(seconds.shape[1]),
             copy_fixed_s=np.zeros(1),
             copy_s_per_byte=np.zeros(1),
             channel_latency_s=channels.latency_s,

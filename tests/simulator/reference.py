@@ -84,6 +84,8 @@ def price(
             elif kind == TaskKind.UPDATE:
                 row = model.op_seconds(graph, device_type, graph.batch_size)
                 seconds = float(row[graph.updates[subject][0]])
+                if payload > 0.0:  # a slice of the parameter
+                    seconds *= payload / float(graph_tables(graph).parameter_bytes[subject])
             else:
                 fixed, per_byte = model.copy_seconds(device_type)
                 seconds = fixed + payload * per_byte

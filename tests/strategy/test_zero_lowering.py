@@ -1,0 +1,181 @@
+"""ZeRO: traffic, slices and memory by hand."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from heterog.errors import StrategyError
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.channels import ChannelKind
+from heterog.strategy.lowering import lower
+from heterog.strategy.program import Program, TaskKind
+from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
+from heterog.strategy.space import StrategySpace
+from heterog.strategy.strategy import Decision, Sync
+from tests.simulator.builders import linear_chain, strategy_of
+from tests.strategy.test_lowering import CHAIN, SAMPLE, THREE, WEIGHT, needs, tasks_of
+
+ADAM = 2.0
+STAGES = (Sync.ZERO1, Sync.ZERO2, Sync.ZERO3)
+MICRO = ((2, 2), (1, 1), (1, 1))
+
+
+def zero(
+    stage: Sync, shares: tuple[int, ...] = (4, 2, 2), slices: tuple[int, ...] = (0, 1, 3)
+) -> Decision:
+    return Decision(devices=(0, 1, 2), shares=shares, sync=stage, slices=slices)
+
+
+def program_of(stage: Sync, **options: object) -> Program:
+    return lower(CHAIN, THREE, strategy_of(CHAIN, THREE, zero(stage), **options))  # type: ignore[arg-type]
+
+
+def made(program: Program, task: int) -> dict[int, float]:
+    """Bytes that a task makes on each device."""
+    span = range(program.buffer_start[task], program.buffer_start[task + 1])
+    found: dict[int, float] = {}
+    for buffer in span:
+        device = int(program.buffer_device[buffer])
+        if device >= 0:
+            found[device] = found.get(device, 0.0) + float(program.buffer_bytes[buffer])
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_device_steps_and_keeps_its_slice(stage: Sync) -> None:
+    program = program_of(stage)
+    updates = [(t.subject, t.device, t.num_bytes) for t in tasks_of(program, TaskKind.UPDATE)]
+    assert sorted(updates) == [
+        (0, 1, WEIGHT / 4), (0, 2, 3 * WEIGHT / 4), (1, 1, WEIGHT / 4), (1, 2, 3 * WEIGHT / 4),
+    ]  # fmt: skip
+    parts = (0.0, 0.25, 0.75)
+    whole = [part if stage == Sync.ZERO3 else 1.0 for part in parts]
+    kept = [2 * WEIGHT * (w + ADAM * p) for w, p in zip(whole, parts, strict=True)]
+    shares = [samples * SAMPLE for samples in (4, 2, 2)]
+    assert program.resident_bytes.tolist() == [k + s for k, s in zip(kept, shares, strict=True)]
+
+
+def test_stage_1_scatters_once_and_gathers_new_parameters() -> None:
+    program = program_of(Sync.ZERO1, micro_batches=MICRO)
+    scatters = tasks_of(program, TaskKind.REDUCE_SCATTER)
+    gathers = tasks_of(program, TaskKind.GATHER_PARAMETERS)
+    assert [t.subject for t in scatters] == [t.subject for t in gathers] == [1, 0]
+    assert len(tasks_of(program, TaskKind.ACCUMULATE)) == 2 * 3
+    for scatter, gather in zip(scatters, gathers, strict=True):
+        assert scatter.num_bytes == gather.num_bytes == WEIGHT
+        updates = [t for t in tasks_of(program, TaskKind.UPDATE) if t.subject == scatter.subject]
+        assert all(scatter.number in needs(program, t.number) for t in updates)
+        assert {t.number for t in updates} <= needs(program, gather.number)
+        kinds = [program.channels[program.channel[t.number]].kind for t in (scatter, gather)]
+        assert kinds == [ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER]
+    # The traffic is that of reduce-scatter and all-gather of gradients.
+    plain = replace(zero(Sync.ZERO1), sync=Sync.REDUCE_SCATTER_ALL_GATHER)
+    other = lower(CHAIN, THREE, strategy_of(CHAIN, THREE, plain, micro_batches=MICRO))
+    for kind in (TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER):
+        assert len(tasks_of(other, kind)) == 2
+
+
+def test_stage_2_scatters_each_micro_batch_and_keeps_the_slice() -> None:
+    program = program_of(Sync.ZERO2, micro_batches=MICRO)
+    scatters = tasks_of(program, TaskKind.REDUCE_SCATTER)
+    assert [t.subject for t in scatters] == [1, 0, 1, 0]
+    assert not tasks_of(program, TaskKind.ACCUMULATE)
+    assert len(tasks_of(program, TaskKind.GATHER_PARAMETERS)) == 2
+    # The sum, and what the two others have sent: of the second micro-batch that alone.
+    for scatter, own in zip(scatters, (1, 1, 0, 0), strict=True):
+        assert made(program, scatter.number) == {
+            1: (2 + own) * WEIGHT / 4, 2: (2 + own) * 3 * WEIGHT / 4,
+        }  # fmt: skip
+    assert scatters[1].number in needs(program, scatters[3].number)
+
+
+def test_stage_3_gathers_for_each_pass_and_two_ahead() -> None:
+    graph = linear_chain(("a", "b", "c"))
+    program = lower(graph, THREE, strategy_of(graph, THREE, zero(Sync.ZERO3)))
+    gathers = tasks_of(program, TaskKind.GATHER_PARAMETERS)
+    # Forward all, backward those whose input gradients are needed.
+    assert [t.subject for t in gathers] == [0, 1, 2, 2, 1]
+    ops = tasks_of(program, TaskKind.COMPUTE)
+    for gather in gathers:
+        assert made(program, gather.number) == dict.fromkeys((0, 1, 2), WEIGHT)
+    readers = [[t.number for t in ops if t.subject == op] for op in (0, 1, 2, 4, 6)]
+    for index, gather in enumerate(gathers):
+        for reader in readers[index]:
+            assert gather.number in program.dependencies(reader)
+        before = needs(program, gather.number)
+        ahead = set(readers[index - 2]) if index >= 2 else set()
+        assert ahead <= before
+        assert index == 0 or not set(readers[index - 1]) & before
+    assert len(tasks_of(program, TaskKind.UPDATE)) == 3 * 2
+
+
+def test_stage_3_brings_parameters_only_where_there_are_samples() -> None:
+    decision = zero(Sync.ZERO3, shares=(5, 3, 0), slices=(1, 0, 1))
+    program = lower(CHAIN, THREE, strategy_of(CHAIN, THREE, decision))
+    for gather in tasks_of(program, TaskKind.GATHER_PARAMETERS):
+        assert gather.route == (0, 1, 2)
+        assert made(program, gather.number) == {0: WEIGHT, 1: WEIGHT}
+    for scatter in tasks_of(program, TaskKind.REDUCE_SCATTER):
+        # Device 2 sends nothing and adds up what two devices have.
+        assert made(program, scatter.number) == {0: 2 * WEIGHT / 2, 2: 3 * WEIGHT / 2}
+
+
+def test_stage_3_of_the_next_step_gathers_what_has_been_stepped() -> None:
+    strategy = strategy_of(CHAIN, THREE, zero(Sync.ZERO3), step_barrier=False)
+    program = lower(CHAIN, THREE, strategy, num_steps=2)
+    gathers = tasks_of(program, TaskKind.GATHER_PARAMETERS)
+    updates = [t.number for t in tasks_of(program, TaskKind.UPDATE) if t.subject == 0]
+    assert set(updates[:2]) <= needs(program, gathers[3].number)
+    assert not set(updates[2:]) & needs(program, gathers[3].number)
+
+
+def test_buckets_of_stage_3_stay_in_their_group() -> None:
+    for stage, buckets in ((Sync.ZERO2, [1, 1]), (Sync.ZERO3, [0, 1])):
+        program = program_of(stage, bucket_bytes=10**9)
+        assert program.bucket.tolist() == buckets
+
+
+def test_more_in_slices_needs_less_memory() -> None:
+    graph = linear_chain(tuple("abcdefgh"))
+    peaks = []
+    for sync in (Sync.RING, *STAGES):
+        decision = Decision(devices=(0, 1, 2), shares=(4, 2, 2), sync=sync)
+        strategy = strategy_of(graph, THREE, decision, micro_batches=MICRO)
+        peaks.append(Evaluator(graph, THREE).evaluate(strategy, Order.RANK).peak_memory_bytes[0])
+    # 8 weights: state 16 to 16/3, then gradients 8 to 8/3 and some under way, then parameters.
+    assert peaks[1] == pytest.approx(peaks[0] - 16 * WEIGHT * 2 / 3 * 1.02, rel=0.1)
+    assert peaks[2] < peaks[1] - 2 * WEIGHT
+    assert peaks[3] < peaks[2] - 2 * WEIGHT
+
+
+def test_a_device_alone_has_no_slices() -> None:
+    alone = Decision(devices=(1,), shares=(8,), sync=Sync.ZERO3)
+    plain = Decision(devices=(1,), shares=(8,))
+    programs = [lower(CHAIN, THREE, strategy_of(CHAIN, THREE, each)) for each in (alone, plain)]
+    assert programs[0].hash == programs[1].hash
+
+
+@pytest.mark.parametrize("optimizer", ["LBFGS", "Muon", "Adafactor", "LAMB"])
+def test_optimizers_that_look_at_more_than_an_element_are_refused(optimizer: str) -> None:
+    graph = replace(CHAIN, optimizer=optimizer)
+    strategy = strategy_of(graph, THREE, zero(Sync.ZERO2))
+    text = f"synchronised by zero2, which updates slices of parameters, but {optimizer} is not"
+    with pytest.raises(StrategyError, match=re.escape(text)):
+        lower(graph, THREE, strategy)
+    strategy_of(graph, THREE, Decision(devices=(1,), shares=(8,), sync=Sync.ZERO1)).check(
+        graph, THREE
+    )
+    evaluator = Evaluator(graph, THREE)
+    space = StrategySpace(graph, THREE, evaluator.tables, evaluator.channels, (1.0, 1.0, 1.0))
+    assert Sync.ZERO1 not in {candidate.sync for candidate in space.candidates}
+
+
+def test_strategies_in_files() -> None:
+    for stage in STAGES:
+        strategy = strategy_of(CHAIN, THREE, zero(stage))
+        record = strategy_to_dict(strategy)
+        assert record["decisions"][0]["sync"] == stage.name.lower()
+        assert strategy_from_dict(record) == strategy
+    assert [sync.value for sync in Sync] == list(range(7)), "old numbers stay"
