@@ -25,7 +25,12 @@ ROOMS = {
     "torch": ("graph/capture.py", "zoo/", "runtime/", "agents/"),
     "transformers": ("zoo/",),
     "torch_geometric": ("agents/",),
-    "numba": ("strategy/lowering.py", "simulator/"),
+    "numba": (
+        "strategy/lowering.py",
+        "strategy/tape.py",
+        "strategy/zero_lowering.py",
+        "simulator/",
+    ),
     "gymnasium": ("envs/", "agents/"),
     "typer": ("cli/",),
     "pydantic": ("cluster/spec.py", "graph/serialize.py"),
