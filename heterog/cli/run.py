@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from heterog.cli.common import JsonOption, out, print_json, progress_line, stage_progress
+from heterog.cli.common import JsonOption, err, out, print_json, progress_line, stage_progress
 from heterog.errors import HeterogError
 from heterog.units import format_seconds
 
@@ -130,5 +130,7 @@ def run(
             f"{format_seconds(done['step_time_alone_s'])} alone, {done['slow_down']:.3f}x "
             f"(limit {done['limit']:g}x)"
         )
+        for rank, words in done["failures"].items():
+            err.print(f"the background job beside rank {rank} ended early: {words}")
     if save is not None:
         out.print(f"checkpoint: {save}", soft_wrap=True)

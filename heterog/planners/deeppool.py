@@ -165,6 +165,7 @@ class GroupCosts:
         self._compute: dict[tuple[str, int], FloatArray] = {}
         self._layouts: dict[Place, Decision] = {}
         self._moves: dict[tuple[Place, Place], float] = {}
+        self._routes: dict[tuple[int, int], dict[int, float]] = {}
 
     def with_exposed(self, exposed: float) -> "GroupCosts":
         """The same with another part of the gradients' time counted."""
@@ -310,17 +311,23 @@ class GroupCosts:
 
     def _seconds_per_sample_byte(self, at: Place, to: Place) -> float:
         """Seconds on the busiest link for one byte per sample of the batch."""
-        model, cluster = self.evaluator.cost_model, self.evaluator.cluster
-        channels = self.evaluator.channels.channels
         busy: dict[int, float] = {}
         for source, begin, end in _intervals(self.decision(at)):
             for target, first, last in _intervals(self.decision(to)):
                 samples = min(end, last) - max(begin, first)
                 if source != target and samples > 0:
-                    channel = channels[source * cluster.num_devices + target]
-                    for resource, held in model.channel_seconds(cluster, channel).held.items():
+                    for resource, held in self._held(source, target).items():
                         busy[resource] = busy.get(resource, 0.0) + samples * held
         return max(busy.values(), default=0.0)
+
+    def _held(self, source: int, target: int) -> dict[int, float]:
+        """Seconds per byte that a transfer holds each link resource."""
+        if (source, target) not in self._routes:
+            evaluator, count = self.evaluator, self.evaluator.cluster.num_devices
+            channel = evaluator.channels.channels[source * count + target]
+            cost = evaluator.cost_model.channel_seconds(evaluator.cluster, channel)
+            self._routes[source, target] = cost.held
+        return self._routes[source, target]
 
 
 def crossing_bytes(

@@ -164,7 +164,7 @@ def run_ranks(
                 *("-o", f"{done}{rank}.json"),
             ]
 
-        run_commands(
+        failed = run_commands(
             ["-m", "heterog.runtime.rank", str(plan.resolve()), *options, "-o", str(output)],
             num_ranks,
             timeout_s=timeout_s,
@@ -180,7 +180,9 @@ def run_ranks(
         if background is not None:
             each = [Path(f"{done}{rank}.json") for rank in range(num_ranks)]
             found = [read_json(path, "measurement") if path.exists() else {} for path in each]
-            measured["background"] = _background_summary(measured, background, found)
+            measured["background"] = _background_summary(measured, background, found) | {
+                "failures": {str(rank): words for rank, words in failed.items()}
+            }
         return measured
 
 
@@ -215,11 +217,14 @@ def run_commands(
     environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
     beside: Beside = lambda rank: [],
     progress: Callable[[str], None] = lambda stage: None,
-) -> None:
+) -> dict[int, str]:
     """Run this Python with the same arguments once per rank, under torchrun's variables.
 
     No rank survives: not an error, not a signal to this process, and on Linux not even its
     sudden death.
+
+    Returns:
+        The last words of processes beside ranks that ended before the ranks did, by rank.
 
     Raises:
         LaunchError: as ``run_ranks``.
@@ -254,10 +259,11 @@ def run_commands(
                     variables = {**os.environ, **environment(rank), **own}
                     others[rank] = _start(command, variables, said), said
             _wait(ranks, timeout_s, step_timeout_s, progress)
-            for rank, (process, said) in others.items():
-                if process.poll() is not None:
-                    text = _last_words(said).removeprefix("heterog: ")
-                    raise LaunchError(f"the job beside rank {rank} ended early: {text}")
+            return {
+                rank: _last_words(said).removeprefix("heterog: ")
+                for rank, (process, said) in others.items()
+                if process.poll() is not None
+            }
         finally:
             _end([rank.process for rank in ranks] + [process for process, _ in others.values()])
 

@@ -14,7 +14,7 @@ import torch
 from heterog.errors import HeterogError
 from heterog.planners.background import BackgroundPlan
 from heterog.runtime.background import Governor, LowPriorityThread, StepWatch, Trainer
-from heterog.runtime.launch import HEARTBEAT, run_ranks
+from heterog.runtime.launch import HEARTBEAT, run_commands, run_ranks
 from heterog.zoo import load_workload
 
 JOB = """
@@ -157,3 +157,23 @@ def test_too_few_steps_to_compare_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(HeterogError, match=r"3 steps are too few .* measure 9 or more"):
         run_ranks(tmp_path / "plan.json", 1, num_steps=3, background=background)
+
+
+def test_a_job_beside_a_rank_ends_with_it_and_its_failure_is_told(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    rank = (
+        f"import time, pathlib; path = pathlib.Path({str(seen)!r})\n"
+        "while not path.exists(): time.sleep(0.01)\n"
+        "time.sleep(0.3)"
+    )
+
+    def beside(number: int) -> list[str]:
+        if number == 0:
+            return ["-c", "import sys; sys.exit('heterog: no such model')"]
+        return ["-c", f"import os, time; open({str(seen)!r}, 'w').write(str(os.getpid()))\n"
+                "time.sleep(60)"]  # fmt: skip
+
+    failed = run_commands(["-c", rank], 2, timeout_s=30.0, beside=beside)
+    assert failed == {0: "no such model"}
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(seen.read_text()), 0)

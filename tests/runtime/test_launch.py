@@ -136,6 +136,7 @@ def test_the_options_of_the_command_reach_the_ranks(
         "resume": Path("b"),
         "allow_nonfinite": True,
         "record": True,
+        "background": None,
     }
     printed = capsys.readouterr()
     assert "loss 1.0000 -> nan" in printed.out.replace("\n", " ")
