@@ -2,9 +2,10 @@
 
     python experiments/testbed_speedup.py --json        # Linux, as root
 
-On each testbed and workload, in one job and in turn: the plan of ``auto``, DDP with even batches,
-and DDP with batches in proportion to the CPU quotas (every fourth time). Measured, not simulated.
-Plans are made with a calibration of the testbed, on other workloads than these.
+On each testbed and workload, in one job and in turn: the plan of ``auto``, that of
+``tuned_uniform``, DDP with even batches, and DDP with batches in proportion to the CPU quotas (every
+fourth time). Measured, not simulated, with the predicted gains beside. Plans are made with a
+calibration of the testbed, on other workloads than these.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ from heterog.zoo import load_workload
 TESTBEDS = ("skew_compute", "skew_network", "skew_both")
 MODELS = ("mlp", "vgg", "gpt", "encoder")
 WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
+TUNED = "tuned_uniform"
+PLANNED = ("auto", TUNED)
 WARM_UP = 1
 _RARELY = 4
 
@@ -46,13 +50,14 @@ def serve(folder: Path, model: str, num_pairs: int) -> None:
     join(timeout_s=1800)
     rank = dist.get_rank()
     workload = load_workload(f"{WORKLOADS}:{model}", None)
-    plan = load_plan(folder / "plan.json")
-    ours = deploy(workload, plan)
     batch = workload.make_batch()
     assert isinstance(batch, tuple)
+    contenders: dict[str, Callable[[], Any]] = {}
+    for method in PLANNED:
+        plan = load_plan(folder / f"{method}.json")
+        contenders[method] = partial(deploy(workload, plan), batch)
     size = plan.graph.batch_size
     quotas = tuple(host.cpu_quota or 1.0 for host in plan.cluster.hosts)
-    contenders: dict[str, Callable[[], Any]] = {"auto": lambda: ours(batch)}
     for key, shares in (
         ("ddp", split_evenly(size, len(quotas))),
         ("proportional_ddp", split_in_proportion(size, quotas)),
@@ -96,10 +101,12 @@ def _ddp_step(model: str, shares: tuple[int, ...], rank: int) -> Callable[[], No
 def measure(cluster: Cluster, model: str, budget: str, num_pairs: int) -> dict[str, Any]:
     """Plan, then run all contenders on the testbed."""
     graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
-    plan = make_plan(graph, cluster, budget=budget)
+    plans = {name: make_plan(graph, cluster, methods=(name,), budget=budget) for name in PLANNED}
+    plan = plans["auto"]
     with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
         folder = Path(name)
-        plan.save(folder / "plan.json")
+        for name, made in plans.items():
+            made.save(folder / f"{name}.json")
         arguments = ["--rank-folder", name, "--models", model, "--pairs", str(num_pairs)]
         run_commands(
             [str(Path(__file__).resolve()), *arguments],
@@ -110,12 +117,18 @@ def measure(cluster: Cluster, model: str, budget: str, num_pairs: int) -> dict[s
         )
         seconds = json.loads((folder / "seconds.json").read_text())
     medians = {key: statistics.median(values) for key, values in seconds.items()}
+    predicted = {row.method: row.step_time_s for row in plan.rows}
+    ours, tuned, ddp = plan.step_time_s, predicted[TUNED], predicted["ddp"]
     return {
         "testbed": cluster.name,
         "model": model,
         "method": plan.method,
-        "predicted_step_time_s": plan.step_time_s,
+        "predicted_step_time_s": ours,
+        "predicted_over_tuned_uniform": tuned / ours if tuned and ours else None,
+        "predicted_over_ddp": ddp / ours if ddp and ours else None,
         "step_time_s": medians["auto"],
+        "tuned_uniform_step_time_s": medians[TUNED],
+        "speedup_over_tuned_uniform": medians[TUNED] / medians["auto"],
         "ddp_step_time_s": medians["ddp"],
         "proportional_ddp_step_time_s": medians["proportional_ddp"],
         "speedup_over_ddp": medians["ddp"] / medians["auto"],
@@ -151,16 +164,21 @@ def main() -> None:
                 f"{testbed:13} {model:8} {row['method']:15} {row['step_time_s']:.3f} s "
                 f"(predicted {row['predicted_step_time_s']:.3f}), DDP "
                 f"{row['ddp_step_time_s']:.3f}, proportional "
-                f"{row['proportional_ddp_step_time_s']:.3f}: {row['speedup_over_ddp']:.2f}x",
+                f"{row['proportional_ddp_step_time_s']:.3f}, tuned uniform "
+                f"{row['tuned_uniform_step_time_s']:.3f}: {row['speedup_over_ddp']:.2f}x over DDP, "
+                f"{row['speedup_over_tuned_uniform']:.2f}x over tuned uniform",
                 file=sys.stderr,
                 flush=True,
             )
-    gains = [row["speedup_over_ddp"] for row in rows]
-    mean = math.exp(statistics.fmean(map(math.log, gains)))
+    means = {}
+    for other in ("ddp", TUNED):
+        gains = [row[f"speedup_over_{other}"] for row in rows]
+        means[f"geometric_mean_over_{other}"] = math.exp(statistics.fmean(map(math.log, gains)))
+        means[f"least_over_{other}"] = min(gains)
     if arguments.json:
-        print(json.dumps({"rows": rows, "geometric_mean_over_ddp": mean}, indent=2))
+        print(json.dumps({"rows": rows, **means}, indent=2))
     else:
-        print(f"geometric mean over DDP {mean:.2f}x, least {min(gains):.2f}x")
+        print(", ".join(f"{name} {value:.2f}x" for name, value in means.items()))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ budget anneals with the referee as the judge.
 import math
 import time
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -30,11 +31,15 @@ from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
-NUM_RETURNED = 6
+NUM_RETURNED = 4
 """Strategies handed to the portfolio, the best by the referee."""
 NUM_ELITES = 12
 REFEREE_FROM = 0.6
 """Part of the budget after which the referee judges every move."""
+SIMPLIFY_FROM = 0.97
+"""Part of the budget after which the best strategy is made simpler."""
+COSTS_NOTHING = 2e-4
+"""Relative difference of step times for which a strategy may be simpler."""
 
 _MOST_UNIFORM = 128  # uniform rows scored at the start
 _LEAST_SPEED = 0.25  # of the cluster's, for the devices of a uniform row
@@ -116,11 +121,12 @@ class _Search:
     def run(self) -> PlanResult:
         begin = time.perf_counter()
         self._seed()
-        while not self.spending.is_over:
+        while self.spending.fraction < SIMPLIFY_FROM:
             pool = self.judged if self.rng.random() < 0.75 else self.elites
             # Restarts go back to one of the best states, the first ones most often.
             which = min(int(self.rng.exponential(1.5)), len(pool.states) - 1)
             self._anneal(pool.states[which][1])
+        best = [self._simpler(state) for _, state in self.judged.states[:NUM_RETURNED]]
         candidates = tuple(
             Candidate(
                 strategy=self.space.decode(
@@ -131,7 +137,7 @@ class _Search:
                 ),
                 orders=(state.order,),
             )
-            for _, state in self.judged.states[:NUM_RETURNED]
+            for state in {state.key: state for state in best}.values()
         )
         return PlanResult(
             candidates=candidates,
@@ -243,6 +249,25 @@ class _Search:
                 if cost < best_cost:
                     best, best_cost = state, cost
         self._referee(best)
+
+    def _simpler(self, state: _State) -> _State:
+        """The state with the same decision for neighbours on the same devices, where that is free.
+
+        Annealing takes moves that change nothing; what they leave behind is only hard to read.
+        """
+        limit = self._referee(state) * (1.0 + COSTS_NOTHING)
+        devices = [self.space.candidates[number].devices for number in state.row]
+        edges = [i for i in range(1, self.num_groups) if devices[i] != devices[i - 1]]
+        for first, last in pairwise((0, *edges, self.num_groups)):
+            numbers, counts = np.unique(state.row[first:last], return_counts=True)
+            if len(numbers) == 1 or self.spending.is_over:
+                continue
+            row = state.row.copy()
+            row[first:last] = numbers[np.argmax(counts)]
+            simpler = replace(state, row=row)
+            if self._referee(simpler) <= limit:
+                state = simpler
+        return state
 
     def _neighbour(self, state: _State) -> _State:
         """A random move: of some groups' decisions, or of what holds for the whole step."""
