@@ -3,8 +3,8 @@
     python experiments/testbed_speedup.py --json        # Linux, as root
 
 On each testbed and workload, in one job and in turn: the plan of ``auto``, that of
-``tuned_uniform``, DDP with even batches, and DDP with batches in proportion to the CPU quotas (every
-fourth time). Measured, not simulated, with the predicted gains beside. Plans are made with a
+``tuned_uniform``, DDP with even batches, and, every fourth time, DDP with batches in proportion to
+the CPU quotas. Measured, not simulated, with the predicted gains beside. Plans are made with a
 calibration of the testbed, on other workloads than these.
 """
 
@@ -165,8 +165,9 @@ def main() -> None:
                 f"(predicted {row['predicted_step_time_s']:.3f}), DDP "
                 f"{row['ddp_step_time_s']:.3f}, proportional "
                 f"{row['proportional_ddp_step_time_s']:.3f}, tuned uniform "
-                f"{row['tuned_uniform_step_time_s']:.3f}: {row['speedup_over_ddp']:.2f}x over DDP, "
-                f"{row['speedup_over_tuned_uniform']:.2f}x over tuned uniform",
+                f"{row['tuned_uniform_step_time_s']:.3f}: "
+                f"{row['speedup_over_ddp']:.2f}x over DDP, "
+                f"{row['speedup_over_tuned_uniform']:.2f}x over that",
                 file=sys.stderr,
                 flush=True,
             )
