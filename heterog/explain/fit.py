@@ -92,6 +92,11 @@ class _Judge:
         self.num_devices = evaluator.cluster.num_devices
         self.num_micro = strategy.num_micro_batches
 
+    @property
+    def has_op_rules(self) -> bool:
+        """Whether ops run by rules of their own."""
+        return bool(self._strategy.op_rules)
+
     def cut(self, num_micro: int) -> Evaluation:
         """With a number of micro-batches."""
         return self._referee(self.batch_size, num_micro)
@@ -118,8 +123,10 @@ def _choice(evaluator: Evaluator, strategy: Strategy, batch_size: int, num_micro
         decisions=tuple(_scaled(decision, batch_size) for decision in strategy.decisions),
         micro_batches=parts if num_micro > 1 else (),
     )
-    steps = evaluator.encode(strategy).num_steps
-    return encode(changed, evaluator.tables, evaluator.channels, num_steps=steps)
+    given = evaluator.encode(strategy)
+    tables = evaluator.tables_of(given)
+    choice = encode(changed, tables, evaluator.channels, num_steps=given.num_steps)
+    return choice._replace(rule_set=given.rule_set)
 
 
 def _scaled(decision: Decision, batch_size: int) -> Decision:
@@ -128,7 +135,9 @@ def _scaled(decision: Decision, batch_size: int) -> Decision:
 
 
 def _micro_batches(judge: _Judge) -> Remedy | None:
-    """The smallest number of micro-batches that fits."""
+    """The smallest number of micro-batches that fits; op rules allow none."""
+    if judge.has_op_rules:
+        return None
     low, high = judge.num_micro, judge.num_micro
     found: Evaluation | None = None
     while found is None and high < judge.batch_size:

@@ -6,12 +6,13 @@ makes a conversion (a slice is free, S to R is a gather, P to R an all-reduce). 
 no special treatment: a weight gradient comes out as P, a sum over the devices.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from heterog.graph.op_graph import FloatArray, GraphOp, OpGraph, Phase
+from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.graph.placement import Placement, R, S
 from heterog.graph.sharding_rules import propagate
 
@@ -59,7 +60,8 @@ def batch_plan(graph: OpGraph) -> BatchPlan:
         ):
             placements, needed, specials, unruled = second
     costs = [
-        _work(graph, index, op, placements, needed[index]) for index, op in enumerate(graph.ops)
+        op_work(graph, index, placements, needed[index], graph.batch_size)
+        for index in range(graph.num_ops)
     ]
     columns = np.array(costs, np.float64).reshape(graph.num_ops, 4)
     return BatchPlan(
@@ -174,23 +176,23 @@ def _num_conversions(
     )
 
 
-def _work(
+def op_work(
     graph: OpGraph,
     index: int,
-    op: GraphOp,
-    placements: list[Placement],
+    placements: Sequence[Placement],
     needed: tuple[Placement, ...],
+    units: int,
 ) -> tuple[float, float, float, float]:
-    """(FLOPs fixed, per sample, bytes fixed, per sample) of an op.
+    """(FLOPs fixed, per unit, bytes fixed, per unit) of an op along an axis.
 
     FLOPs follow the share as soon as any operand is split; bytes do so tensor by tensor, so a
     matrix product reads its whole weight for every share.
     """
     if graph.is_view[index]:
         return 0.0, 0.0, 0.0, 0.0
+    op = graph.ops[index]
     outputs = [placements[tensor] for tensor in graph.outputs(index)]
     batched = any(place.kind == "S" for place in (*needed, *outputs))
-    batch = graph.batch_size
     sizes = [
         *zip(op.inputs, needed, strict=True),
         *zip(graph.outputs(index), outputs, strict=True),
@@ -203,5 +205,5 @@ def _work(
         split, total = moved, moved
     scale = moved / total if total else 0.0
     fixed = (total - split) * scale if total else moved
-    flops = (0.0, op.flops / batch) if batched else (op.flops, 0.0)
-    return flops[0], flops[1], fixed, split * scale / batch
+    flops = (0.0, op.flops / units) if batched else (op.flops, 0.0)
+    return flops[0], flops[1], fixed, split * scale / units

@@ -14,6 +14,7 @@ from heterog.planners.portfolio import (
     assert_not_below,
     best_row,
     run_methods,
+    use_op_rules,
     with_noise,
 )
 from heterog.simulator.cost_model import CostModel
@@ -100,7 +101,9 @@ def compare_methods(
                 search_seconds=seconds,
             )
         )
-    bound = lower_bound_s(graph, cluster, evaluator.cost_model).seconds
+    bound = lower_bound_s(
+        graph, cluster, evaluator.cost_model, with_op_rules=use_op_rules(rows)
+    ).seconds
     if step_barrier:
         assert_not_below(rows, bound)
     return Comparison(

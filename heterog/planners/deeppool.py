@@ -257,7 +257,7 @@ class GroupCosts:
         found: dict[tuple[int, int], float] = {}
         for value, reader in zip(tables.slot_value, tables.slot_group, strict=True):
             maker = int(tables.op_group[tables.value_op[value]])
-            size = tables.value_bytes_per_sample[value] * tables.value_moved_fraction[value]
+            size = tables.value_bytes_per_unit[value] * tables.value_moved_fraction[value]
             if 0 <= maker != reader >= 0 and size > 0:
                 pair = (min(maker, int(reader)), max(maker, int(reader)))
                 found[pair] = found.get(pair, 0.0) + float(size)

@@ -134,7 +134,7 @@ def activation_bytes(evaluator: Evaluator) -> FloatArray:
         if graph.ops[graph.producer[tensor]].phase == 0
         and any(graph.ops[reader].phase == 1 for reader in graph.consumers[tensor])
     ]
-    sizes = tables.value_bytes + tables.value_bytes_per_sample * graph.batch_size
+    sizes = tables.value_bytes + tables.value_bytes_per_unit * graph.batch_size
     owners = tables.op_group[tables.value_op]
     for value in kept:
         if owners[value] >= 0:

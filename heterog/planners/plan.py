@@ -21,6 +21,7 @@ from heterog.planners.portfolio import (
     assert_not_below,
     best_row,
     run_methods,
+    use_op_rules,
     with_noise,
 )
 from heterog.planners.stability import Gain, best_data_parallel, gain
@@ -312,7 +313,9 @@ def plan_from_rows(
     choice = evaluator.encode(strategy)._replace(num_steps=1)
     program, start, _ = evaluator.schedule(choice, row.candidate.orders[0])
     sequence: IntArray = np.lexsort((np.arange(program.num_tasks), start)).astype(np.int32)
-    bound = lower_bound_s(graph, cluster, evaluator.cost_model).seconds
+    bound = lower_bound_s(
+        graph, cluster, evaluator.cost_model, with_op_rules=use_op_rules(rows)
+    ).seconds
     if strategy.step_barrier:
         assert_not_below(rows, bound)
     return Plan(

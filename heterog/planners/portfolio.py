@@ -204,6 +204,11 @@ def best_row(rows: Sequence[MethodRow]) -> MethodRow:
     return min(applicable, key=lambda row: (row.overflow_bytes, row.step_time_s or 0.0))
 
 
+def use_op_rules(rows: Sequence[MethodRow]) -> bool:
+    """Whether a method's strategy gives ops rules of their own: the lower bound is another one."""
+    return any(row.candidate is not None and row.candidate.strategy.op_rules for row in rows)
+
+
 def assert_not_below(rows: Sequence[MethodRow], bound_s: float) -> None:
     """No row may beat the lower bound of a step with barrier: a search finds holes in metrics."""
     for row in rows:

@@ -256,7 +256,7 @@ class _Repair:
                 for value in range(tables.value_start[op], tables.value_start[op + 1]):
                     if tables.value_slot_start[value] == tables.value_slot_start[value + 1]:
                         whole = tables.value_bytes[value] / tables.batch_size
-                        saved[group] += tables.value_bytes_per_sample[value] + whole
+                        saved[group] += tables.value_bytes_per_unit[value] + whole
         return saved
 
     @cached_property

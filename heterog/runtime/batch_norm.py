@@ -21,7 +21,7 @@ def batch_norm_samples(graph: OpGraph, strategy: Strategy) -> dict[str, dict[int
     """
     specials = batch_plan(graph).specials
     group = group_ops(graph).group
-    layouts = layouts_of_groups(strategy)
+    (layouts,) = layouts_of_groups(strategy)
     found: dict[str, dict[int, int]] = {}
     for index, op in enumerate(graph.ops):
         if op.phase != Phase.FORWARD or specials[index] != Special.LOCAL_STATISTICS:

@@ -179,7 +179,9 @@ def save_checkpoint(
     Raises:
         HeterogError: a rank cannot write, or the optimizer keeps what JSON and tensors cannot
             hold. Every rank raises, and the old checkpoint is still there.
+        StrategyError: the plan shards parameters by rules of ops.
     """
+    _check_whole(step)
     step.flush()
     target = Path(folder)
     index = target / CHECKPOINT_INDEX
@@ -248,7 +250,9 @@ def load_checkpoint(step: DeployedStep, folder: str | Path) -> dict[str, Any]:
     Raises:
         InputFileError: no checkpoint, or a damaged one.
         StrategyError: the checkpoint is of another model or optimizer; names what differs first.
+            Or the plan shards parameters by rules of ops.
     """
+    _check_whole(step)
     step.flush()
     # Into new tensors: a rank that fails leaves all ranks as they were.
     with _together():
@@ -373,6 +377,17 @@ def _model_tensors(step: DeployedStep) -> dict[str, Tensor]:
         if name not in every_name and isinstance(value, Tensor)
     }
     return {f"model.{name}": value for name, value in found.items()}
+
+
+def _check_whole(step: DeployedStep) -> None:
+    graph = step.captured.graph
+    if step.sharded:
+        name = graph.tensors[graph.updates[min(step.sharded)][1]].name
+        raise StrategyError(
+            f"the plan shards {len(step.sharded)} parameters ('{name}' first) over devices, which "
+            "checkpoints cannot hold yet. Keep step.state_dict() instead, which has them whole on "
+            "rank 0, or plan without op rules."
+        )
 
 
 def _held_tensors(step: DeployedStep) -> dict[str, Tensor]:

@@ -170,6 +170,7 @@ class Communicator:
             if rank in devices:
                 self._groups[devices] = group
         self._sending: dict[int, _Sending] = {}  # by destination
+        self._unread: list[Pending] = []
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         """Send without waiting; ``flush`` waits."""
@@ -361,8 +362,18 @@ class Communicator:
     def _pending(self, work: "dist.Work | _Works | None", finish: Callable[[], Tensor]) -> Pending:
         return Pending(work, finish, self.recorder.waiting() if self.recorder else None)
 
+    def hold(self, pending: Pending) -> None:
+        """Keep what is on its way and nobody here reads until ``flush``.
+
+        gloo's connection hangs if the memory of a receive that is under way is let go.
+        """
+        self._unread.append(pending)
+
     def flush(self) -> None:
-        """Wait for everything that was sent."""
+        """Wait for everything that was sent, and for what nobody reads."""
+        for pending in self._unread:
+            pending.wait()
+        self._unread.clear()
         for sending in self._sending.values():
             sending.flush()
 

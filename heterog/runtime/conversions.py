@@ -84,7 +84,7 @@ class Conversions:
             wanted_low, wanted = target.range(micro, dst)
             begin = max(low, wanted_low)
             count = min(low + owned, wanted_low + wanted) - begin
-            shape = local_shape(shape, placement, count, part.graph.batch_size)
+            shape = local_shape(shape, placement, count, source.units)
         if part.rank == src:
             held = self._values.held[part.reads(task)[0]]
             value = held.tensor()
@@ -135,7 +135,7 @@ class Conversions:
     ) -> None:
         part = self._part
         devices = part.channel(task).devices
-        shape, total = part.graph.tensors[tensor].shape, part.graph.batch_size
+        shape, total = part.graph.tensors[tensor].shape, layout.units
         shapes = [
             local_shape(shape, placement, layout.range(micro, device)[1], total)
             for device in devices
@@ -154,6 +154,10 @@ class Conversions:
             return join([piece for piece in shaped if piece.numel()], placement)
 
         pending = self._communicator.all_gather(local, devices, counts, whole)
+        is_read = False
         for buffer in part.made(task):
             if part.program.buffer_device[buffer] == part.rank:
                 self._values.held[buffer] = Held(pending)
+                is_read = is_read or self._values.is_read(buffer)
+        if not is_read:
+            self._communicator.hold(pending)

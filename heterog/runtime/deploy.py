@@ -14,10 +14,13 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import TensorKind
+from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets
+from heterog.runtime.placed import cut, join
+from heterog.runtime.rank_program import sharded_parameters
 from heterog.runtime.recorder import TaskTimes, gather_task_times
 from heterog.runtime.slices import SlicedBucket, Slices, release, sliced_buckets
 from heterog.strategy.lowering import lower
@@ -41,6 +44,8 @@ class DeployedStep:
         captured: the step, captured on this rank.
         buckets: of parameters that are updated in slices (ZeRO), all of the plan.
         slices: what this rank owns of them.
+        sharded: placement and layout of the parameters of which each rank holds its own slice, by
+            row of the graph's updates.
         optimizer: of the parameters that this rank updates; where there are none it is there all
             the same, so that every rank can make the same scheduler. Its options may be changed at
             any time: an update uses those that held when its own step was called. Its state is up
@@ -77,7 +82,15 @@ class DeployedStep:
             raise StrategyError(f"max_grad_norm is {max_grad_norm}; it must be above 0.")
         self._model = _one_model(workload)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
+        self.sharded = sharded_parameters(graph, plan.strategy)
         named = dict(self._model.named_parameters())
+        for row, (place, layout) in self.sharded.items():
+            # A slice of its own memory, so that the whole is given back.
+            value = named[self._names[graph.updates[row][1]]]
+            begin, count = layout.range(0, self.rank)
+            value.data = cut(value.data, place, layout.units, begin, count).clone(
+                memory_format=torch.contiguous_format
+            )
         held = set(self._held_parameters())
         for _, tensor, _ in graph.updates:
             if tensor not in held:
@@ -118,6 +131,7 @@ class DeployedStep:
         """The module; parameters that this rank does not hold are zeros without memory.
 
         So are those that ranks hold in slices (ZeRO-3).
+        Those that the plan shards have the shape of this rank's slice.
         """
         self.flush()
         return self._model
@@ -191,10 +205,15 @@ class DeployedStep:
         state = {name: value.detach().clone() for name, value in self._model.state_dict().items()}
         sliced = {row for bucket in self.buckets if bucket.stage == 3 for row in bucket.rows}
         for row, (_, parameter, _) in enumerate(graph.updates):
+            name = self._names[parameter]
+            if row in self.sharded:
+                whole = self._whole(row, named[name].detach())
+                if whole is not None:
+                    state[name] = whole
+                continue
             owner = self._owner(row)
             if owner == 0 or row in sliced:
                 continue
-            name = self._names[parameter]
             value = named[name].detach()
             if self.rank == owner:
                 dist.send(value.contiguous(), 0)
@@ -231,6 +250,24 @@ class DeployedStep:
         for name, part in zip(names, torch.split(flat, list(bucket.sizes)), strict=True):
             state[name] = part.view(state[name].shape)
 
+    def _whole(self, row: int, own: Tensor) -> Tensor | None:
+        """All slices of a sharded parameter together on rank 0, ``None`` on the others."""
+        place, layout = self.sharded[row]
+        shape = self.captured.graph.tensors[self.captured.graph.updates[row][1]].shape
+        parts = []
+        for device in layout.devices:
+            count = layout.range(0, device)[1]
+            if count == 0:
+                continue
+            if device == 0:
+                parts.append(own)
+            elif self.rank == device:
+                dist.send(own.contiguous(), 0)
+            elif self.rank == 0:
+                parts.append(own.new_empty(local_shape(shape, place, count, layout.units)))
+                dist.recv(parts[-1], device)
+        return join(parts, place).clone() if self.rank == 0 else None
+
     def _owner(self, row: int) -> int:
         """Rank whose copy of a parameter counts."""
         home = self.plan.strategy.homes[row]
@@ -243,14 +280,19 @@ class DeployedStep:
         group = int(group_ops(graph).group[graph.updates[row][0]])
         return self.plan.strategy.decisions[group]
 
+    def _holds_replica(self, row: int) -> bool:
+        """Whether this rank has a parameter as a device of its group, or a slice of it."""
+        if row in self.sharded:
+            return self.sharded[row][1].range(0, self.rank)[1] > 0
+        return self.rank in self._decision(row).devices
+
     def _held_parameters(self) -> list[int]:
         """Parameters that this rank reads or updates."""
         graph = self.captured.graph
         return [
             parameter
             for row, (_, parameter, _) in enumerate(graph.updates)
-            if self.rank in self._decision(row).devices
-            or self.plan.strategy.homes[row] == self.rank
+            if self._holds_replica(row) or self.plan.strategy.homes[row] == self.rank
         ]
 
     def _updated_parameters(self) -> list[int]:
@@ -262,9 +304,7 @@ class DeployedStep:
             if row in sliced:
                 continue
             home = self.plan.strategy.homes[row]
-            if home == self.rank or (
-                home == REPLICATED and self.rank in self._decision(row).devices
-            ):
+            if home == self.rank or (home == REPLICATED and self._holds_replica(row)):
                 updated.append(parameter)
         return updated
 

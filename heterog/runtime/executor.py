@@ -232,6 +232,8 @@ class StepExecutor:
             self._updates.pull(task, subject)
         else:
             self._conversions.run(task, kind, subject, micro)
+            if kind == TaskKind.GATHER_VALUE:
+                step.gradients.keep_gathered(task, self._part.layout_of_slot(subject), micro)
 
     def _gather(self, task: int, number: int) -> None:
         """Gather the parameters of a bucket: for good, or for the ops that read them next."""
@@ -251,6 +253,7 @@ class StepExecutor:
         local_op = self._ops[op]
         layout = part.layout_of_op(op)
         begin, count = layout.range(micro, self.rank) if layout else (0, 0)
+        is_first = layout is None or layout.first(micro) == self.rank
         near = part.near(task)
         is_again = self._kind[task] == TaskKind.RECOMPUTE
         inputs = [
@@ -263,9 +266,9 @@ class StepExecutor:
             # Seeded by what identifies the op: run again, it draws the same numbers.
             shared = local_op.rule.special == Special.SHARED_RANDOM_STREAM
             with self._random.drawing(self.num_steps, op, micro, shared=shared):
-                outputs = local_op(inputs, count)
+                outputs = local_op(inputs, count, is_first=is_first)
         else:
-            outputs = local_op(inputs, count)
+            outputs = local_op(inputs, count, is_first=is_first)
         if local_op.rule.special == Special.NLL_GLOBAL_WEIGHT:
             assert layout is not None
             weight = self._losses.label_weight(op, local_op, layout)
@@ -292,7 +295,7 @@ class StepExecutor:
 
 
 def _check(part: RankProgram) -> None:
-    gathers = any(part.program.kind == TaskKind.GATHER_VALUE)
+    gathers = any(part.program.kind == TaskKind.GATHER_VALUE) or part.tables.batch_is_whole
     if part.num_micro > 1 and gathers:
         raise StrategyError(
             f"{part.num_micro} micro-batches cannot be combined with ops that need the whole "

@@ -57,6 +57,8 @@ class Gradients:
         for buffer in part.made(task):
             value, _ = part.value_in(buffer)
             for row in part.parameters_of_value.get(value, ()):
+                if layout is not None and part.gradient_is_gathered(row, layout):
+                    continue
                 near = {(value, False): buffer}
                 gradient, _ = self._values.tensor(
                     part.graph.updates[row][2], False, near, layout, micro
@@ -65,6 +67,24 @@ class Gradients:
                 if bucket is not None and bucket.stage > 1:
                     self._of_micro[row, micro] = gradient
                 else:
+                    self._put(row, micro, gradient)
+
+    def keep_gathered(self, task: int, layout: Layout, micro: int) -> None:
+        """Keep the gradients that a gather has made whole."""
+        part = self._part
+        for buffer in part.made(task):
+            value, _ = part.value_in(buffer)
+            for row in part.parameters_of_value.get(value, ()):
+                maker = part.layout_of_op(part.maker(value))
+                if (
+                    maker is layout
+                    and part.gradient_is_gathered(row, layout)
+                    and part.program.buffer_device[buffer] == part.rank
+                ):
+                    near = {(value, True): buffer}
+                    gradient, _ = self._values.tensor(
+                        part.graph.updates[row][2], True, near, layout, micro
+                    )
                     self._put(row, micro, gradient)
 
     def _put(self, row: int, micro: int, gradient: Tensor | Pending) -> None:

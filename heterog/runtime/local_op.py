@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, fx
 
 from heterog.errors import StrategyError
-from heterog.graph.batch_plan import BatchPlan
+from heterog.graph.axis_plan import AxisPlan
 from heterog.graph.capture import ATTENTION_ALIASES
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Arg, OpCall, TensorRef
 from heterog.graph.sharding_rules import RuleResult, Special, local_args, local_shape
+from heterog.graph.sharding_rules.table import positions
 
 _RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
 _SUM_REDUCTION = 2
@@ -24,23 +25,24 @@ class LocalOp:
 
     Args:
         graph: the captured step.
-        plan: its placements along the batch.
+        plan: its placements along the batch and other axes.
         index: the op.
         node: the fx node it was read from.
 
     Attributes:
+        units: of the axis that the op runs along: the batch size, mostly.
         is_random: it draws from torch's default generator.
 
     Raises:
         StrategyError: the op cannot be executed on a part of the batch.
     """
 
-    def __init__(self, graph: OpGraph, plan: BatchPlan, index: int, node: fx.Node) -> None:
+    def __init__(self, graph: OpGraph, plan: AxisPlan, index: int, node: fx.Node) -> None:
         target = node.target
         assert isinstance(target, torch._ops.OpOverload)
         self.index = index
         self.call = graph.call(index)
-        self.batch_size = graph.batch_size
+        self.units = max(plan.units(index), 1)
         special = plan.specials[index]
         self.rule = RuleResult(
             inputs=plan.needed[index],
@@ -49,10 +51,6 @@ class LocalOp:
         )
         self.is_random = self.rule.special in _RANDOM
         where = f"op '{self.call.kind}' in module '{graph.ops[index].module}'"
-        if self.rule.special == Special.BIAS_ON_ONE_RANK:
-            raise StrategyError(
-                f"{where} needs {self.rule.special}, which cannot be executed yet."
-            )
         if _draws(self.call, target) and (self.call.kind == "attention" or not self.is_random):
             raise StrategyError(
                 f"{where} draws random numbers in a way that cannot be executed on several "
@@ -66,12 +64,15 @@ class LocalOp:
         self._kept = self._kept[: len(self.call.outputs)]
         self._templates: dict[int, list[tuple[str, Arg, bool]]] = {}
 
-    def __call__(self, inputs: Sequence[Tensor], samples: int) -> list[Tensor]:
+    def __call__(
+        self, inputs: Sequence[Tensor], samples: int, *, is_first: bool = True
+    ) -> list[Tensor]:
         """Run on local inputs.
 
         Args:
             inputs: the op's tensor inputs, placed as its rule wants them.
-            samples: samples of the local share.
+            samples: samples, or units of the op's axis, of the local share.
+            is_first: what must enter a sum over devices once enters it on this device.
 
         Returns:
             The local outputs.
@@ -79,9 +80,13 @@ class LocalOp:
         if self.call.kind in _RESHAPES or self.rule.special == Special.AS_RESHAPE:
             # After a gather or a cut the strides may not allow a view.
             shape = local_shape(
-                self.call.outputs[0].shape, self.rule.outputs[0], samples, self.batch_size
+                self.call.outputs[0].shape, self.rule.outputs[0], samples, self.units
             )
             return [inputs[0].reshape(shape)]
+        if self.rule.special == Special.BIAS_ON_ONE_RANK and not is_first:
+            name = "bias" if "bias" in self.call.args else "self"
+            (summand,) = positions(self.call, name)
+            inputs = [*inputs[:summand], torch.zeros_like(inputs[summand]), *inputs[summand + 1 :]]
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
         for name, argument, is_keyword in self._template(samples):
@@ -96,13 +101,13 @@ class LocalOp:
         outputs = list(result) if isinstance(result, tuple | list) else [result]
         kept = [outputs[position] for position in self._kept]
         if self.rule.special == Special.MEAN_TO_SUM:
-            kept = [output * (samples / self.batch_size) for output in kept]
+            kept = [output * (samples / self.units) for output in kept]
         return kept
 
     def _template(self, samples: int) -> list[tuple[str, Any, bool]]:
         """Arguments in schema order for a number of samples, tensors still as references."""
         if samples not in self._templates:
-            local = local_args(self.call, self.rule, samples, self.batch_size)
+            local = local_args(self.call, self.rule, samples, self.units)
             template: list[tuple[str, Any, bool]] = []
             for argument in self._target._schema.arguments:
                 name = ATTENTION_ALIASES.get(argument.name, argument.name)

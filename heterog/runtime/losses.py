@@ -38,8 +38,8 @@ class Losses:
         part = self._part
         near = {(part.value_in(buffer)[0], False): buffer for buffer in part.made(task)}
         value, placement = self._values.tensor(part.graph.loss, False, near, layout, micro)
-        sharing = [d for d, n in layout.shares[micro].items() if n] if layout else [part.rank]
-        if placement.kind == "P" or sharing[0] == part.rank:
+        first = layout.first(micro) if layout else part.rank
+        if placement.kind == "P" or first == part.rank:
             self.total += value.reshape(()) / (1 if placement.kind == "P" else part.num_micro)
 
     def keep_label_weight(self, value: int, pending: Pending) -> None:

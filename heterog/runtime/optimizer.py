@@ -80,7 +80,7 @@ class Updates:
         self._owned = [
             row
             for row in range(len(part.graph.updates))
-            if part.owner(row) == part.rank and part.sliced_bucket(row) is None
+            if part.rank in part.owners(row) and part.sliced_bucket(row) is None
         ]
         self._step: StepUpdates | None = None  # that all waiting parameters belong to
         self._waiting: dict[int, int] = {}  # row by tensor id

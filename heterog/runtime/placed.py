@@ -1,6 +1,6 @@
-"""Cutting and joining tensors along the batch axis, wherever it lies.
+"""Cutting and joining tensors along an axis (the batch, mostly), wherever it lies.
 
-A tensor placed as ``S(dim, outer)`` has ``outer x samples x inner`` entries in dimension ``dim``.
+A tensor placed as ``S(dim, outer)`` has ``outer x units x inner`` entries in dimension ``dim``.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,9 @@ def cut(tensor: Tensor, placement: Placement, total: int, begin: int, count: int
     dim, outer = placement.dim, placement.outer
     inner = tensor.shape[dim] // (outer * total)
     if outer == 1:
-        return tensor.narrow(dim, begin * inner, count * inner)
+        part = tensor.narrow(dim, begin * inner, count * inner)
+        # Some kernels (layer norm's backward) read memory as if there were no strides.
+        return part.contiguous() if tensor.is_contiguous() else part
     shape = tensor.shape
     apart = tensor.reshape(*shape[:dim], outer, total * inner, *shape[dim + 1 :])
     part = apart.narrow(dim + 1, begin * inner, count * inner)

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-from heterog.graph.batch_plan import batch_plan
+from heterog.graph.axis_plan import BATCH_AXIS, axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.graph.placement import Placement
 from heterog.runtime.slices import SlicedBucket, sliced_buckets
 from heterog.strategy.channels import Channel
-from heterog.strategy.lowering import micro_shares
+from heterog.strategy.lowering import axis_shares, micro_shares
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import graph_tables
@@ -22,10 +23,27 @@ def gathered(bucket: int) -> tuple[int, bool]:
 
 
 class Layout:
-    """Which samples each device owns, per micro-batch."""
+    """Which units of an axis (the samples of the batch, mostly) each device owns.
 
-    def __init__(self, devices: tuple[int, ...], shares: Sequence[Sequence[int]]) -> None:
+    Attributes:
+        devices: of the groups.
+        shares: units of each device, per micro-batch.
+        begins: first unit of each device within the micro-batch.
+        axis: number of the axis; 0 is the batch.
+        units: units of the whole axis.
+    """
+
+    def __init__(
+        self,
+        devices: tuple[int, ...],
+        shares: Sequence[Sequence[int]],
+        *,
+        axis: int = BATCH_AXIS,
+        units: int = 0,
+    ) -> None:
         self.devices = devices
+        self.axis = axis
+        self.units = units
         self.shares = [dict(zip(devices, row, strict=True)) for row in shares]
         self.begins: list[dict[int, int]] = []
         for row in shares:
@@ -37,26 +55,56 @@ class Layout:
             self.begins.append(begins)
 
     def range(self, micro: int, device: int) -> tuple[int, int]:
-        """(first sample within the micro-batch, number of samples) of a device."""
+        """(first unit within the micro-batch, number of units) of a device."""
         return self.begins[micro].get(device, 0), int(self.shares[micro].get(device, 0))
 
+    def first(self, micro: int) -> int:
+        """First device that has a share."""
+        return next(device for device, count in self.shares[micro].items() if count)
 
-def layouts_of_groups(strategy: Strategy) -> list[Layout]:
-    """Layout of each group; groups with the same devices and shares have the same object."""
-    known: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
-    layouts = []
+
+def layouts_of_groups(strategy: Strategy, axes: Sequence[int] = (0,)) -> list[list[Layout]]:
+    """Layout of each group along each axis; equal devices and shares have the same object.
+
+    Args:
+        strategy: with a decision for every group.
+        axes: units of each axis; the batch first.
+    """
+    known: dict[tuple[tuple[int, ...], tuple[int, ...], int], Layout] = {}
     for decision in strategy.decisions:
-        key = (decision.devices, decision.shares)
-        if key not in known:
-            shares = micro_shares(
-                decision.shares,
-                decision.devices,
-                strategy.micro_batches,
-                strategy.num_micro_batches,
-            )
-            known[key] = Layout(decision.devices, shares.tolist())
-        layouts.append(known[key])
-    return layouts
+        for axis, units in enumerate(axes):
+            key = (decision.devices, decision.shares, axis)
+            if key in known:
+                continue
+            if axis == BATCH_AXIS:
+                shares = micro_shares(
+                    decision.shares,
+                    decision.devices,
+                    strategy.micro_batches,
+                    strategy.num_micro_batches,
+                ).tolist()
+            else:
+                shares = [axis_shares(units, decision.shares)]
+            known[key] = Layout(decision.devices, shares, axis=axis, units=max(units, 1))
+    return [
+        [known[decision.devices, decision.shares, axis] for decision in strategy.decisions]
+        for axis in range(len(axes))
+    ]
+
+
+def sharded_parameters(graph: OpGraph, strategy: Strategy) -> dict[int, tuple[Placement, Layout]]:
+    """Placement and layout of parameters that live in slices, by row of ``graph.updates``."""
+    plan = axis_plan(graph, strategy.op_rules)
+    layouts = layouts_of_groups(strategy, plan.axes)
+    group = group_ops(graph).group
+    return {
+        row: (
+            plan.placements[parameter],
+            layouts[int(plan.tensor_axis[parameter])][int(group[op])],
+        )
+        for row, (op, parameter, _) in enumerate(graph.updates)
+        if parameter in plan.sharded
+    }
 
 
 class RankProgram:
@@ -69,11 +117,12 @@ class RankProgram:
         rank: this rank; ranks are device indices.
 
     Attributes:
-        plan: placements of the graph's tensors along the batch.
+        plan: placements of the graph's tensors along the batch and the axes of rules.
         tables: the graph in flat arrays.
         num_micro: micro-batches of the step.
         micro_begin: first sample of each micro-batch.
         value_of: value by the tensor that owns its memory.
+        sharded: placement and layout of the parameters that live in slices, by row.
         parameters_of_value: rows of ``graph.updates`` whose gradient a value holds.
         accumulated: (row, micro-batch) of the gradients that this rank adds to those before.
         bucket_members: rows of each bucket, in the order in which they lie in it.
@@ -87,12 +136,13 @@ class RankProgram:
         self.strategy = strategy
         self.program = program
         self.rank = rank
-        self.plan = batch_plan(graph)
-        self.tables = graph_tables(graph)
+        self.plan = axis_plan(graph, strategy.op_rules)
+        self.tables = graph_tables(graph, strategy.op_rules)
         self.num_micro = strategy.num_micro_batches
         self._group = group_ops(graph).group
-        self._layouts = layouts_of_groups(strategy)
-        sizes = [sum(row.values()) for row in self._layouts[0].shares]
+        self._layouts = layouts_of_groups(strategy, self.plan.axes)
+        self.sharded = sharded_parameters(graph, strategy)
+        sizes = [sum(row.values()) for row in self._layouts[BATCH_AXIS][0].shares]
         self.micro_begin = [sum(sizes[:micro]) for micro in range(len(sizes))]
         self.value_of = {
             int(tensor): value for value, tensor in enumerate(self.tables.value_tensor)
@@ -128,21 +178,39 @@ class RankProgram:
                 filled[bucket] = begin + self.graph.tensors[parameter].meta.num_elements
 
     def layout_of_op(self, op: int) -> Layout | None:
-        """Layout of an op's group; ``None`` for constants."""
+        """Layout of an op's group along the op's axis; ``None`` for constants."""
         group = int(self._group[op])
-        return self._layouts[group] if group >= 0 else None
+        return self._layouts[int(self.plan.op_axis[op])][group] if group >= 0 else None
 
     def layout_of_slot(self, slot: int) -> Layout:
-        """Layout of the group that a slot brings its value to."""
-        return self._layouts[int(self.tables.slot_group[slot])]
+        """Layout of the group that a slot brings its value to.
 
-    def owner(self, row: int) -> int:
-        """Device whose copy of a parameter counts: its home, or its first replica."""
+        A value that is split lies along its own axis there, any other one where its reader runs.
+        """
+        tensor = self.tables.value_tensor[self.tables.slot_value[slot]]
+        is_split = self.plan.placements[tensor].kind == "S"
+        axis = self.plan.tensor_axis[tensor] if is_split else self.tables.slot_axis[slot]
+        return self._layouts[int(axis)][int(self.tables.slot_group[slot])]
+
+    def owners(self, row: int) -> list[int]:
+        """Devices whose copies of a parameter count: home or first replica, or all slices."""
+        if row in self.sharded:
+            _, layout = self.sharded[row]
+            return [device for device, count in layout.shares[0].items() if count]
         home = self.strategy.homes[row]
         if home >= 0:
-            return home
+            return [home]
         group = int(self._group[self.graph.updates[row][0]])
-        return self.strategy.decisions[group].devices[0]
+        return [self.strategy.decisions[group].devices[0]]
+
+    def gradient_is_gathered(self, row: int, layout: Layout) -> bool:
+        """Whether a gradient is made in parts on a layout, and a collective makes it whole."""
+        return bool(self.tables.gradient_slot[row] >= 0) and len(layout.devices) > 1
+
+    def samples_in(self, layout: Layout, micro: int) -> tuple[int, int]:
+        """(first, number) of this rank's units of the whole axis in a micro-batch."""
+        begin, count = layout.range(micro, self.rank)
+        return (begin + self.micro_begin[micro] if layout.axis == BATCH_AXIS else begin), count
 
     def sliced_bucket(self, row: int) -> SlicedBucket | None:
         """The bucket in which a parameter is updated in slices, if it is."""
@@ -177,6 +245,10 @@ class RankProgram:
             return False
         value = self.tables.slot_value[self.program.subject[task]]
         return bool(self.tables.value_is_early[value])
+
+    def maker(self, value: int) -> int:
+        """The op that makes a value."""
+        return int(self.tables.op_id[self.tables.value_op[value]])
 
     def loss_op(self) -> int:
         """The op that makes the loss."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heterog.graph.axis_plan import BATCH_AXIS
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.placement import P, Placement, R
 from heterog.runtime.collectives import Pending
@@ -27,7 +28,7 @@ _READS_VALUES = (
 
 @dataclass(slots=True)
 class Held:
-    """What a buffer holds: a tensor or one on its way, and which samples of the micro-batch."""
+    """What a buffer holds: a tensor or one on its way, and which units of the micro-batch."""
 
     value: Tensor | Pending
     begin: int = 0
@@ -123,8 +124,8 @@ class Values:
         self, tensor: int, needed: Placement, near: Near, layout: Layout | None, micro: int
     ) -> Tensor:
         """A tensor placed as an op on this rank needs it."""
-        given = self._part.plan.placements[tensor]
-        whole = given.kind in "SP" and given != needed
+        axis = layout.axis if layout else BATCH_AXIS
+        whole = self._part.plan.is_whole_needed(tensor, needed, axis)
         value, placement = self.tensor(tensor, whole, near, layout, micro)
         return self._placed(value, placement, needed, layout, micro)
 
@@ -136,11 +137,16 @@ class Values:
         layout: Layout | None,
         micro: int,
     ) -> Tensor:
-        """Slice a whole tensor where the reader wants its own samples only."""
-        if placement.kind == "R" and needed.kind == "S" and layout is not None:
-            begin, count = layout.range(micro, self._part.rank)
-            begin += self._part.micro_begin[micro]
-            return cut(value, needed, self._part.graph.batch_size, begin, count)
+        """Slice a whole tensor where the reader wants its own units only.
+
+        Where it wants a part of a sum, the first device has the whole and the others nothing.
+        """
+        if placement.kind != "R" or layout is None:
+            return value
+        if needed.kind == "S":
+            return cut(value, needed, layout.units, *self._part.samples_in(layout, micro))
+        if needed.kind == "P" and layout.first(micro) != self._part.rank:
+            return torch.zeros_like(value)
         return value
 
     def tensor(
@@ -150,12 +156,11 @@ class Values:
         graph, plan = self._part.graph, self._part.plan
         maker = int(graph.producer[tensor])
         if maker < 0:
-            return self._step_input(tensor, near, layout, micro)
+            return self._step_input(tensor, whole, near, layout, micro)
         if graph.is_view[maker]:
             source = graph.ops[maker].inputs[0]
             needed = plan.needed[maker][0]
-            given = plan.placements[source]
-            inner = whole or (given.kind in "SP" and given != needed)
+            inner = whole or plan.is_whole_needed(source, needed, int(plan.op_axis[maker]))
             value, placement = self.tensor(source, inner, near, layout, micro)
             if inner:
                 # Everything after the gather is whole as well.
@@ -176,26 +181,27 @@ class Values:
         is_whole: bool,
     ) -> Tensor:
         count = layout.range(micro, self._part.rank)[1] if layout else 0
-        outputs = self._ops[op]([value], self._part.graph.batch_size if is_whole else count)
+        local_op = self._ops[op]
+        outputs = local_op([value], local_op.units if is_whole else count)
         return outputs[tensor - self._part.graph.outputs(op)[0]]
 
     def _step_input(
-        self, tensor: int, near: Near, layout: Layout | None, micro: int
+        self, tensor: int, whole: bool, near: Near, layout: Layout | None, micro: int
     ) -> tuple[Tensor, Placement]:
         bucket = self._part.sliced_of_tensor.get(tensor)
         if bucket is not None and bucket.stage == 3:
             flat = self.held[near[gathered(bucket.number)]].tensor()
             return flat[self._span[tensor]].view(self._part.graph.tensors[tensor].shape), R
         if tensor in self._parameters:
-            return self._read_parameter(tensor), R
+            return self._read_parameter(tensor), self._part.plan.placements[tensor]
         if self._part.graph.tensors[tensor].kind != TensorKind.BATCH:
             return self._buffers[tensor], R
         placement = self._part.plan.placements[tensor]
         value = self._batch[tensor]
+        if whole:
+            return value, R
         if placement.kind == "S" and layout is not None:
-            begin, count = layout.range(micro, self._part.rank)
-            begin += self._part.micro_begin[micro]
-            value = cut(value, placement, self._part.graph.batch_size, begin, count)
+            value = cut(value, placement, layout.units, *self._part.samples_in(layout, micro))
         return value, placement
 
     def _value(

@@ -267,6 +267,22 @@ class TypeFit:
     any_kind: KindFit
     copy_s: tuple[float, float]
 
+    def work_seconds(
+        self, graph: OpGraph, flops: FloatArray, num_bytes: FloatArray
+    ) -> tuple[FloatArray, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """(seconds by kind, whether extrapolated) of ops that do this much work."""
+        is_far = np.ones(graph.num_ops, np.bool_)
+        seconds, _ = self.any_kind.seconds(flops, num_bytes)
+        members: dict[str, list[int]] = {}
+        for index in range(graph.num_ops):
+            members.setdefault(op_kind(graph, index), []).append(index)
+        for kind, indices in members.items():
+            if kind in self.kinds:
+                near, distance = self.kinds[kind].seconds(flops[indices], num_bytes[indices])
+                seconds[indices] = near
+                is_far[indices] = distance > _FAR
+        return seconds, is_far
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFit:
@@ -319,21 +335,12 @@ class Calibration:
     ) -> tuple[FloatArray, np.ndarray[Any, np.dtype[np.bool_]]]:
         """(seconds, whether extrapolated) of every op."""
         fit = self.types.get(device_type.name)
-        is_far = np.ones(graph.num_ops, np.bool_)
         if fit is None:
-            return Roofline().op_seconds(graph, device_type, samples), is_far & ~graph.is_view
+            return Roofline().op_seconds(graph, device_type, samples), ~graph.is_view
         plan = batch_plan(graph)
         flops = plan.flops_fixed + samples * plan.flops_per_sample
         num_bytes = plan.bytes_fixed + samples * plan.bytes_per_sample
-        seconds, _ = fit.any_kind.seconds(flops, num_bytes)
-        members: dict[str, list[int]] = {}
-        for index in range(graph.num_ops):
-            members.setdefault(op_kind(graph, index), []).append(index)
-        for kind, indices in members.items():
-            if kind in fit.kinds:
-                near, distance = fit.kinds[kind].seconds(flops[indices], num_bytes[indices])
-                seconds[indices] = near
-                is_far[indices] = distance > _FAR
+        seconds, is_far = fit.work_seconds(graph, flops, num_bytes)
         if fit.curves:
             for index, signature in enumerate(_signatures(graph)):
                 curve = fit.curves.get(signature)
@@ -341,6 +348,19 @@ class Calibration:
                     seconds[index] = np.interp(samples, *curve)
                     is_far[index] = not curve[0][0] / 2 <= samples <= curve[0][-1] * 2
         return np.where(graph.is_view, 0.0, seconds), is_far & ~graph.is_view
+
+    def work_seconds(
+        self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
+    ) -> FloatArray:
+        """Seconds of parts of ops; see ``CostModel``.
+
+        Always extrapolated: parts along other axes than the batch are not measured. The fit of
+        the op's kind is asked about the part's own FLOPs and bytes.
+        """
+        fit = self.types.get(device_type.name)
+        if fit is None:
+            return Roofline().work_seconds(graph, device_type, flops, num_bytes)
+        return np.where(graph.is_view, 0.0, fit.work_seconds(graph, flops, num_bytes)[0])
 
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
         """Fixed seconds and seconds per byte of copies and sums."""

@@ -35,6 +35,21 @@ class CostModel(Protocol):
             Seconds of each op, updates included; views are 0.  # [num_ops]
         """
 
+    def work_seconds(
+        self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
+    ) -> FloatArray:
+        """Seconds of every op if its local part is that much work, on whatever axis it is split.
+
+        Args:
+            graph: the step.
+            device_type: where it runs.
+            flops: of each op.  # [num_ops]
+            num_bytes: moved by each op.  # [num_ops]
+
+        Returns:
+            Seconds of each op; views are 0.  # [num_ops]
+        """
+
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
         """(fixed seconds, seconds per byte moved) of copies and sums on a device."""
 
@@ -63,6 +78,8 @@ class Prices(NamedTuple):
 
     type_of_device: IntArray
     op_seconds: FloatArray  # [num_types, batch_size + 1, num_compute_ops]
+    has_rule: npt.NDArray[np.bool_]  # of each compute op
+    ruled_seconds: FloatArray  # of ops with a rule, each at its own share  # [num_devices, ops]
     update_seconds: FloatArray  # [num_types, num_parameters]
     parameter_bytes: FloatArray
     copy_fixed_s: FloatArray  # [num_types]

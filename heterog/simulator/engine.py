@@ -112,7 +112,10 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
             continue
         device_type = prices.type_of_device[task.device]
         if task.kind <= _RECOMPUTE:
-            seconds[number] = prices.op_seconds[device_type, task.samples, task.subject]
+            if prices.has_rule[task.subject]:
+                seconds[number] = prices.ruled_seconds[task.device, task.subject]
+            else:
+                seconds[number] = prices.op_seconds[device_type, task.samples, task.subject]
         elif task.kind == _UPDATE:
             whole = prices.update_seconds[device_type, task.subject]
             if task.num_bytes > 0.0:  # a slice of it

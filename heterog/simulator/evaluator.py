@@ -6,7 +6,9 @@ from enum import StrEnum
 import numpy as np
 
 from heterog.cluster.topology import Cluster
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import FloatArray, OpGraph
+from heterog.graph.op_rule import OpRules
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.cost_model import ChannelPrices, CostModel, Prices, price_channels
 from heterog.simulator.engine import (
@@ -30,7 +32,7 @@ from heterog.strategy.lowering import (
 )
 from heterog.strategy.program import Program
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
-from heterog.strategy.tables import graph_tables
+from heterog.strategy.tables import GraphTables, graph_tables
 from heterog.strategy.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, make_tape
 from heterog.units import format_bytes
 
@@ -38,6 +40,9 @@ UNROLLED_STEPS = 8
 """Steps unrolled to measure a step without barrier: T_8 / 8 (a difference of two unrolled times
 can be gamed by a search; the mean cannot)."""
 
+
+MAX_RULE_SETS = 16
+"""Rule sets of strategies whose tables are kept."""
 
 MEMORY_MARGIN = 0.02
 """Added to what tensors need: workspace of kernels, rounding of allocators. Convolutions on a CPU
@@ -82,6 +87,60 @@ class Evaluation:
         return self.overflow_bytes, self.step_time_s
 
 
+class _RuleSet:
+    """What the evaluator knows about a graph whose ops run by some rules."""
+
+    def __init__(self, graph: OpGraph, op_rules: OpRules, num_devices: int) -> None:
+        self.op_rules = op_rules
+        self.tables = graph_tables(graph, op_rules)
+        self.scratch = make_scratch(self.tables, num_devices)
+        ruled = {op for op, _ in op_rules}
+        self.has_rule = np.array([int(op) in ruled for op in self.tables.op_id], np.bool_)
+        self.rows = np.flatnonzero(self.has_rule)
+        self.no_seconds = np.zeros((num_devices, 0))
+        self._plan = axis_plan(graph, op_rules)
+        self._graph = graph
+        self._seconds: dict[tuple[int, int], FloatArray] = {}
+
+    def seconds(self, choice: Choice, cluster: Cluster, cost_model: CostModel) -> FloatArray:
+        """Seconds of ops with rules on each device, at the shares of a choice.
+
+        Returns:
+            # [num_devices, num_compute_ops]
+        """
+        if not len(self.rows):
+            return self.no_seconds
+        tables = self.tables
+        seconds = np.zeros((cluster.num_devices, len(tables.op_id)))
+        axes = tables.op_axis[self.rows]
+        num_layouts = len(choice.shares) // len(tables.axis_units)
+        layouts = choice.layout[tables.op_group[self.rows]] + num_layouts * axes
+        shares = choice.shares[layouts, 0]  # [num_ops_with_rules, num_devices]
+        for device in range(cluster.num_devices):
+            kind = cluster.type_index[device]
+            for axis, share in set(zip(axes.tolist(), shares[:, device].tolist(), strict=True)):
+                if share == 0:
+                    continue
+                mask = (axes == axis) & (shares[:, device] == share)
+                rows = self.rows[mask]
+                seconds[device, rows] = self._at(kind, share, cluster, cost_model)[rows]
+        return seconds
+
+    def _at(self, kind: int, share: int, cluster: Cluster, cost_model: CostModel) -> FloatArray:
+        """Seconds of all compute ops with this share of their axis."""
+        key = (kind, share)
+        if key not in self._seconds:
+            plan = self._plan
+            row = cost_model.work_seconds(
+                self._graph,
+                cluster.device_types[kind],
+                plan.flops_fixed + share * plan.flops_per_unit,
+                plan.bytes_fixed + share * plan.bytes_per_unit,
+            )
+            self._seconds[key] = row[self.tables.op_id]
+        return self._seconds[key]
+
+
 class Evaluator:
     """Scores strategies of one graph on one cluster by the fast engine.
 
@@ -103,7 +162,9 @@ class Evaluator:
         self.tables = graph_tables(graph)
         self.channels = ChannelTable(cluster)
         self.num_evaluations = 0
-        self._scratch = make_scratch(self.tables, cluster.num_devices)
+        self._rule_numbers: dict[OpRules, int] = {(): 0}
+        self._rules_by_number: list[OpRules] = [()]
+        self._rule_sets: dict[int, _RuleSet] = {0: _RuleSet(graph, (), cluster.num_devices)}
         self._tape = make_tape(4096, len(self.tables.parameter_bytes))
         self._schedule = make_schedule(1, 1, 1, 1)
         self._usable = np.array([device.usable_memory_bytes for device in cluster.devices])
@@ -151,7 +212,29 @@ class Evaluator:
         """A strategy as flat arrays, checked."""
         strategy.check(self.graph, self.cluster)
         steps = 1 if strategy.step_barrier else UNROLLED_STEPS
-        return encode(strategy, self.tables, self.channels, num_steps=steps)
+        rules = strategy.op_rules
+        if rules not in self._rule_numbers:
+            self._rule_numbers[rules] = len(self._rules_by_number)
+            self._rules_by_number.append(rules)
+        number = self._rule_numbers[rules]
+        tables = self._rule_set(number).tables
+        choice = encode(strategy, tables, self.channels, num_steps=steps)
+        return choice._replace(rule_set=number)
+
+    def tables_of(self, choice: Choice) -> GraphTables:
+        """The graph's tables under the op rules of an encoded strategy."""
+        return self._rule_set(choice.rule_set).tables
+
+    def _rule_set(self, number: int) -> _RuleSet:
+        """The rule set of a choice; few are kept at once, those used last."""
+        found = self._rule_sets.pop(number, None)
+        if found is None:
+            rules = self._rules_by_number[number]
+            found = _RuleSet(self.graph, rules, self.cluster.num_devices)
+            if len(self._rule_sets) >= MAX_RULE_SETS:
+                del self._rule_sets[next(other for other in self._rule_sets if other != 0)]
+        self._rule_sets[number] = found
+        return found
 
     def evaluate_choice(self, choice: Choice, order: Order) -> Evaluation:
         """Predict step time and memory of an encoded strategy."""
@@ -178,7 +261,12 @@ class Evaluator:
         _, peak = self.simulate(choice, order)
         seconds, replayed = self._replay(choice)
         replayed_peak = np.empty_like(peak)
-        memory_kernel(self._tape, replayed, resident_bytes(self.tables, choice), replayed_peak)
+        memory_kernel(
+            self._tape,
+            replayed,
+            resident_bytes(self.tables_of(choice), choice),
+            replayed_peak,
+        )
         return self._judge(seconds, np.maximum(peak, replayed_peak), order)
 
     def _replay(self, choice: Choice) -> tuple[float, Schedule]:
@@ -237,7 +325,8 @@ class Evaluator:
         prices = self.prices(choice)
         num_devices = self.cluster.num_devices
         # Four kernels, not one: compiled together they ran a third slower.
-        self._tape = lower_to_tape(self.tables, choice, self._scratch, self._tape)
+        rules = self._rule_set(choice.rule_set)
+        self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
         self._make_room(prices)
         schedule, tape = self._schedule, self._tape
         price_kernel(tape, prices, schedule.seconds)
@@ -245,7 +334,7 @@ class Evaluator:
         num_tasks = int(tape.counts[NUM_TASKS])
         assert done == num_tasks, f"only {done} of {num_tasks} tasks can run"
         peak = np.empty(num_devices)
-        memory_kernel(tape, schedule, resident_bytes(self.tables, choice), peak)
+        memory_kernel(tape, schedule, resident_bytes(self.tables_of(choice), choice), peak)
         self.num_evaluations += 1
         return seconds / choice.num_steps, peak
 
@@ -273,9 +362,12 @@ class Evaluator:
                 self.cost_model, self.cluster, self.channels.channels
             )
         channel = self._channel_prices
+        rules = self._rule_set(choice.rule_set)
         return Prices(
             type_of_device=self._type_of_device,
             op_seconds=self._op_seconds,
+            has_rule=rules.has_rule,
+            ruled_seconds=rules.seconds(choice, self.cluster, self.cost_model),
             update_seconds=self._update_seconds,
             parameter_bytes=self.tables.parameter_bytes,
             copy_fixed_s=self._copy_fixed_s,
@@ -300,10 +392,13 @@ class Evaluator:
         )
 
     def _price_rows(self, choice: Choice) -> None:
-        """Fill the rows of the op table for the shares in a choice."""
+        """Fill the rows of the op table for the shares of the batch in a choice."""
+        num_layouts = len(choice.shares)
+        if choice.rule_set:
+            num_layouts //= len(self.tables_of(choice).axis_units)
         for device in range(self.cluster.num_devices):
             kind = self._type_of_device[device]
-            for samples in np.unique(choice.shares[:, :, device]):
+            for samples in np.unique(choice.shares[:num_layouts, :, device]):
                 if not self._is_priced[kind, samples]:
                     row = self.cost_model.op_seconds(
                         self.graph, self.cluster.device_types[kind], int(samples)
@@ -313,13 +408,15 @@ class Evaluator:
 
     def program(self, choice: Choice) -> Program:
         """The program of an encoded strategy."""
-        self._tape = lower_to_tape(self.tables, choice, self._scratch, self._tape)
+        rules = self._rule_set(choice.rule_set)
+        self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
         return program_from_tape(
             self._tape,
-            self.tables,
+            rules.tables,
             choice,
             tuple(self.channels.channels),
             self.cluster.num_devices,
+            op_rules=rules.op_rules,
         )
 
     def schedule(self, choice: Choice, order: Order) -> tuple[Program, FloatArray, FloatArray]:

@@ -19,6 +19,10 @@ shortest time over all shares and device types: some chain of tasks runs all of 
 another, on at least one sample each. An update that may be cut into slices (ZeRO) takes at least
 T with sum_d T / t[d] = 1: then all devices end it together.
 
+With rules of single ops (``OpRule``) an op may be split along any axis, so that a part x of it
+does x of its FLOPs and moves at least x of its bytes. Then t[o,d] = min over x of cost(o,d,x) / x
+as well, which is tried at powers of a half, and the path counts an op as no work: a launch.
+
 Both leave out all communication and all copies. Ops on constants alone count as nothing in both:
 they give the same result in every step, so a strategy is free to keep it.
 """
@@ -42,6 +46,7 @@ from heterog.strategy.strategy import ELEMENTWISE_OPTIMIZERS
 _ROUNDING = 1e-9
 # Shares are tried one by one up to twice this number, then in steps of this part of themselves.
 _FINEST_STEP = 1024
+_HALVINGS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +64,24 @@ class LowerBound:
     path_s: float
 
 
-def lower_bound_s(graph: OpGraph, cluster: Cluster, cost_model: CostModel) -> LowerBound:
+def lower_bound_s(
+    graph: OpGraph, cluster: Cluster, cost_model: CostModel, *, with_op_rules: bool = False
+) -> LowerBound:
     """The lower bound of a graph on a cluster; see the module docstring.
 
     Args:
         graph: one training step.
         cluster: the devices; its links do not matter.
         cost_model: seconds of ops, the same as the strategies are judged by.
+        with_op_rules: strategies may give ops rules of their own.
     """
     types = cluster.device_types
     times = [_best_times(graph, device_type, cost_model) for device_type in types]
+    if with_op_rules:
+        times = [
+            _best_times_of_parts(graph, device_type, cost_model, *found)
+            for device_type, found in zip(types, times, strict=True)
+        ]
     whole = np.array([whole_s for whole_s, _ in times])  # [num_types, num_ops]
     shortest = np.array([shortest_s for _, shortest_s in times])
     counts = np.bincount(cluster.type_index, minlength=len(types))
@@ -116,6 +129,29 @@ def _best_times(
         best[is_update] = full[is_update]
         best[is_free] = 0.0
     return whole, shortest
+
+
+def _best_times_of_parts(
+    graph: OpGraph,
+    device_type: DeviceType,
+    cost_model: CostModel,
+    whole: FloatArray,
+    shortest: FloatArray,
+) -> tuple[FloatArray, FloatArray]:
+    """Like ``_best_times``, from its result, for ops that may be split along any axis."""
+    is_free = whole == 0.0
+    is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops], np.bool_)
+    found = whole
+    for halvings in range(_HALVINGS):
+        part = 0.5**halvings
+        seconds = cost_model.work_seconds(
+            graph, device_type, part * graph.flops, part * graph.bytes_moved
+        )
+        found = np.minimum(found, seconds / part)
+    nothing = np.zeros(graph.num_ops)
+    launch = np.minimum(shortest, cost_model.work_seconds(graph, device_type, nothing, nothing))
+    # Slices of a parameter are updated in a time in proportion.
+    return np.where(is_free | is_update, whole, found), np.where(is_free | is_update, 0.0, launch)
 
 
 def _balanced_seconds(whole: FloatArray, counts: npt.NDArray[np.int64]) -> float:

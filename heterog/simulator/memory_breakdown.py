@@ -112,11 +112,11 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
     """
     choice = evaluator.encode(strategy) if isinstance(strategy, Strategy) else strategy
     reported = evaluator.referee(choice, order).peak_memory_bytes
-    resident = _resident_parts(evaluator.tables, choice)
+    resident = _resident_parts(evaluator.tables_of(choice), choice)
     by_schedule = []
     for schedule in (evaluator.schedule, evaluator.referee_schedule):
         program, start, finish = schedule(choice, order)
-        kinds = _buffer_kinds(program, evaluator.tables, evaluator.graph)
+        kinds = _buffer_kinds(program, evaluator.tables_of(choice), evaluator.graph)
         by_schedule.append(_parts_at_peak(program, start, finish, kinds, resident))
     devices = []
     for index, device in enumerate(evaluator.cluster.devices):

@@ -28,12 +28,24 @@ class Roofline:
         plan = batch_plan(graph)
         flops = plan.flops_fixed + samples * plan.flops_per_sample
         num_bytes = plan.bytes_fixed + samples * plan.bytes_per_sample
-        bandwidth = device_type.memory_bandwidth_bytes_per_s * device_type.memory_efficiency
-        seconds = device_type.launch_overhead_s + np.maximum(
-            flops / _peak(graph, device_type), num_bytes / bandwidth
-        )
+        seconds = _seconds(graph, device_type, flops, num_bytes)
         whole, batched = _measured(graph, device_type.name)
         measured = whole * (1.0 - batched + batched * samples / graph.batch_size)
+        return np.where(graph.is_view, 0.0, np.where(np.isnan(measured), seconds, measured))
+
+    def work_seconds(
+        self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
+    ) -> FloatArray:
+        """Roofline seconds of parts of ops; what was measured is scaled by the work."""
+        seconds = _seconds(graph, device_type, flops, num_bytes)
+        measured, _ = _measured(graph, device_type.name)
+        # An op without FLOPs is scaled by its bytes, one without either is not scaled.
+        by_bytes = num_bytes / np.where(graph.bytes_moved > 0, graph.bytes_moved, np.inf)
+        fraction = np.where(
+            graph.flops > 0, flops / np.where(graph.flops > 0, graph.flops, 1.0), by_bytes
+        )
+        fraction = np.where((graph.flops > 0) | (graph.bytes_moved > 0), fraction, 1.0)
+        measured = measured * fraction
         return np.where(graph.is_view, 0.0, np.where(np.isnan(measured), seconds, measured))
 
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
@@ -44,6 +56,15 @@ class Roofline:
     def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
         """Alpha-beta seconds from the cluster's effective rates."""
         return alpha_beta(cluster, channel)
+
+
+def _seconds(
+    graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
+) -> FloatArray:
+    bandwidth = device_type.memory_bandwidth_bytes_per_s * device_type.memory_efficiency
+    return device_type.launch_overhead_s + np.maximum(
+        flops / _peak(graph, device_type), num_bytes / bandwidth
+    )
 
 
 @lru_cache(maxsize=64)

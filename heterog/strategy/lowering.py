@@ -6,8 +6,9 @@ work; planners call it through the evaluator on buffers that are allocated once.
 
 What the kernel does, in program order, for each micro-batch:
 
-1. For every op of a group with shares, one compute task on each device with samples. Before the
-   first backward op of a group that recomputes, its forward ops once more (``recomputation``).
+1. For every op of a group with shares, one compute task on each device with samples (or units of
+   the axis that its rule names). Before the first backward op of a group that recomputes, its
+   forward ops once more (``recomputation``).
 2. Where an op reads a value that lies elsewhere (another group with other shares) or in parts, the
    conversion first: S to S moves the overlapping sample ranges, S to R gathers, P to R reduces,
    R to R copies. Samples are numbered, and a group's devices own consecutive ranges of them in
@@ -24,7 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster
+from heterog.graph.axis_plan import EVERYWHERE
 from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import Channel, ChannelTable, slice_parts
 from heterog.strategy.program import FloatArray, IntArray, Program, TaskKind
 from heterog.strategy.strategy import SLICED, Strategy, Sync, split_in_proportion
@@ -73,14 +76,18 @@ _ZERO3 = int(Sync.ZERO3)
 
 
 class Choice(NamedTuple):
-    """A strategy in flat arrays. A *layout* is a device set with shares; groups share layouts."""
+    """A strategy in flat arrays.
+
+    A *layout* is a device set with shares; groups share layouts. Layout ``l`` along axis ``a`` of
+    the tables is row ``a * num_layouts + l`` of the arrays over layouts.
+    """
 
     num_micro: int
     num_steps: int
     bucket_bytes: float
     layout: IntArray  # of each group, the last entry for constants  # [num_groups + 1]
-    shares: IntArray  # [num_layouts, num_micro, num_devices]
-    member: npt.NDArray[np.bool_]  # devices that hold a layout's parameters
+    shares: IntArray  # [num_axes * num_layouts, num_micro, num_devices]
+    member: npt.NDArray[np.bool_]  # devices that hold a layout's parameters  # [rows, num_devices]
     sync: IntArray  # of each group
     recompute: npt.NDArray[np.bool_]  # whether each group lets go what it made in the forward pass
     first_channel: IntArray  # all-reduce or reduce-scatter of each group, -1 if none
@@ -89,6 +96,7 @@ class Choice(NamedTuple):
     gather_channel: IntArray  # utility all-gather of each layout
     home: IntArray  # of each parameter
     slice_part: FloatArray  # under ZeRO, that each device owns  # [num_groups, num_devices]
+    rule_set: int = 0  # number of its op rules at the evaluator that encoded it
 
 
 class Scratch(NamedTuple):
@@ -172,14 +180,21 @@ def lower(
         StrategyError: the strategy is illegal or was made for something else.
     """
     strategy.check(graph, cluster)
-    tables = graph_tables(graph)
+    tables = graph_tables(graph, strategy.op_rules)
     channels = ChannelTable(cluster)
     steps = num_steps or (1 if strategy.step_barrier else 8)
     choice = encode(strategy, tables, channels, num_steps=steps)
     scratch = make_scratch(tables, cluster.num_devices)
     tape = make_tape(4096, len(tables.parameter_bytes))
     tape = lower_to_tape(tables, choice, scratch, tape)
-    return program_from_tape(tape, tables, choice, tuple(channels.channels), cluster.num_devices)
+    return program_from_tape(
+        tape,
+        tables,
+        choice,
+        tuple(channels.channels),
+        cluster.num_devices,
+        op_rules=strategy.op_rules,
+    )
 
 
 def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> Tape:
@@ -218,6 +233,13 @@ def encode(
     active = shares[:-1].sum(axis=0) > 0
     shares[-1] = active
     member[-1] = active.any(axis=0)
+    num_axes = len(tables.axis_units)
+    if num_axes > 1:
+        rows = [_axis_rows(shares, int(units)) for units in tables.axis_units[1:]]
+        shares = np.concatenate([shares, *rows])
+        member = np.tile(member, (num_axes, 1))
+        reduce_channel = np.tile(reduce_channel, num_axes)
+        gather_channel = np.tile(gather_channel, num_axes)
     pairs = [channels.for_decision(decision) for decision in strategy.decisions]
     slice_part = np.zeros((tables.num_groups, num_devices))
     for group, decision in enumerate(strategy.decisions):
@@ -239,6 +261,23 @@ def encode(
         home=np.array(strategy.homes, np.int32),
         slice_part=slice_part,
     )
+
+
+def axis_shares(units: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+    """Units of an axis for each device of a decision, in proportion to its shares.
+
+    >>> axis_shares(16, (5, 2, 1)), axis_shares(EVERYWHERE, (5, 0, 3))
+    ((10, 4, 2), (1, 0, 1))
+    """
+    if units == EVERYWHERE:
+        return tuple(int(share > 0) for share in shares)
+    return split_in_proportion(units, shares)
+
+
+def _axis_rows(shares: IntArray, units: int) -> IntArray:
+    """Shares of every layout along another axis than the batch."""
+    assert shares.shape[1] == 1, "strategies with op rules have no micro-batches"
+    return np.array([[axis_shares(units, tuple(map(int, row[0])))] for row in shares], np.int32)
 
 
 def micro_shares(
@@ -289,6 +328,8 @@ def program_from_tape(
     choice: Choice,
     channels: tuple[Channel, ...],
     num_devices: int,
+    *,
+    op_rules: OpRules = (),
 ) -> Program:
     """Copy what was written to a tape into a program."""
     num_tasks, num_buffers, num_reads, _ = (int(count) for count in tape.counts)
@@ -312,6 +353,7 @@ def program_from_tape(
         bucket=tape.bucket.copy(),
         resident_bytes=resident_bytes(tables, choice),
         channels=channels,
+        op_rules=op_rules,
     )
 
 
@@ -320,10 +362,18 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     """Bytes on each device for the whole step: parameters, optimizer state, buffers, batch."""
     num_devices = choice.member.shape[1]
     resident = np.zeros(num_devices)
+    num_layouts = len(choice.shares) // len(tables.axis_units)
     for parameter in range(len(tables.parameter_bytes)):
         group = tables.parameter_group[parameter]
         layout = choice.layout[group]
         size = tables.parameter_bytes[parameter]
+        axis = tables.parameter_axis[parameter]
+        if axis >= 0:
+            per_unit = size / tables.parameter_units[parameter]
+            for device in range(num_devices):
+                share = choice.shares[axis * num_layouts + layout, 0, device]
+                resident[device] += share * per_unit * (1.0 + tables.state_ratio)
+            continue
         home = choice.home[parameter]
         served = home >= 0
         if choice.sync[group] >= _ZERO1 and is_sliced(tables, choice, parameter):
@@ -359,6 +409,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     """Write the program of a choice to a tape; ``False`` if the tape is too short."""
     num_devices = choice.member.shape[1]
     num_ops = len(tables.op_id)
+    num_layouts = len(choice.shares) // len(tables.axis_units)
     tape.counts[:] = 0
     tape.bucket[:] = -1
     scratch.next_ready_buffer[:] = -1
@@ -384,13 +435,17 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
             last = micro == choice.num_micro - 1
             for op in range(num_ops):
                 group = tables.op_group[op]
-                layout = choice.layout[group]  # the constant group is -1: the last entry
+                # The constant group is -1: the last entry.
+                layout = choice.layout[group] + num_layouts * tables.op_axis[op]
                 for read in range(tables.read_start[op], tables.read_start[op + 1]):
                     slot = tables.read_slot[read]
                     if slot < 0 or scratch.slot_done[slot] == 1:
                         continue
                     value = tables.slot_value[slot]
-                    source = choice.layout[tables.op_group[tables.value_op[value]]]
+                    maker = tables.value_op[value]
+                    source = (
+                        choice.layout[tables.op_group[maker]] + num_layouts * tables.op_axis[maker]
+                    )
                     if source == layout and tables.slot_whole[slot] == 0:
                         scratch.slot_done[slot] = 1
                         for device in range(num_devices):
@@ -455,7 +510,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                         buffer.device = device
                         buffer.num_bytes = (
                             tables.value_bytes[value]
-                            + tables.value_bytes_per_sample[value] * samples
+                            + tables.value_bytes_per_unit[value] * samples
                         )
                         scratch.value_buffer[value, device] = made
                         made += 1
@@ -473,7 +528,26 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                             if scratch.value_buffer[last_value, device] >= 0:
                                 made = scratch.value_buffer[last_value, device]
                                 scratch.last_read[parameter, device] = made
-                    if tables.gradient_is_partial[parameter] == 0:
+                    # Where no gradient is made, nothing else waits for the parameter's readers.
+                    value = tables.parameter_gradient[parameter]
+                    for reader in range(
+                        tables.reader_start[parameter], tables.reader_start[parameter + 1]
+                    ):
+                        for device in range(num_devices):
+                            made = scratch.value_buffer[tables.reader_value[reader], device]
+                            if made >= 0 and scratch.value_buffer[value, device] < 0:
+                                scratch.last_read[parameter, device] = made
+                    slot = tables.gradient_slot[parameter]
+                    if slot >= 0:
+                        # Made in parts of a parameter that is whole (never in micro-batches).
+                        if scratch.slot_done[slot] == 0:
+                            _convert(tables, choice, scratch, tape, slot, micro)
+                        scratch.gradient_buffer[parameter] = scratch.slot_buffer[slot]
+                        _synchronise(tables, choice, scratch, tape, parameter)
+                        continue
+                    if tables.gradient_is_partial[parameter] == 0 and (
+                        tables.parameter_axis[parameter] < 0
+                    ):
                         _share_whole_gradient(tables, choice, scratch, tape, parameter, micro)
                     elif has_slices and choice.sync[tables.parameter_group[parameter]] >= _ZERO2:
                         if is_sliced(tables, choice, parameter):
@@ -510,11 +584,12 @@ def _recompute(
     otherwise hold what it makes again for as long as if it had kept it.
     """
     group = tables.op_group[reader]
-    layout = choice.layout[group]
+    num_layouts = len(choice.shares) // len(tables.axis_units)
     num_devices = choice.member.shape[1]
     first, last = tables.recompute_start[group], tables.recompute_start[group + 1]
     for position in range(first, last):
         op = tables.recompute_op[position]
+        layout = choice.layout[group] + num_layouts * tables.op_axis[op]
         gathers = False
         if choice.sync[group] == _ZERO3:
             gathers = gather_parameters(tables, choice, scratch, tape, op, layout, micro, 1)
@@ -534,7 +609,7 @@ def _recompute(
                     if tables.op_is_backward[tables.value_op[tables.read_value[entry]]] == 1:
                         _read(tape, _needed(tables, scratch, entry, device))
             for value in range(tables.value_start[op], tables.value_start[op + 1]):
-                size = tables.value_bytes[value] + tables.value_bytes_per_sample[value] * samples
+                size = tables.value_bytes[value] + tables.value_bytes_per_unit[value] * samples
                 scratch.value_buffer[value, device] = _make(tape, device, size)
         if gathers and tables.value_start[op] < tables.value_start[op + 1]:
             note_reader(choice, scratch, tables.value_start[op], layout, micro)
@@ -573,35 +648,53 @@ def _convert(
     """Make a value available the way a slot needs it."""
     value = tables.slot_value[slot]
     whole = tables.slot_whole[slot]
-    target = choice.layout[tables.slot_group[slot]]
-    source = choice.layout[tables.op_group[tables.value_op[value]]]
+    kind = tables.value_kind[value]
+    maker = tables.value_op[value]
+    num_layouts = len(choice.shares) // len(tables.axis_units)
+    first_row = num_layouts * tables.op_axis[maker]
+    source = choice.layout[tables.op_group[maker]] + first_row
+    reading = choice.layout[tables.slot_group[slot]]
+    # Units move along their own axis; whatever else is read is wanted where the reader runs.
+    target = reading + (first_row if kind == _S else num_layouts * tables.slot_axis[slot])
     scratch.slot_done[slot] = 1
     num_devices = choice.member.shape[1]
+    same_devices = source == reading + first_row
+    # Gathers and reductions leave the whole on every device of a layout.
+    in_layout = kind == _S or (kind == _P and whole == 1 and same_devices)
     # Another slot of the same value may have brought it to the same layout already.
     for other in range(tables.value_slot_start[value], tables.value_slot_start[value + 1]):
         if (
             other != slot
             and scratch.slot_done[other] == 1
             and tables.slot_whole[other] == whole
-            and choice.layout[tables.slot_group[other]] == target
+            and choice.layout[tables.slot_group[other]] == reading
+            and (in_layout or tables.slot_axis[other] == tables.slot_axis[slot])
         ):
             scratch.slot_buffer[slot] = scratch.slot_buffer[other]
             return
     for device in range(num_devices):
         scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
-    kind = tables.value_kind[value]
     if kind == _S:
         if source != target:
             _move_samples(tables, choice, scratch, tape, slot, source, target, micro)
         if whole == 1:
             _gather(tables, choice, scratch, tape, slot, target, micro)
     elif kind == _P:
-        if whole == 1 or source != target:
+        if whole == 1 or not (same_devices and _covers(choice, source, target, micro)):
             _reduce(tables, choice, scratch, tape, slot, source, micro)
-            if source != target:
+            if whole == 0 or not same_devices:
                 _copy_whole(tables, choice, scratch, tape, slot, source, target, micro, whole == 0)
     elif source != target:
         _copy_whole(tables, choice, scratch, tape, slot, source, target, micro, False)
+
+
+@nb.njit(cache=True, nogil=True)
+def _covers(choice: Choice, source: int, target: int, micro: int) -> bool:
+    """Whether whoever made a part of a sum also runs its reader."""
+    for device in range(choice.member.shape[1]):
+        if choice.shares[source, micro, device] > 0 and choice.shares[target, micro, device] == 0:
+            return False
+    return True
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
@@ -612,7 +705,7 @@ def _move_samples(
     """S to S: each device gets its range of samples from the devices whose ranges overlap it."""
     value = tables.slot_value[slot]
     num_devices = choice.member.shape[1]
-    per_sample = tables.value_bytes_per_sample[value] * tables.value_moved_fraction[value]
+    per_unit = tables.value_bytes_per_unit[value] * tables.value_moved_fraction[value]
     contiguous = tables.value_is_outermost[value] == 1
     begin = 0
     for device in range(num_devices):
@@ -634,7 +727,7 @@ def _move_samples(
                 continue
             parts += 1
             mine = scratch.value_buffer[value, other]
-            size = overlap * per_sample
+            size = overlap * per_unit
             if other == device:
                 local = mine
                 if overlap == owned and overlap == count:
@@ -649,12 +742,12 @@ def _move_samples(
             scratch.slot_buffer[slot, device] = _make(tape, device, size)
         if parts > 1:
             pieces = tape.counts[NUM_BUFFERS]
-            _task(tape, _CONCAT, slot, device, micro, count, -1, 2.0 * count * per_sample)
+            _task(tape, _CONCAT, slot, device, micro, count, -1, 2.0 * count * per_unit)
             _read(tape, local)
             for piece in range(first_piece, pieces):
                 if tape.buffers[piece].device == device:
                     _read(tape, piece)
-            scratch.slot_buffer[slot, device] = _make(tape, device, count * per_sample)
+            scratch.slot_buffer[slot, device] = _make(tape, device, count * per_unit)
         begin = end
 
 
@@ -677,14 +770,14 @@ def _gather(
         total += count
         largest = max(largest, count)
         members += 1 if choice.member[layout, device] else 0
-    per_sample = tables.value_bytes_per_sample[value]
-    _task(tape, _GATHER_VALUE, slot, -1, micro, total, channel, members * largest * per_sample)
+    per_unit = tables.value_bytes_per_unit[value]
+    _task(tape, _GATHER_VALUE, slot, -1, micro, total, channel, members * largest * per_unit)
     for device in range(num_devices):
         if choice.shares[layout, micro, device] > 0:
             _read(tape, scratch.slot_buffer[slot, device])
     for device in range(num_devices):
         if choice.member[layout, device]:
-            scratch.slot_buffer[slot, device] = _make(tape, device, total * per_sample)
+            scratch.slot_buffer[slot, device] = _make(tape, device, total * per_unit)
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
@@ -734,7 +827,7 @@ def _copy_whole(
             scratch.slot_buffer[slot, device] = -1
             continue
         seen = True
-        if choice.shares[source, micro, device] == 0:
+        if scratch.slot_buffer[slot, device] < 0:
             _task(tape, _SEND, slot, device, micro, 0, sender * num_devices + device, size)
             _read(tape, scratch.slot_buffer[slot, sender])
             scratch.slot_buffer[slot, device] = _make(tape, device, size)
@@ -796,6 +889,20 @@ def _synchronise(
     group = tables.parameter_group[parameter]
     layout = choice.layout[group]
     num_devices = choice.member.shape[1]
+    if tables.parameter_axis[parameter] >= 0:
+        row = layout + tables.parameter_axis[parameter] * (
+            len(choice.shares) // len(tables.axis_units)
+        )
+        for device in range(num_devices):
+            share = choice.shares[row, 0, device]
+            if share > 0:
+                size = tables.parameter_bytes[parameter]
+                part = share * size / tables.parameter_units[parameter]
+                _task(tape, _UPDATE, parameter, device, 0, share, -1, part)
+                _read_gradient(scratch, tape, parameter, device)
+                _read(tape, scratch.last_read[parameter, device])
+                scratch.next_ready_buffer[parameter, device] = _make(tape, device, 0.0)
+        return
     if choice.home[parameter] >= 0:
         _serve(tables, choice, scratch, tape, parameter)
         return

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import Channel
 
 IntArray = npt.NDArray[np.int32]
@@ -64,7 +65,8 @@ class Program:
         device: device whose stream runs a compute task; destination of a transfer; -1 for
             collectives.  # [num_tasks]
         micro: micro-batch.  # [num_tasks]
-        samples: local samples that an op computes on.  # [num_tasks]
+        samples: local samples that an op computes on (units of the axis of its rule); of an update
+            the units of a sharded parameter, 0 for a whole one.  # [num_tasks]
         channel: index into ``channels``; -1 for compute tasks.  # [num_tasks]
         num_bytes: payload of communication; bytes moved by copies and sums; of an update, bytes
             of the slice of the parameter that it steps, 0 for all of it.  # [num_tasks]
@@ -76,6 +78,7 @@ class Program:
         bucket: bucket in which each parameter is synchronised, -1 if none.  # [num_parameters]
         resident_bytes: parameters, optimizer state, buffers and the batch.  # [num_devices]
         channels: the channels that tasks refer to.
+        op_rules: of the strategy; subjects are numbered in the tables of the graph under them.
     """
 
     num_devices: int
@@ -95,6 +98,7 @@ class Program:
     bucket: IntArray
     resident_bytes: FloatArray
     channels: tuple[Channel, ...]
+    op_rules: OpRules = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -130,4 +134,6 @@ class Program:
             if number >= 0:
                 channel = self.channels[number]
                 digest.update(f"{channel.kind}{channel.devices}{channel.slices}".encode())
+        if self.op_rules:
+            digest.update(repr(self.op_rules).encode())
         return digest.hexdigest()[:16]

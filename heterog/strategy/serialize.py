@@ -1,10 +1,12 @@
 """Strategies as plain JSON values, versioned; equal decisions are written once."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from heterog.errors import StrategyError
-from heterog.strategy.strategy import Decision, Strategy, Sync
+from heterog.graph.placement import L, P, Placement, R, S
+from heterog.strategy.strategy import Decision, OpRule, Strategy, Sync
 
 SCHEMA_VERSION = 1
 
@@ -13,9 +15,11 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
     """A strategy as a JSON-ready dict.
 
     ``decisions`` lists the different decisions, ``groups`` the number of the decision of each
-    group.
+    group. ``rules`` and ``op_rules`` (graph op, number of its rule) likewise; both may be missing.
     """
     numbers: dict[Decision, int] = {}
+    rules: dict[OpRule, int] = {}
+    ops = [[op, rules.setdefault(rule, len(rules))] for op, rule in strategy.op_rules]
     groups = [numbers.setdefault(decision, len(numbers)) for decision in strategy.decisions]
     return {
         "schema_version": SCHEMA_VERSION,
@@ -36,6 +40,15 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
         "micro_batches": [list(counts) for counts in strategy.micro_batches],
         "bucket_bytes": strategy.bucket_bytes,
         "step_barrier": strategy.step_barrier,
+        "rules": [
+            {
+                "inputs": [str(place) for place in rule.inputs],
+                "outputs": [str(place) for place in rule.outputs],
+                "units": rule.units,
+            }
+            for rule in rules
+        ],
+        "op_rules": ops,
     }
 
 
@@ -67,6 +80,14 @@ def strategy_from_dict(record: Mapping[str, Any]) -> Strategy:
             )
             for entry in record["decisions"]
         ]
+        rules = [
+            OpRule(
+                inputs=tuple(map(_placement, entry["inputs"])),
+                outputs=tuple(map(_placement, entry["outputs"])),
+                units=int(entry["units"]),
+            )
+            for entry in record.get("rules", ())
+        ]
         return Strategy(
             graph=str(record["graph"]),
             cluster=str(record["cluster"]),
@@ -75,8 +96,24 @@ def strategy_from_dict(record: Mapping[str, Any]) -> Strategy:
             micro_batches=tuple(tuple(map(int, counts)) for counts in record["micro_batches"]),
             bucket_bytes=int(record["bucket_bytes"]),
             step_barrier=bool(record["step_barrier"]),
+            op_rules=tuple((int(op), rules[number]) for op, number in record.get("op_rules", ())),
         )
     except KeyError as error:
         raise StrategyError(f"strategy: field or value {error} is missing or unknown.") from error
     except (TypeError, ValueError, IndexError) as error:
         raise StrategyError(f"strategy: {error}.") from error
+
+
+def _placement(text: str) -> Placement:
+    """The placement of a text like ``R`` or ``S(0,3)``.
+
+    >>> _placement("S(0,3)")
+    Placement(kind='S', dim=0, outer=3)
+    """
+    known = {str(place): place for place in (R, P, L)}
+    if text in known:
+        return known[text]
+    found = re.fullmatch(r"S\((\d+),(\d+)\)", text)
+    if found is None:
+        raise ValueError(f"{text!r} is no placement; R, P, L or S(dim,outer) is meant")
+    return S(int(found[1]), int(found[2]))

@@ -267,8 +267,10 @@ class StrategySpace:
         """The row of a strategy, with its decisions added; ``None`` if a row cannot express it.
 
         A row expresses even micro-batches whose cut no group has chosen for itself. Served
-        parameters get the space's own homes.
+        parameters get the space's own homes. Rules of ops are not for rows.
         """
+        if strategy.op_rules:
+            return None
         num_micro = strategy.num_micro_batches
         sizes = tuple(sum(counts) for counts in zip(*strategy.micro_batches, strict=True))
         if num_micro > 1 and sizes != split_evenly(self.graph.batch_size, num_micro):

@@ -9,8 +9,11 @@ from enum import IntEnum
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_rule import OpRule as OpRule
+from heterog.graph.op_rule import OpRules
 
 REPLICATED = -1
 """Home of a parameter that every replica keeps and updates."""
@@ -114,6 +117,8 @@ class Strategy:
             tensor.
         step_barrier: a step is done when every update is done; otherwise the next step's forward
             ops start as soon as their own parameters have arrived.
+        op_rules: (graph op index, rule) of the ops that do not follow the batch, ascending; see
+            ``OpRule``.
     """
 
     graph: str
@@ -123,6 +128,7 @@ class Strategy:
     micro_batches: tuple[tuple[int, ...], ...] = ()
     bucket_bytes: int = 0
     step_barrier: bool = True
+    op_rules: OpRules = ()
 
     @property
     def num_micro_batches(self) -> int:
@@ -154,6 +160,7 @@ class Strategy:
         for name, decision in zip(grouping.names, self.decisions, strict=True):
             _check_decision(name, decision, graph.batch_size, cluster.num_devices)
         self._check_slices(graph, grouping.names)
+        self._check_rules(graph)
         self._check_homes(graph, cluster)
         self._check_micro_batches(graph, cluster)
         if self.bucket_bytes < 0:
@@ -171,8 +178,23 @@ class Strategy:
                     f"{', '.join(sorted(ELEMENTWISE_OPTIMIZERS))}."
                 )
 
+    def _check_rules(self, graph: OpGraph) -> None:
+        if self.op_rules and self.num_micro_batches > 1:
+            raise StrategyError(
+                f"{self.num_micro_batches} micro-batches cannot be combined with op rules yet; "
+                "give the strategy one or the other."
+            )
+        sliced = [d.sync for d in self.decisions if d.sync in SLICED and len(d.devices) > 1]
+        if self.op_rules and sliced:
+            raise StrategyError(
+                f"{sliced[0].name.lower()} cannot be combined with op rules yet; choose another "
+                "synchronisation or leave the rules out."
+            )
+        axis_plan(graph, self.op_rules)
+
     def _check_homes(self, graph: OpGraph, cluster: Cluster) -> None:
         group = group_ops(graph).group
+        sharded = axis_plan(graph, self.op_rules).sharded
         for (op, parameter, _), home in zip(graph.updates, self.homes, strict=True):
             name = graph.tensors[parameter].name
             if home != REPLICATED and not 0 <= home < cluster.num_devices:
@@ -180,6 +202,13 @@ class Strategy:
                     f"parameter '{name}' has home {home}, but the cluster has devices 0 to "
                     f"{cluster.num_devices - 1}."
                 )
+            if parameter in sharded:
+                if home != REPLICATED:
+                    raise StrategyError(
+                        f"parameter '{name}' has home {home}, but by the rules of its ops each "
+                        "device keeps and updates its own slice; leave it without a home."
+                    )
+                continue
             decision = self.decisions[int(group[op])]
             by_server = decision.sync == Sync.PARAMETER_SERVER
             if by_server and home == REPLICATED and len(decision.devices) > 1:

@@ -2,7 +2,7 @@
 
 Views are gone here: a tensor is named by the *value* that owns its memory, an output of a compute
 op. A *slot* is one way in which a value is needed somewhere else than where it was made: by
-another group, or whole although it was made in parts.
+another group, along another axis, or whole although it was made in parts.
 """
 
 from functools import lru_cache
@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.graph.batch_plan import BatchPlan, batch_plan
+from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, Grouping, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
-from heterog.graph.placement import Placement
+from heterog.graph.op_rule import OpRules
 from heterog.strategy.recomputation import recomputations
 
 IntArray = npt.NDArray[np.int32]
@@ -32,9 +32,11 @@ class GraphTables(NamedTuple):
 
     batch_size: int
     num_groups: int
+    axis_units: IntArray  # the batch first; EVERYWHERE for ops that split nothing
     # Compute ops: neither views nor updates, in program order.
     op_id: IntArray  # graph op of each compute op
     op_group: IntArray  # CONSTANT_GROUP for constants
+    op_axis: IntArray
     value_start: IntArray  # values made by each compute op  # [num_compute_ops + 1]
     read_start: IntArray  # value reads of each compute op  # [num_compute_ops + 1]
     read_value: IntArray
@@ -53,36 +55,47 @@ class GraphTables(NamedTuple):
     value_tensor: IntArray  # graph tensor of each value
     value_kind: IntArray  # KIND_NUMBER of the placement
     value_bytes: FloatArray  # size where it does not depend on the share
-    value_bytes_per_sample: FloatArray
+    value_bytes_per_unit: FloatArray  # of its op's axis
     value_moved_fraction: FloatArray  # part of the value that other groups read
-    value_is_outermost: IntArray  # 1 if samples are contiguous in memory
+    value_is_outermost: IntArray  # 1 if units are contiguous in memory
     value_is_early: IntArray  # 1 if it follows from the batch alone, before any op has run
     value_slot_start: IntArray  # slots of each value  # [num_values + 1]
     # Slots, sorted by value.
     slot_value: IntArray
     slot_group: IntArray
     slot_whole: IntArray  # 1: the whole value is needed on every device
+    slot_axis: IntArray  # of the reader
     # Parameters, in the order of OpGraph.updates.
     parameter_group: IntArray
     parameter_bytes: FloatArray
     parameter_gradient: IntArray  # value that holds the gradient
     parameter_last_value: IntArray  # value made by an op that reads it after that, -1 if none
+    reader_start: IntArray  # values made by readers of each parameter  # [num_parameters + 1]
+    reader_value: IntArray  # listed only under op rules, where readers may run on other devices
     gradient_is_partial: IntArray  # 0: every replica already has the whole gradient
+    gradient_slot: IntArray  # where a gradient made in parts is whole, -1 if it need not be
+    parameter_axis: IntArray  # of parameters that live in slices, -1 for whole ones
+    parameter_units: FloatArray  # of that axis, 1 for whole ones
     parameter_tensor: IntArray
     # Bytes that stay on a device: what every device holds, what comes with the batch.
     common_bytes: float
     input_bytes_per_sample: float
+    batch_is_whole: bool  # some op reads samples that its device has no share of
     state_ratio: float
 
 
 @lru_cache(maxsize=8)
-def graph_tables(graph: OpGraph) -> GraphTables:
-    """Build the tables of a graph."""
-    return _Builder(graph, batch_plan(graph), group_ops(graph)).build()
+def graph_tables(graph: OpGraph, op_rules: OpRules = ()) -> GraphTables:
+    """Build the tables of a graph whose ops run by some rules."""
+    return _Builder(graph, axis_plan(graph, op_rules), group_ops(graph)).build()
+
+
+_Slot = tuple[int, int, int, int]
+"""(value, reading group, whether the whole is needed, the reader's axis)."""
 
 
 class _Builder:
-    def __init__(self, graph: OpGraph, plan: BatchPlan, grouping: Grouping) -> None:
+    def __init__(self, graph: OpGraph, plan: AxisPlan, grouping: Grouping) -> None:
         self.graph = graph
         self.plan = plan
         self.grouping = grouping
@@ -107,21 +120,20 @@ class _Builder:
         for index, op in enumerate(graph.ops):
             if graph.is_view[index]:
                 source = op.inputs[0]
-                whole = gathered[source] or self._needs_whole(source, plan.needed[index][0])
+                axis = int(plan.op_axis[index])
+                whole = gathered[source] or plan.is_whole_needed(
+                    source, plan.needed[index][0], axis
+                )
                 for tensor in graph.outputs(index):
                     gathered[tensor] = whole
         return gathered
-
-    def _needs_whole(self, tensor: int, needed: Placement) -> bool:
-        given = self.plan.placements[tensor]
-        return given.kind in "SP" and given != needed
 
     def build(self) -> GraphTables:
         graph, plan = self.graph, self.plan
         row_of = {op: row for row, op in enumerate(self.ops)}
         parameter_row = {parameter: row for row, (_, parameter, _) in enumerate(graph.updates)}
-        slots: dict[tuple[int, int, int], None] = {}
-        reads: list[list[tuple[int, tuple[int, int, int] | None]]] = []
+        slots: dict[_Slot, None] = {}
+        reads: list[list[tuple[int, _Slot | None]]] = []
         parameter_reads: list[list[int]] = []
         outside: dict[int, set[int]] = {}
         for index in self.ops:
@@ -131,6 +143,10 @@ class _Builder:
                     slots.setdefault(slot)
             reads.append(entries)
             parameter_reads.append(parameters)
+        for _, parameter, gradient in graph.updates:
+            slot = self._gradient_slot(parameter, gradient)
+            if slot is not None:
+                slots.setdefault(slot)
         ordered = sorted(slots)
         slot_number = {slot: number for number, slot in enumerate(ordered)}
         last_read = {
@@ -140,6 +156,7 @@ class _Builder:
         }
         finished: list[list[int]] = [[] for _ in self.ops]
         gradient_values: list[int] = []
+        gradient_slots: list[int] = []
         last_values: list[int] = []
         for row, (_, parameter, gradient) in enumerate(graph.updates):
             storage = int(graph.storage[gradient])
@@ -148,6 +165,8 @@ class _Builder:
                     f"the gradient of '{graph.tensors[parameter].name}' is not made by any op."
                 )
             gradient_values.append(self.value_of[storage])
+            slot = self._gradient_slot(parameter, gradient)
+            gradient_slots.append(-1 if slot is None else slot_number[slot])
             made = row_of[int(graph.producer[storage])]
             # An update overwrites the parameter: it must wait for ops that read it after its
             # gradient is made (the other product of a batched matrix product, say).
@@ -169,11 +188,28 @@ class _Builder:
         kinds = [KIND_NUMBER[plan.placements[tensor].kind] for tensor in self.values]
         sizes = graph.tensor_bytes[self.values].astype(np.float64)
         split = np.array(kinds) == KIND_NUMBER["S"]
+        units = np.array([max(plan.axes[plan.tensor_axis[tensor]], 1) for tensor in self.values])
+        sharded = [parameter in plan.sharded for _, parameter, _ in graph.updates]
+        parameter_axis = [
+            int(plan.tensor_axis[parameter]) if parameter in plan.sharded else -1
+            for _, parameter, _ in graph.updates
+        ]
+        readers: list[list[int]] = [[] for _ in graph.updates]
+        if len(plan.axes) > 1:
+            for index, parameters in zip(self.ops, parameter_reads, strict=True):
+                for parameter in parameters:
+                    readers[parameter].extend(self.value_of[t] for t in graph.outputs(index)[:1])
+        batch_bytes = float(
+            sum(graph.tensor_bytes[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH))
+        )
+        batch_whole = self._batch_is_read_whole()
         return GraphTables(
             batch_size=graph.batch_size,
             num_groups=self.grouping.num_groups,
+            axis_units=_ints(list(plan.axes)),
             op_id=_ints(self.ops),
             op_group=_ints(op_group),
+            op_axis=_ints([int(plan.op_axis[index]) for index in self.ops]),
             value_start=_starts([graph.ops[index].num_outputs for index in self.ops]),
             read_start=_starts([len(entries) for entries in reads]),
             read_value=_ints([value for entries in reads for value, _ in entries]),
@@ -192,7 +228,7 @@ class _Builder:
             value_tensor=_ints(self.values),
             value_kind=_ints(kinds),
             value_bytes=np.where(split, 0.0, sizes),
-            value_bytes_per_sample=np.where(split, sizes / graph.batch_size, 0.0),
+            value_bytes_per_unit=np.where(split, sizes / units, 0.0),
             value_moved_fraction=np.array(
                 [self._moved_fraction(tensor, outside) for tensor in self.values]
             ),
@@ -209,6 +245,7 @@ class _Builder:
             slot_value=_ints([slot[0] for slot in ordered]),
             slot_group=_ints([slot[1] for slot in ordered]),
             slot_whole=_ints([slot[2] for slot in ordered]),
+            slot_axis=_ints([slot[3] for slot in ordered]),
             parameter_group=_ints([int(self.grouping.group[op]) for op, _, _ in graph.updates]),
             parameter_bytes=np.array(
                 [float(graph.tensor_bytes[parameter]) for _, parameter, _ in graph.updates]
@@ -218,8 +255,19 @@ class _Builder:
             gradient_is_partial=_ints(
                 [int(kinds[value] == KIND_NUMBER["P"]) for value in gradient_values]
             ),
+            reader_start=_starts([len(values) for values in readers]),
+            reader_value=_ints([value for values in readers for value in values]),
+            gradient_slot=_ints(gradient_slots),
+            parameter_axis=_ints(parameter_axis),
+            parameter_units=np.array(
+                [
+                    float(plan.axes[axis]) if in_slices else 1.0
+                    for axis, in_slices in zip(parameter_axis, sharded, strict=True)
+                ]
+            ),
             parameter_tensor=_ints([parameter for _, parameter, _ in graph.updates]),
-            common_bytes=float(
+            common_bytes=(batch_bytes if batch_whole else 0.0)
+            + float(
                 sum(
                     graph.tensor_bytes[tensor]
                     for tensor in (
@@ -229,39 +277,58 @@ class _Builder:
                     )
                 )
             ),
-            input_bytes_per_sample=float(
-                sum(
-                    graph.tensor_bytes[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH)
-                )
-                / graph.batch_size
-            ),
+            batch_is_whole=batch_whole,
+            input_bytes_per_sample=0.0 if batch_whole else batch_bytes / graph.batch_size,
             state_ratio=graph.optimizer_state_ratio,
         )
 
     def _reads_of(
         self, index: int, parameter_row: dict[int, int], outside: dict[int, set[int]]
-    ) -> tuple[list[tuple[int, tuple[int, int, int] | None]], list[int]]:
+    ) -> tuple[list[tuple[int, _Slot | None]], list[int]]:
         """Values and parameters that a compute op reads, each once per way of reading it."""
-        graph = self.graph
-        group = int(self.grouping.group[index])
-        entries: dict[tuple[int, tuple[int, int, int] | None], None] = {}
+        graph, plan = self.graph, self.plan
+        group, axis = int(self.grouping.group[index]), int(plan.op_axis[index])
+        entries: dict[tuple[int, _Slot | None], None] = {}
         parameters: dict[int, None] = {}
-        for tensor, needed in zip(graph.ops[index].inputs, self.plan.needed[index], strict=True):
+        for tensor, needed in zip(graph.ops[index].inputs, plan.needed[index], strict=True):
             storage = int(graph.storage[tensor])
             if storage in parameter_row:
                 parameters.setdefault(parameter_row[storage])
             if storage not in self.value_of:
                 continue
             value = self.value_of[storage]
-            maker = int(self.grouping.group[graph.producer[storage]])
-            whole = self.gathered[tensor] or self._needs_whole(tensor, needed)
+            producer = int(graph.producer[storage])
+            maker = int(self.grouping.group[producer])
+            whole = self.gathered[tensor] or plan.is_whole_needed(tensor, needed, axis)
             if maker not in (group, CONSTANT_GROUP):
                 outside.setdefault(storage, set()).add(tensor)
-            if maker == CONSTANT_GROUP or (maker == group and not whole):
+            as_made = maker == group and not whole and plan.op_axis[producer] == axis
+            if maker == CONSTANT_GROUP or as_made:
                 entries.setdefault((value, None))
             else:
-                entries.setdefault((value, (value, group, int(whole))))
+                entries.setdefault((value, (value, group, int(whole), axis)))
         return list(entries), list(parameters)
+
+    def _gradient_slot(self, parameter: int, gradient: int) -> _Slot | None:
+        """Where the gradient of a whole parameter is whole that was made in parts."""
+        storage = int(self.graph.storage[gradient])
+        made = self.plan.placements[storage]
+        if made.kind != "S" or parameter in self.plan.sharded or storage not in self.value_of:
+            return None
+        maker = int(self.graph.producer[storage])
+        group, axis = int(self.grouping.group[maker]), int(self.plan.op_axis[maker])
+        return self.value_of[storage], group, 1, axis
+
+    def _batch_is_read_whole(self) -> bool:
+        """Whether an op needs samples that it has no share of."""
+        graph, plan = self.graph, self.plan
+        inputs = set(graph.inputs_of_kind(TensorKind.BATCH))
+        return any(
+            self.gathered[tensor] or plan.is_whole_needed(tensor, needed, int(plan.op_axis[index]))
+            for index in self.ops
+            for tensor, needed in zip(graph.ops[index].inputs, plan.needed[index], strict=True)
+            if int(graph.storage[tensor]) in inputs
+        )
 
     def _is_early(self, tensor: int) -> bool:
         """Whether a value is the number of labels that count.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.errors import StrategyError
-from heterog.graph.batch_plan import batch_plan
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture, capture_step
 from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
@@ -262,4 +262,4 @@ def test_dropout_inside_fused_attention_is_refused() -> None:
     ops[index] = replace(ops[index], args={**ops[index].args, "dropout_p": 0.1})
     graph = replace(captured.graph, ops=tuple(ops))
     with pytest.raises(StrategyError, match=r"op 'attention' in module 'blocks.0' draws random"):
-        LocalOp(graph, batch_plan(graph), index, captured.node_of_op[index])
+        LocalOp(graph, axis_plan(graph), index, captured.node_of_op[index])

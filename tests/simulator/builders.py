@@ -5,15 +5,19 @@ short lists and small numbers, and contention needs long ones.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
 import numpy as np
 
 from heterog.cluster import Cluster, Device, DeviceType, Host, Link, device_type
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
+from heterog.graph.op_rule import OpRule, OpRules
 from heterog.graph.placement import Arg, L, P, Placement, R, S, TensorRef
+from heterog.graph.sharding_rules import legal_rules
 from heterog.planners.plan import Plan, plan_from_rows
 from heterog.planners.planner import Candidate, MethodRow
 from heterog.simulator.cost_model import ChannelSeconds, CostModel, Prices, price_channels
@@ -406,6 +410,36 @@ def random_strategy(rng: Random, graph: OpGraph, cluster: Cluster) -> Strategy:
     )
 
 
+def random_rules(rng: Random, graph: OpGraph) -> OpRules:
+    """For some ops any legal rule along some axis."""
+    group = group_ops(graph).group
+    plan = axis_plan(graph)
+    rules = []
+    often = rng.choice([0.2, 0.6, 1.0])
+    for op, each in enumerate(graph.ops):
+        follows_batch = graph.is_view[op] or each.phase == Phase.UPDATE or group[op] < 0
+        places = (*plan.needed[op], *(plan.placements[t] for t in graph.outputs(op)))
+        if follows_batch or L in places or rng.random() > often:
+            continue
+        sizes = {size for t in each.inputs for size in graph.tensors[t].shape if size > 1}
+        units = rng.choice(sorted(sizes | {graph.batch_size}))
+        options = legal_rules(graph.call(op), units, (1, 2, 3))
+        if options:
+            rule = rng.choice(options)
+            rules.append((op, OpRule(inputs=rule.inputs, outputs=rule.outputs, units=units)))
+    return tuple(rules)
+
+
+def with_rules(graph: OpGraph, strategy: Strategy, rules: OpRules) -> Strategy:
+    """A strategy with rules; what they shard has no home."""
+    sharded = axis_plan(graph, rules).sharded
+    homes = tuple(
+        REPLICATED if parameter in sharded else home
+        for (_, parameter, _), home in zip(graph.updates, strategy.homes, strict=True)
+    )
+    return replace(strategy, homes=homes, op_rules=rules)
+
+
 # --- programs by hand ---------------------------------------------------------------------------
 
 
@@ -514,6 +548,8 @@ class Tasks:
         return Prices(
             type_of_device=np.zeros(self.cluster.num_devices, np.int32),
             op_seconds=seconds[None],
+            has_rule=np.zeros(len(self._seconds), np.bool_),
+            ruled_seconds=np.zeros((self.cluster.num_devices, 0)),
             update_seconds=seconds,
             parameter_bytes=np.ones(seconds.shape[1]),
             copy_fixed_s=np.zeros(1),

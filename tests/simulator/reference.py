@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from heterog.cluster import Cluster
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.cost_model import ChannelSeconds, CostModel
 from heterog.simulator.engine import Order
@@ -59,7 +60,9 @@ def price(
     program: Program, graph: OpGraph, cluster: Cluster, model: CostModel
 ) -> list[PricedTask]:
     """All tasks of a program with their seconds."""
-    op_id = graph_tables(graph).op_id
+    op_id = graph_tables(graph, program.op_rules).op_id
+    plan = axis_plan(graph, program.op_rules)
+    ruled = {op for op, _ in program.op_rules}
     tasks = []
     for number in range(program.num_tasks):
         kind, device = int(program.kind[number]), int(program.device[number])
@@ -79,8 +82,13 @@ def price(
         else:
             device_type = cluster.devices[device].type
             if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
-                share = int(program.samples[number])
-                seconds = float(model.op_seconds(graph, device_type, share)[op_id[subject]])
+                share, op = int(program.samples[number]), int(op_id[subject])
+                if op in ruled:
+                    flops = plan.flops_fixed + share * plan.flops_per_unit
+                    moved = plan.bytes_fixed + share * plan.bytes_per_unit
+                    seconds = float(model.work_seconds(graph, device_type, flops, moved)[op])
+                else:
+                    seconds = float(model.op_seconds(graph, device_type, share)[op])
             elif kind == TaskKind.UPDATE:
                 row = model.op_seconds(graph, device_type, graph.batch_size)
                 seconds = float(row[graph.updates[subject][0]])

@@ -309,6 +309,11 @@ class Sawtooth:
         seconds = 1e-3 * (-(-samples // 8)) * 3e12 / device_type.peak_flops_per_s["float32"]
         return np.where(graph.is_view, 0.0, np.full(graph.num_ops, seconds))
 
+    def work_seconds(
+        self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
+    ) -> FloatArray:
+        raise NotImplementedError  # only the batch is split here
+
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
         return 0.0, 0.0
 

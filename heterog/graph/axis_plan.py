@@ -1,0 +1,348 @@
+"""How every tensor of a step lies when some ops run by rules of their own.
+
+The batch plan says what each op does when only the batch is shared out. Rules of a strategy
+(``OpRule``) put ops on other axes: heads, columns of a weight, experts, the vocabulary. One pass
+in program order says what every tensor then is, and where a reader needs something else.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from heterog.errors import StrategyError
+from heterog.graph.batch_plan import batch_plan, op_work
+from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
+from heterog.graph.op_rule import OpRule, OpRules
+from heterog.graph.placement import Placement, R, S
+from heterog.graph.sharding_rules import RuleResult, propagate
+
+BATCH_AXIS = 0
+EVERYWHERE = 0
+"""Units of the axis of ops whose rule splits nothing: each device with samples does all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AxisPlan:
+    """Placements along the batch and other axes, and the work that follows from them.
+
+    Attributes:
+        placements: of each tensor, as its producer leaves it.  # [num_tensors]
+        needed: of each input of each op.  # [num_ops][num_inputs]
+        specials: how each op must change to stay exact on a part.  # [num_ops]
+        axes: units of each axis; the batch comes first.
+        op_axis: axis whose shares say how much each op does, and on which devices.  # [num_ops]
+        tensor_axis: axis along which each tensor lies.  # [num_tensors]
+        sharded: parameters of which each device holds its own slice only.
+        flops_fixed: FLOPs that every device does, whatever its share.  # [num_ops]
+        flops_per_unit: FLOPs per unit of the local share.  # [num_ops]
+        bytes_fixed: bytes moved whatever the share.  # [num_ops]
+        bytes_per_unit: bytes moved per unit of the local share.  # [num_ops]
+    """
+
+    placements: tuple[Placement, ...]
+    needed: tuple[tuple[Placement, ...], ...]
+    specials: tuple[str | None, ...]
+    axes: tuple[int, ...]
+    op_axis: IntArray
+    tensor_axis: IntArray
+    sharded: frozenset[int]
+    flops_fixed: FloatArray
+    flops_per_unit: FloatArray
+    bytes_fixed: FloatArray
+    bytes_per_unit: FloatArray
+
+    def units(self, op: int) -> int:
+        """Units of the axis that an op runs along."""
+        return self.axes[int(self.op_axis[op])]
+
+    def is_whole_needed(self, tensor: int, needed: Placement, axis: int) -> bool:
+        """Whether a reader along ``axis`` needs the whole of a tensor that is not whole."""
+        given = self.placements[tensor]
+        if given.kind == "S" and needed.kind == "S" and self.tensor_axis[tensor] != axis:
+            return True
+        return given.kind in "SP" and given != needed
+
+
+@lru_cache(maxsize=16)
+def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
+    """Propagate the batch and the rules of a strategy through a graph.
+
+    A parameter is sharded if all its readers need the same split of it along one axis and its
+    gradient comes out split in that way.
+
+    Raises:
+        StrategyError: a rule is not one of the op's sharding rules, or it is for an op that
+            cannot have one; names the op.
+    """
+    batch = batch_plan(graph)
+    if not op_rules:
+        return AxisPlan(
+            placements=batch.placements,
+            needed=batch.needed,
+            specials=batch.specials,
+            axes=(graph.batch_size,),
+            op_axis=np.zeros(graph.num_ops, np.int32),
+            tensor_axis=np.zeros(len(graph.tensors), np.int32),
+            sharded=frozenset(),
+            flops_fixed=batch.flops_fixed,
+            flops_per_unit=batch.flops_per_sample,
+            bytes_fixed=batch.bytes_fixed,
+            bytes_per_unit=batch.bytes_per_sample,
+        )
+    return _Propagation(graph, op_rules).run()
+
+
+class _Propagation:
+    def __init__(self, graph: OpGraph, op_rules: OpRules) -> None:
+        self.graph = graph
+        self.batch = batch_plan(graph)
+        _check_order(graph, op_rules)
+        self.rules = {
+            op: (rule, _checked(graph, op, rule))
+            for op, rule in op_rules
+            if not _is_done_everywhere(graph, op, rule)
+        }
+        units = [_axis_units(rule) for rule, _ in self.rules.values()]
+        self.axes = tuple(dict.fromkeys([graph.batch_size, *units]))
+        self.axis_of = {units: axis for axis, units in enumerate(self.axes)}
+        self.placements = list(graph.batch_placements)
+        self.tensor_axis = [BATCH_AXIS] * graph.num_inputs
+        self.needed: list[tuple[Placement, ...]] = []
+        self.specials: list[str | None] = []
+        self.op_axis: list[int] = []
+
+    def run(self) -> AxisPlan:
+        graph = self.graph
+        sharded = self._sharded_parameters()
+        for parameter, (place, axis) in sharded.items():
+            self.placements[parameter] = place
+            self.tensor_axis[parameter] = axis
+        for index, op in enumerate(graph.ops):
+            given = tuple(self.placements[tensor] for tensor in op.inputs)
+            if op.phase == Phase.UPDATE:
+                self._add(index, given, (R,), None, self.tensor_axis[op.inputs[0]])
+            elif graph.is_view[index]:
+                self._add_view(index, given)
+            elif index in self.rules:
+                rule, result = self.rules[index]
+                axis = self.axis_of[_axis_units(rule)]
+                self._add(index, rule.inputs, rule.outputs, result.special, axis)
+            else:
+                self._add_as_in_batch(index)
+            self._check_local_statistics(index, given)
+        work = np.array(
+            [
+                op_work(graph, index, self.placements, self.needed[index], self._units(index))
+                for index in range(graph.num_ops)
+            ],
+            np.float64,
+        ).reshape(graph.num_ops, 4)
+        return AxisPlan(
+            placements=tuple(self.placements),
+            needed=tuple(self.needed),
+            specials=tuple(self.specials),
+            axes=self.axes,
+            op_axis=np.array(self.op_axis, np.int32),
+            tensor_axis=np.array(self.tensor_axis, np.int32),
+            sharded=frozenset(sharded),
+            flops_fixed=work[:, 0],
+            flops_per_unit=work[:, 1],
+            bytes_fixed=work[:, 2],
+            bytes_per_unit=work[:, 3],
+        )
+
+    def _units(self, op: int) -> int:
+        return max(self.axes[self.op_axis[op]], 1)
+
+    def _add(
+        self,
+        op: int,
+        needed: tuple[Placement, ...],
+        outputs: tuple[Placement, ...],
+        special: str | None,
+        axis: int,
+    ) -> None:
+        self.needed.append(needed)
+        self.placements.extend(outputs)
+        self.specials.append(special)
+        self.op_axis.append(axis)
+        self.tensor_axis.extend(axis for _ in outputs)
+
+    def _add_as_in_batch(self, op: int) -> None:
+        outputs = tuple(self.batch.placements[tensor] for tensor in self.graph.outputs(op))
+        self._add(op, self.batch.needed[op], outputs, self.batch.specials[op], BATCH_AXIS)
+
+    def _add_view(self, op: int, given: tuple[Placement, ...]) -> None:
+        """A view follows what it looks at."""
+        inputs = self.graph.ops[op].inputs
+        source = inputs[0]
+        axis = self.tensor_axis[source]
+        if axis == BATCH_AXIS and all(
+            place == self.batch.placements[tensor]
+            for place, tensor in zip(given, inputs, strict=True)
+        ):
+            self._add_as_in_batch(op)
+            return
+        needed, outputs, special = self._through(op, given, max(self.axes[axis], 1))
+        self._add(op, needed, outputs, special, axis)
+
+    def _through(
+        self, op: int, given: tuple[Placement, ...], units: int
+    ) -> tuple[tuple[Placement, ...], tuple[Placement, ...], str | None]:
+        result = propagate(self.graph.call(op), given, units)
+        if result is None:
+            whole = tuple(R for _ in self.graph.outputs(op))
+            return tuple(R for _ in given), whole, None
+        return result.inputs, result.outputs, result.special
+
+    def _check_local_statistics(self, op: int, given: tuple[Placement, ...]) -> None:
+        for have, want in zip(given, self.needed[op], strict=True):
+            if (have.kind == "L") != (want.kind == "L"):
+                raise StrategyError(
+                    f"{_name(self.graph, op)} and the op that makes its statistics must either "
+                    "both have a rule or both follow the batch."
+                )
+
+    def _sharded_parameters(self) -> dict[int, tuple[Placement, int]]:
+        """Placement and axis of the parameters that live in slices."""
+        found: dict[int, tuple[Placement, int]] = {}
+        for _, parameter, gradient in self.graph.updates:
+            readers = list(self._readers(parameter))
+            units = {self.rules[op][0].units if op in self.rules else None for op, _, _ in readers}
+            if len(units) != 1 or None in units:
+                continue
+            (size,) = units
+            assert size is not None
+            shape = self.graph.tensors[parameter].shape
+            outers = {place.outer for _, _, place in readers if place.kind == "S"}
+            options = [
+                S(dim, outer)
+                for dim in range(len(shape))
+                for outer in sorted(outers)
+                if size * outer and shape[dim] % (size * outer) == 0
+            ]
+            for place in options:
+                if self._all_need(parameter, place, size) and (
+                    self._gradient(gradient, size) == place
+                ):
+                    found[parameter] = place, self.axis_of[size]
+                    break
+        return found
+
+    def _readers(self, tensor: int) -> Iterator[tuple[int, int, Placement]]:
+        """(op, tensor read, its placement needed) of all compute ops that read a tensor."""
+        for reader in self.graph.consumers[tensor]:
+            op = self.graph.ops[reader]
+            if op.phase == Phase.UPDATE:
+                continue
+            if self.graph.is_view[reader]:
+                for output in self.graph.outputs(reader):
+                    yield from self._readers(output)
+                continue
+            needed = self.rules[reader][0].inputs if reader in self.rules else ()
+            for read, place in zip(op.inputs, needed or self.batch.needed[reader], strict=True):
+                if read == tensor:
+                    yield reader, tensor, place
+
+    def _all_need(self, parameter: int, place: Placement, units: int) -> bool:
+        """Whether a parameter placed so is, through all views, what its readers need."""
+        through = {parameter: place}
+        for _, tensor, wanted in self._readers(parameter):
+            if self._placed(tensor, through, units) != wanted:
+                return False
+        return True
+
+    def _placed(self, tensor: int, known: dict[int, Placement], units: int) -> Placement | None:
+        """Placement of a tensor that follows by views from a known one; ``None`` if none does."""
+        if tensor not in known:
+            view = int(self.graph.producer[tensor])
+            source = self._placed(self.graph.ops[view].inputs[0], known, units)
+            if source is None:
+                return None
+            needed, outputs, _ = self._through(view, (source,), units)
+            if needed != (source,):
+                return None
+            for output, place in zip(self.graph.outputs(view), outputs, strict=True):
+                known[output] = place
+        return known[tensor]
+
+    def _gradient(self, gradient: int, units: int) -> Placement | None:
+        """Placement of a gradient if it comes out split along an axis of its own."""
+        storage = int(self.graph.storage[gradient])
+        maker = int(self.graph.producer[storage])
+        if maker not in self.rules or self.rules[maker][0].units != units:
+            return None
+        made = self.rules[maker][0].outputs[storage - self.graph.outputs(maker)[0]]
+        return self._placed(gradient, {storage: made}, units)
+
+
+def _axis_units(rule: OpRule) -> int:
+    """Units of the axis that a rule runs along."""
+    splits = any(place.kind == "S" for place in (*rule.inputs, *rule.outputs))
+    return rule.units if splits else EVERYWHERE
+
+
+def _name(graph: OpGraph, op: int) -> str:
+    return f"op {op} '{graph.ops[op].kind}' in module '{graph.ops[op].module}'"
+
+
+def _check_order(graph: OpGraph, op_rules: OpRules) -> None:
+    ops = [op for op, _ in op_rules]
+    if ops != sorted(set(ops)) or ops[0] < 0 or ops[-1] >= graph.num_ops:
+        raise StrategyError(
+            f"op rules must be in ascending order of ops from 0 to {graph.num_ops - 1}, each once."
+        )
+
+
+def _is_done_everywhere(graph: OpGraph, op: int, rule: OpRule) -> bool:
+    """Whether a rule says what is done without it: constants are whole on every device."""
+    places = (*rule.inputs, *rule.outputs)
+    return group_ops(graph).group[op] == CONSTANT_GROUP and all(place == R for place in places)
+
+
+def _checked(graph: OpGraph, op: int, rule: OpRule) -> RuleResult:
+    """The sharding rule that a strategy's rule stands for.
+
+    Raises:
+        StrategyError: there is none.
+    """
+    name = _name(graph, op)
+    if graph.is_view[op] or graph.ops[op].phase == Phase.UPDATE:
+        what = "a view" if graph.is_view[op] else "an update"
+        raise StrategyError(f"{name} is {what} and cannot have a rule; it follows its inputs.")
+    if group_ops(graph).group[op] == CONSTANT_GROUP:
+        raise StrategyError(f"{name} depends on constants alone: it is whole on every device.")
+    if rule.units < 1:
+        raise StrategyError(f"the rule of {name} has {rule.units} units; it must have 1 or more.")
+    places = (*rule.inputs, *rule.outputs)
+    given = graph.ops[op].rule
+    if given is not None and given == (rule.inputs, rule.outputs):
+        if rule.units == graph.batch_size or all(place == R for place in places):
+            return RuleResult(rule.inputs, rule.outputs)
+    result = None if given is not None else propagate(graph.call(op), rule.inputs, rule.units)
+    if result is None and all(place == R for place in places):
+        result = RuleResult(rule.inputs, rule.outputs)
+    right = result is not None and (result.inputs, result.outputs) == (rule.inputs, rule.outputs)
+    sizes = (len(graph.ops[op].inputs), graph.ops[op].num_outputs)
+    if result is None or not right or (len(rule.inputs), len(rule.outputs)) != sizes:
+        text = _written(rule.inputs, rule.outputs)
+        instead = (
+            "" if result is None else f"; from these inputs it would be {_written(*_pair(result))}"
+        )
+        raise StrategyError(
+            f"{name} cannot run as {text} along an axis of {rule.units} units{instead}."
+        )
+    if any(place.kind == "L" for place in places):
+        raise StrategyError(f"{name}: local statistics follow the batch and need no rule.")
+    return result
+
+
+def _pair(result: RuleResult) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+    return result.inputs, result.outputs
+
+
+def _written(inputs: tuple[Placement, ...], outputs: tuple[Placement, ...]) -> str:
+    return f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"

@@ -1,0 +1,41 @@
+"""An explicit rule for one op: how it runs on its group's devices along an axis of its own."""
+
+from dataclasses import dataclass
+
+from heterog.graph.placement import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRule:
+    """How one op runs on its group's devices along one axis of ``units`` units.
+
+    The units are shared out over the devices of the group's decision in proportion to its shares
+    (``split_in_proportion(units, decision.shares)``; for the batch the shares themselves). What a
+    graph's tensors then are follows in program order:
+
+    - An op with a rule needs its inputs, and leaves its outputs, as the rule says. The rule must
+      be one of the sharding rules: ``propagate(call, inputs, units)`` has to give ``inputs`` and
+      ``outputs`` back (every rule of ``legal_rules`` does).
+    - A view never has a rule: its output follows by propagation from what it looks at. A view
+      that cannot follow (it merges what is split, say) looks at the gathered whole.
+    - Every other op does what the batch plan says, so that all ops of a region that is not split
+      along the batch have rules.
+
+    Where a reader needs another placement than the maker left, or the same one along another axis,
+    the value is converted: a slice of what is whole is free, everything else goes through the
+    whole value. A rule without any ``S`` runs on all devices with samples.
+
+    Attributes:
+        inputs: needed placement of each tensor input of the op.
+        outputs: placement of each output.
+        units: units of the axis that ``S`` means here; the batch size means the batch split; any
+            number if nothing is ``S``.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    units: int
+
+
+OpRules = tuple[tuple[int, OpRule], ...]
+"""(graph op index, rule), ascending."""

@@ -1,0 +1,257 @@
+"""Rules that shard layers over the devices of their group, found by propagation.
+
+Megatron-LM (Shoeybi et al. 2019, section 3) splits the first weight of a feed-forward block by
+columns and the second by rows, and attention by heads: one sum over the devices forward and one
+backward. Nothing here knows modules: a split of one weight's output dimension is followed through
+the ops of a region, forward and backward, as long as ops have a rule that keeps it. Where an op
+wants a slice of another tensor (keys beside queries), the split is followed back to the weights
+that make it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.op_graph import OpGraph, Phase
+from heterog.graph.op_rule import OpRule, OpRules
+from heterog.graph.placement import Placement, R, S
+from heterog.graph.sharding_rules import RuleResult, legal_rules, propagate
+
+_MOST_ROUNDS = 8
+_OUTERS = (1, 2, 3)
+"""A fused weight holds up to three projections (query, key, value)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """A way to shard a region.
+
+    Attributes:
+        parameter: tensor id of the weight whose split was followed.
+        placement: of that weight.
+        units: units of the axis.
+        op_rules: of all ops that are split.
+        flops: of these ops, on all devices together.
+    """
+
+    parameter: int
+    placement: Placement
+    units: int
+    op_rules: OpRules
+    flops: float
+
+
+def shardings(graph: OpGraph, groups: Iterable[int]) -> tuple[Sharding, ...]:
+    """Ways to shard the ops of some groups, the one that splits most work first.
+
+    Args:
+        graph: one training step.
+        groups: that are sharded together: they should have the same devices and shares.
+
+    Returns:
+        One sharding for each different set of ops, along the axis with the most units (they can be
+        shared out most exactly), the most work first; empty if nothing can be split. Rules of
+        different regions may be put together: ``merge_rules``.
+    """
+    region = _region(graph, groups)
+    # Heads show as a dimension of what is attended to: batch, heads, sequence, width of a head.
+    apart = {
+        size
+        for op in region
+        for tensor in graph.outputs(op)
+        if len(graph.tensors[tensor].shape) > 3
+        for size in graph.tensors[tensor].shape
+    }
+    found: dict[tuple[int, ...], Sharding] = {}
+    for parameter in _weights(graph, region):
+        length = graph.tensors[parameter].shape[0]
+        for outer in _OUTERS:
+            for units in sorted({length // outer, *apart}, reverse=True):
+                if units < 2 or length % (outer * units):
+                    continue
+                rules = follow_split(graph, region, {parameter: S(0, outer)}, units)
+                ops = tuple(op for op, _ in rules)
+                known = found.get(ops)
+                if ops and (known is None or known.units < units):
+                    found[ops] = Sharding(
+                        parameter=parameter,
+                        placement=S(0, outer),
+                        units=units,
+                        op_rules=rules,
+                        flops=float(sum(graph.ops[op].flops for op in ops)),
+                    )
+    return tuple(sorted(found.values(), key=lambda each: (-each.flops, -each.units)))
+
+
+def merge_rules(*parts: OpRules) -> OpRules:
+    """Rules of several regions together; an op keeps the first rule it is given."""
+    merged: dict[int, OpRule] = {}
+    for rules in parts:
+        for op, rule in rules:
+            merged.setdefault(op, rule)
+    return tuple(sorted(merged.items(), key=lambda pair: pair[0]))
+
+
+def follow_split(
+    graph: OpGraph, region: Iterable[int], splits: dict[int, Placement], units: int
+) -> OpRules:
+    """Rules of the ops of a region that a split of some parameters leads to.
+
+    Args:
+        graph: one training step.
+        region: op indices.
+        splits: placement of the parameters that are split at first.
+        units: units of the axis.
+    """
+    return _Follower(graph, sorted(region), splits, units).run()
+
+
+class _Follower:
+    def __init__(
+        self, graph: OpGraph, region: Sequence[int], splits: dict[int, Placement], units: int
+    ) -> None:
+        self.graph = graph
+        self.region = region
+        self.members = frozenset(region)
+        self.units = units
+        self.parameters = frozenset(parameter for _, parameter, _ in graph.updates)
+        self.splits = dict(splits)
+        self.pulled: dict[int, RuleResult] = {}
+
+    def run(self) -> OpRules:
+        """Follow forward and pull backward until nothing changes."""
+        rules: dict[int, RuleResult] = {}
+        for _ in range(_MOST_ROUNDS):
+            before = dict(self.splits), dict(self.pulled)
+            rules = self._forward()
+            self._split_gradients(rules)
+            if before == (self.splits, self.pulled):
+                break
+        return tuple(
+            (op, OpRule(inputs=rule.inputs, outputs=rule.outputs, units=self.units))
+            for op, rule in sorted(rules.items())
+        )
+
+    def _forward(self) -> dict[int, RuleResult]:
+        graph = self.graph
+        places: dict[int, Placement] = dict(self.splits)
+        rules: dict[int, RuleResult] = {}
+        for op in self.region:
+            inputs = graph.ops[op].inputs
+            given = tuple(places.get(tensor, R) for tensor in inputs)
+            if graph.is_view[op]:
+                if given[0] == R:
+                    continue
+                result = propagate(graph.call(op), given, self.units)
+                if result is not None and result.inputs == given:
+                    places.update(zip(graph.outputs(op), result.outputs, strict=True))
+                continue
+            result = self.pulled.get(op)
+            if result is None:
+                if all(place.kind != "S" for place in given):
+                    continue
+                result = propagate(graph.call(op), given, self.units)
+            if result is None or not _keeps(given, result):
+                continue
+            rules[op] = result
+            places.update(zip(graph.outputs(op), result.outputs, strict=True))
+            for tensor, have, want in zip(inputs, given, result.inputs, strict=True):
+                if have == R and want.kind == "S":
+                    self._pull(tensor, want)
+        return rules
+
+    def _split_gradients(self, rules: dict[int, RuleResult]) -> None:
+        """Let the gradients of split parameters come out split, so that these live in slices."""
+        for _, parameter, gradient in self.graph.updates:
+            if parameter in self.splits:
+                maker = int(self.graph.producer[self.graph.storage[gradient]])
+                if maker not in rules:
+                    self._pull(gradient, self.splits[parameter], from_slices=True)
+
+    def _pull(self, tensor: int, wanted: Placement, *, from_slices: bool = False) -> bool:
+        """Split what makes a tensor, if that needs slices of parameters only.
+
+        Args:
+            tensor: that is to be split.
+            wanted: how.
+            from_slices: slices of activations, which are gathered for it, may be needed too.
+        """
+        graph = self.graph
+        if tensor in self.parameters:
+            return self.splits.setdefault(tensor, wanted) == wanted
+        maker = int(graph.producer[tensor])
+        if maker < 0 or maker not in self.members:
+            return False
+        call = graph.call(maker)
+        position = tensor - graph.outputs(maker)[0]
+        if graph.is_view[maker]:
+            for source in _splits(call.inputs[0].shape, self.units):
+                result = propagate(call, (source,), self.units)
+                if (
+                    result is not None
+                    and result.inputs == (source,)
+                    and result.outputs[position] == wanted
+                ):
+                    source_tensor = graph.ops[maker].inputs[0]
+                    return self._pull(source_tensor, source, from_slices=from_slices)
+            return False
+        if maker in self.pulled:
+            return self.pulled[maker].outputs[position] == wanted
+        for rule in legal_rules(call, self.units, (wanted.outer,)):
+            if rule.outputs[position] != wanted:
+                continue
+            needs = [
+                (read, place)
+                for read, place in zip(graph.ops[maker].inputs, rule.inputs, strict=True)
+                if place != R
+            ]
+            weights = [(read, place) for read, place in needs if self._is_weight(read)]
+            if all(place.kind == "S" for _, place in needs) and (
+                from_slices or len(weights) == len(needs)
+            ):
+                before = dict(self.splits)
+                if needs and all(self._pull(read, place) for read, place in weights):
+                    self.pulled[maker] = rule
+                    return True
+                self.splits = before
+        return False
+
+    def _is_weight(self, tensor: int) -> bool:
+        return int(self.graph.storage[tensor]) in self.parameters
+
+
+def _keeps(given: tuple[Placement, ...], result: RuleResult) -> bool:
+    """Whether a rule converts nothing but whole tensors, by slices."""
+    return any(place.kind == "S" for place in result.inputs) and all(
+        have == want or (have == R and want.kind == "S")
+        for have, want in zip(given, result.inputs, strict=True)
+    )
+
+
+def _splits(shape: tuple[int, ...], units: int) -> list[Placement]:
+    return [
+        S(dim, outer)
+        for outer in _OUTERS
+        for dim, size in enumerate(shape)
+        if size and size % (outer * units) == 0
+    ]
+
+
+def _region(graph: OpGraph, groups: Iterable[int]) -> list[int]:
+    chosen = set(groups) - {CONSTANT_GROUP}
+    group = group_ops(graph).group
+    return [
+        op
+        for op in range(graph.num_ops)
+        if int(group[op]) in chosen and graph.ops[op].phase != Phase.UPDATE
+    ]
+
+
+def _weights(graph: OpGraph, region: Sequence[int]) -> list[int]:
+    """Parameters of two or more dimensions that ops of a region read."""
+    read = {int(graph.storage[tensor]) for op in region for tensor in graph.ops[op].inputs}
+    return [
+        parameter
+        for _, parameter, _ in graph.updates
+        if parameter in read and len(graph.tensors[parameter].shape) > 1
+    ]

@@ -1,0 +1,300 @@
+"""Rules of single ops: what they mean, by hand and against a slow reference."""
+
+import json
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heterog.errors import StrategyError
+from heterog.graph.axis_plan import AxisPlan, axis_plan
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.placement import L, R, S
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.lower_bound import lower_bound_s
+from heterog.strategy.lowering import axis_shares, lower
+from heterog.strategy.program import Program, TaskKind
+from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
+from heterog.strategy.strategy import Decision, OpRule, Strategy, Sync
+from heterog.strategy.tables import GraphTables, graph_tables
+from heterog.strategy.tensor_parallel import shardings
+from tests.runtime.strategies import graph_of
+from tests.simulator import reference
+from tests.simulator.builders import (
+    cluster_of,
+    random_cluster,
+    random_rules,
+    random_strategy,
+    strategy_of,
+    with_rules,
+)
+
+THREE = cluster_of((1.0, ["T4"]), (1.0, ["T4"]), (1.0, ["T4"]))
+MODELS = ("mlp", "gpt", "moe", "residual")
+
+
+def sharded_mlp() -> tuple[OpGraph, Strategy]:
+    """The first two layers of the MLP (6, 16, 16, 4) by columns and rows, 10, 4 and 2 of 16."""
+    graph = graph_of("mlp")
+    best = next(
+        each
+        for each in shardings(graph, range(group_ops(graph).num_groups))
+        if graph.tensors[each.parameter].name == "0.weight"
+    )
+    decision = Decision(devices=(0, 1, 2), shares=(5, 2, 1))
+    strategy = strategy_of(graph, THREE, [decision] * group_ops(graph).num_groups)
+    return graph, replace(strategy, op_rules=best.op_rules)
+
+
+def test_columns_then_rows_by_hand() -> None:
+    graph, strategy = sharded_mlp()
+    program = lower(graph, THREE, strategy)
+    tables = graph_tables(graph, strategy.op_rules)
+
+    def tasks(kind: TaskKind) -> list[int]:
+        return [int(task) for task in np.flatnonzero(program.kind == kind)]
+
+    # Forward the sum after the second layer, backward its gathered gradient: 8 x 16 floats.
+    (reduce,), (gather,) = tasks(TaskKind.REDUCE_VALUE), tasks(TaskKind.GATHER_VALUE)
+    assert program.num_bytes[reduce] == 8 * 16 * 4
+    assert program.num_bytes[gather] == 3 * 5 * 16 * 4  # padded to the largest share of samples
+    # Three parameters live in slices; the others are reduced as ever.
+    names = [graph.tensors[parameter].name for _, parameter, _ in graph.updates]
+    reduced = {names[program.subject[task]] for task in tasks(TaskKind.ALL_REDUCE)}
+    assert reduced == {"2.bias", "4.weight", "4.bias"}
+    slices = {
+        (names[program.subject[task]], int(program.device[task])): int(program.samples[task])
+        for task in tasks(TaskKind.UPDATE)
+        if program.samples[task]
+    }
+    assert slices == {
+        (name, device): share
+        for name in ("0.weight", "0.bias", "2.weight")
+        for device, share in enumerate((10, 4, 2))
+    }
+    # SGD with momentum keeps one number beside each weight.
+    sharded = 4 * (6 * 16 + 16 + 16 * 16)
+    whole = 4 * (16 + 4 * 16 + 4)
+    batch = 4 * 8 * (6 + 4)  # the sharded layer reads all samples
+    for device, share in enumerate((10, 4, 2)):
+        assert program.resident_bytes[device] == 2 * (sharded * share / 16 + whole) + batch
+    first = [t for t in tasks(TaskKind.COMPUTE) if tables.op_id[program.subject[t]] == 1]
+    assert program.samples[first].tolist() == [10, 4, 2]
+
+
+def test_the_cost_of_a_part_is_that_of_its_columns() -> None:
+    graph, strategy = sharded_mlp()
+    plan = axis_plan(graph, strategy.op_rules)
+    # addmm: (8 x 6) (6 x 16) + 16; each column costs its part, the input is read by all.
+    assert plan.flops_fixed[1] == 0
+    assert plan.flops_per_unit[1] * 16 == graph.flops[1]
+    assert plan.bytes_fixed[1] == 4 * 8 * 6
+    assert plan.bytes_per_unit[1] == 4 * (6 + 1 + 8)
+
+
+def test_strategies_with_rules_come_back_from_json() -> None:
+    _, strategy = sharded_mlp()
+    record = json.loads(json.dumps(strategy_to_dict(strategy)))
+    assert strategy_from_dict(record) == strategy
+    assert len(record["rules"]) < len(record["op_rules"])
+    for key in ("rules", "op_rules"):  # as written before there were rules
+        del record[key]
+    assert strategy_from_dict(record) == replace(strategy, op_rules=())
+    record = strategy_to_dict(strategy)
+    record["rules"][0]["inputs"][0] = "S(1)"
+    with pytest.raises(
+        StrategyError, match=r"'S\(1\)' is no placement; R, P, L or S\(dim,outer\)"
+    ):
+        strategy_from_dict(record)
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "output", "units", "text"),
+    [
+        (1, (R, R, S(0)), R, 16, r"op 1 'addmm.default' in module '0' cannot run as R, R, S"),
+        (1, (R, R, R), S(0), 16, r"from these inputs it would be R, R, R -> R"),
+        (2, (S(1),), S(1), 5, r"along an axis of 5 units"),
+        (0, (R,), R, 1, r"op 0 't.default' in module '0' is a view and cannot have a rule"),
+        (38, (R, R), R, 1, r"is an update and cannot have a rule"),
+        (99, (R,), R, 1, r"ascending order of ops from 0 to 43, each once"),
+        (2, (R,), R, 0, r"has 0 units; it must have 1 or more"),
+        (2, (L,), L, 8, r"op 2 'relu.default'"),
+    ],
+)  # fmt: skip
+def test_rules_that_are_not_legal(
+    op: int, inputs: tuple[object, ...], output: object, units: int, text: str
+) -> None:
+    graph, strategy = sharded_mlp()
+    rule = OpRule(inputs=inputs, outputs=(output,), units=units)  # type: ignore[arg-type]
+    with pytest.raises(StrategyError, match=text):
+        replace(strategy, op_rules=((op, rule),)).check(graph, THREE)
+
+
+def test_what_cannot_be_combined_with_rules() -> None:
+    graph, strategy = sharded_mlp()
+    micro = ((3, 2), (1, 1), (0, 1))
+    with pytest.raises(StrategyError, match="2 micro-batches cannot be combined with op rules"):
+        replace(strategy, micro_batches=micro).check(graph, THREE)
+    served = Decision(devices=(0, 1, 2), shares=(5, 2, 1), sync=Sync.PARAMETER_SERVER)
+    homes = (0,) * len(graph.updates)
+    with pytest.raises(StrategyError, match=r"parameter '0.weight' has home 0, but by the rules"):
+        replace(strategy, decisions=(served,) * len(strategy.decisions), homes=homes).check(
+            graph, THREE
+        )
+
+
+def test_statistics_need_rules_on_both_sides() -> None:
+    graph = graph_of("normalised")
+    op = next(i for i, op in enumerate(graph.ops) if op.kind.startswith("native_batch_norm."))
+    given = graph.ops[op].inputs
+    rule = OpRule(inputs=tuple(R for _ in given), outputs=(R, R, R), units=1)
+    with pytest.raises(StrategyError, match="the op that makes its statistics must either"):
+        axis_plan(graph, ((op, rule),))
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=15, deadline=None)
+def test_engine_and_lower_bound(seed: int) -> None:
+    rng = Random(seed)
+    graph, cluster = graph_of(rng.choice(MODELS)), random_cluster(rng)
+    evaluator = Evaluator(graph, cluster)
+    strategy = replace(random_strategy(rng, graph, cluster), micro_batches=())
+    strategy = with_rules(graph, strategy, random_rules(rng, graph))
+    choice, order = evaluator.encode(strategy), rng.choice(list(Order))
+    program, start, finish = evaluator.schedule(choice, order)
+    assert program.hash == lower(graph, cluster, strategy, num_steps=choice.num_steps).hash
+    tasks = reference.price(program, graph, cluster, evaluator.cost_model)
+    slow_start, slow_finish = reference.simulate(tasks, order)
+    np.testing.assert_allclose(start, slow_start, rtol=1e-9, atol=0)
+    np.testing.assert_allclose(finish, slow_finish, rtol=1e-9, atol=0)
+    bound = lower_bound_s(graph, cluster, evaluator.cost_model, with_op_rules=True)
+    if strategy.step_barrier:
+        assert evaluator.referee(strategy, order).step_time_s >= bound.seconds
+    # The ordinary strategy is judged as if there had been no rules before.
+    plain = replace(strategy, op_rules=(), homes=random_strategy_homes(graph, strategy))
+    assert evaluator.evaluate(plain, order) == Evaluator(graph, cluster).evaluate(plain, order)
+
+
+def random_strategy_homes(graph: OpGraph, strategy: Strategy) -> tuple[int, ...]:
+    group = group_ops(graph).group
+    decisions = [strategy.decisions[int(group[op])] for op, _, _ in graph.updates]
+    return tuple(0 if each.sync == Sync.PARAMETER_SERVER else -1 for each in decisions)
+
+
+# --- a slow reference of what buffers hold ------------------------------------------------------
+
+Parts = frozenset[int]
+"""Units of a split value, devices whose terms are in a sum, or {0} for a whole value."""
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_every_op_finds_what_it_needs(seed: int) -> None:
+    rng = Random(seed)
+    graph, cluster = graph_of(rng.choice(MODELS)), random_cluster(rng)
+    strategy = replace(random_strategy(rng, graph, cluster), micro_batches=())
+    strategy = with_rules(graph, strategy, random_rules(rng, graph))
+    program = lower(graph, cluster, strategy, num_steps=1)
+    _Follower(graph, strategy, program).check()
+
+
+class _Follower:
+    """Follows each value through the program, as sets of its parts."""
+
+    def __init__(self, graph: OpGraph, strategy: Strategy, program: Program) -> None:
+        self.graph, self.strategy, self.program = graph, strategy, program
+        self.plan: AxisPlan = axis_plan(graph, strategy.op_rules)
+        self.tables: GraphTables = graph_tables(graph, strategy.op_rules)
+        self.value_of = {int(t): value for value, t in enumerate(self.tables.value_tensor)}
+        self.held: dict[int, tuple[int, Parts]] = {}
+        self.terms: dict[tuple[int, int, int], list[Parts]] = {}
+
+    def units(self, group: int, axis: int, device: int) -> range:
+        decision = self.strategy.decisions[group]
+        shares = decision.shares
+        if axis:
+            shares = axis_shares(self.plan.axes[axis], shares)
+        if device not in decision.devices:
+            return range(0)
+        position = decision.devices.index(device)
+        return range(sum(shares[:position]), sum(shares[: position + 1]))
+
+    def whole(self, value: int) -> Parts:
+        tensor = int(self.tables.value_tensor[value])
+        kind = self.plan.placements[tensor].kind
+        op = int(self.tables.value_op[value])
+        group, axis = int(self.tables.op_group[op]), int(self.tables.op_axis[op])
+        if kind == "S":
+            return frozenset(range(self.plan.axes[axis]))
+        if kind == "P":
+            devices = self.strategy.decisions[group].devices
+            return frozenset(d for d in devices if len(self.units(group, axis, d)))
+        return frozenset({0})
+
+    def check(self) -> None:
+        program = self.program
+        for task in range(program.num_tasks):
+            kind = TaskKind(program.kind[task])
+            reads = program.read_buffer[program.read_start[task] : program.read_start[task + 1]]
+            made = range(program.buffer_start[task], program.buffer_start[task + 1])
+            known = [self.held[int(buffer)] for buffer in reads if int(buffer) in self.held]
+            if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
+                self.compute(task, known)
+            elif kind in (TaskKind.SPLIT, TaskKind.SEND, TaskKind.CONCAT):
+                value = int(self.tables.slot_value[program.subject[task]])
+                parts = frozenset().union(*(parts for _, parts in known))
+                assert {each for each, _ in known} == {value}
+                for buffer in made:
+                    self.held[buffer] = value, parts
+            elif kind in (TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE):
+                value = int(self.tables.slot_value[program.subject[task]])
+                parts = frozenset().union(*(parts for _, parts in known))
+                is_early = self.tables.value_is_early[value]
+                assert is_early or parts == self.whole(value)
+                for buffer in made:
+                    self.held[buffer] = value, self.whole(value)
+        for (op, value, _), terms in self.terms.items():
+            together = [term for each in terms for term in each]
+            assert sorted(together) == sorted(self.whole(value)), f"a sum at op {op}"
+
+    def compute(self, task: int, known: list[tuple[int, Parts]]) -> None:
+        program, plan, graph = self.program, self.plan, self.graph
+        row, device = int(program.subject[task]), int(program.device[task])
+        op = int(self.tables.op_id[row])
+        group, axis = int(self.tables.op_group[row]), int(plan.op_axis[op])
+        own = self.units(group, axis, device) if group >= 0 else range(1)
+        assert int(program.samples[task]) == len(own) > 0
+        for tensor, needed in zip(graph.ops[op].inputs, plan.needed[op], strict=True):
+            storage = int(graph.storage[tensor])
+            if storage not in self.value_of:
+                continue
+            value = self.value_of[storage]
+            parts = frozenset().union(*(p for each, p in known if each == value))
+            kind = plan.placements[storage].kind
+            if self.is_whole(tensor) or plan.is_whole_needed(tensor, needed, axis):
+                assert parts == self.whole(value), f"op {op} lacks a whole input"
+            elif kind == "S":
+                assert parts >= set(own), f"op {op} lacks units"
+            elif kind == "P":
+                self.terms.setdefault((op, value, int(program.kind[task])), []).append(parts)
+            else:
+                assert parts == {0}, f"op {op} lacks an input"
+        for number in range(self.tables.value_start[row], self.tables.value_start[row + 1]):
+            placement = plan.placements[int(self.tables.value_tensor[number])]
+            part = {"S": frozenset(own), "P": frozenset({device})}.get(placement.kind)
+            buffer = int(program.buffer_start[task]) + number - int(self.tables.value_start[row])
+            self.held[buffer] = number, frozenset({0}) if part is None else part
+
+    def is_whole(self, tensor: int) -> bool:
+        """Whether a view below a tensor needs the whole of what it looks at."""
+        maker = int(self.graph.producer[tensor])
+        if maker < 0 or not self.graph.is_view[maker]:
+            return False
+        source = self.graph.ops[maker].inputs[0]
+        needed, axis = self.plan.needed[maker][0], int(self.plan.op_axis[maker])
+        return self.plan.is_whole_needed(source, needed, axis) or self.is_whole(source)

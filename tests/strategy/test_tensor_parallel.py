@@ -1,0 +1,73 @@
+"""Layers are sharded as Megatron-LM does it, without knowing what they are called."""
+
+import pytest
+
+from heterog.graph.axis_plan import axis_plan
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.strategy.tensor_parallel import merge_rules, shardings
+from tests.runtime.strategies import graph_of
+
+
+def groups_of(graph: OpGraph, beginning: str) -> list[int]:
+    names = group_ops(graph).names
+    return [number for number, name in enumerate(names) if name.startswith(beginning)]
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning", "weight", "units", "others"),
+    [
+        # Fused query, key and value by heads, then the output by rows: its bias stays whole.
+        ("gpt", "blocks.0", "query_key_value.weight", 2, ["query_key_value.bias", "out.weight"]),
+        (
+            *("gpt", "blocks.1", "feed_forward.0.weight", 16),
+            ["feed_forward.0.bias", "feed_forward.2.weight"],
+        ),
+        ("language", "layers.0", "linear1.weight", 16, ["linear1.bias", "linear2.weight"]),
+        (
+            *("language", "", "layers.0.self_attn.in_proj_weight", 2),
+            ["self_attn.in_proj_bias", "self_attn.out_proj.weight"],
+        ),
+        ("moe", "experts", "weight_in", 4, ["weight_out", "bias_in", "bias_out"]),
+        ("gpt", "head", "head.weight", 13, []),
+    ],
+)  # fmt: skip
+def test_what_a_split_leads_to(
+    name: str, beginning: str, weight: str, units: int, others: list[str]
+) -> None:
+    graph = graph_of(name)
+    found = next(
+        each
+        for each in shardings(graph, groups_of(graph, beginning))
+        if graph.tensors[each.parameter].name.endswith(weight)
+    )
+    assert found.units == units
+    plan = axis_plan(graph, found.op_rules)  # every rule is legal
+    names = {graph.tensors[parameter].name for parameter in plan.sharded}
+    assert len(names) == 1 + len(others)
+    assert all(any(each.endswith(wanted) for each in names) for wanted in [weight, *others])
+
+
+def test_one_sum_forward_and_one_backward() -> None:
+    graph = graph_of("gpt")
+    for weight in ("query_key_value.weight", "feed_forward.0.weight"):
+        found = next(
+            each
+            for each in shardings(graph, groups_of(graph, "blocks.0"))
+            if graph.tensors[each.parameter].name.endswith(weight)
+        )
+        sums = [op for op, rule in found.op_rules if rule.outputs[0].kind == "P"]
+        phases = [graph.ops[op].phase.name for op in sums]
+        assert phases == ["FORWARD", "BACKWARD"]
+
+
+def test_regions_are_merged_in_order_of_their_ops() -> None:
+    graph = graph_of("gpt")
+    parts = [shardings(graph, groups_of(graph, f"blocks.{i}"))[0].op_rules for i in (1, 0)]
+    merged = merge_rules(*parts)
+    assert [op for op, _ in merged] == sorted(op for part in parts for op, _ in part)
+
+
+def test_what_has_no_weights_cannot_be_sharded() -> None:
+    graph = graph_of("mlp")
+    assert shardings(graph, [1]) == ()  # a ReLU
