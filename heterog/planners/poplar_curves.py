@@ -70,7 +70,7 @@ def liveness(tables: GraphTables) -> Liveness:
     kept = np.ones(num_values, np.bool_)
     kept[tables.parameter_gradient] = False
     rows = []
-    for sizes in (tables.value_bytes, tables.value_bytes_per_sample):
+    for sizes in (tables.value_bytes, tables.value_bytes_per_unit):
         change = np.zeros(num_ops + 1)
         np.add.at(change, tables.value_op[kept], sizes[kept])
         np.add.at(change, last[kept] + 1, -sizes[kept])

@@ -218,7 +218,7 @@ class RankProgram:
 
     def senders(self, bucket: SlicedBucket, micro: int) -> list[int]:
         """Devices that have gradients to scatter: those with samples."""
-        layout = self._layouts[int(self._group[self.graph.updates[bucket.number][0]])]
+        layout = self._layouts[BATCH_AXIS][int(self._group[self.graph.updates[bucket.number][0]])]
         micros = range(self.num_micro) if bucket.stage == 1 else (micro,)
         return [d for d in layout.devices if any(layout.range(m, d)[1] for m in micros)]
 

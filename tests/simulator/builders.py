@@ -431,13 +431,17 @@ def random_rules(rng: Random, graph: OpGraph) -> OpRules:
 
 
 def with_rules(graph: OpGraph, strategy: Strategy, rules: OpRules) -> Strategy:
-    """A strategy with rules; what they shard has no home."""
+    """A strategy with rules; what they shard has no home, and ZeRO becomes a ring."""
     sharded = axis_plan(graph, rules).sharded
     homes = tuple(
         REPLICATED if parameter in sharded else home
         for (_, parameter, _), home in zip(graph.updates, strategy.homes, strict=True)
     )
-    return replace(strategy, homes=homes, op_rules=rules)
+    decisions = tuple(
+        replace(each, sync=Sync.RING, slices=()) if each.sync in SLICED else each
+        for each in strategy.decisions
+    )
+    return replace(strategy, decisions=decisions, homes=homes, op_rules=rules)
 
 
 # --- programs by hand ---------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heterog.cluster import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.grouping import group_ops
@@ -140,6 +141,9 @@ def test_what_cannot_be_combined_with_rules() -> None:
     micro = ((3, 2), (1, 1), (0, 1))
     with pytest.raises(StrategyError, match="2 micro-batches cannot be combined with op rules"):
         replace(strategy, micro_batches=micro).check(graph, THREE)
+    sliced = Decision(devices=(0, 1, 2), shares=(5, 2, 1), sync=Sync.ZERO1)
+    with pytest.raises(StrategyError, match="zero1 cannot be combined with op rules yet"):
+        replace(strategy, decisions=(sliced,) * len(strategy.decisions)).check(graph, THREE)
     served = Decision(devices=(0, 1, 2), shares=(5, 2, 1), sync=Sync.PARAMETER_SERVER)
     homes = (0,) * len(graph.updates)
     with pytest.raises(StrategyError, match=r"parameter '0.weight' has home 0, but by the rules"):
@@ -161,10 +165,8 @@ def test_statistics_need_rules_on_both_sides() -> None:
 @settings(max_examples=15, deadline=None)
 def test_engine_and_lower_bound(seed: int) -> None:
     rng = Random(seed)
-    graph, cluster = graph_of(rng.choice(MODELS)), random_cluster(rng)
+    graph, cluster, strategy = random_case(rng)
     evaluator = Evaluator(graph, cluster)
-    strategy = replace(random_strategy(rng, graph, cluster), micro_batches=())
-    strategy = with_rules(graph, strategy, random_rules(rng, graph))
     choice, order = evaluator.encode(strategy), rng.choice(list(Order))
     program, start, finish = evaluator.schedule(choice, order)
     assert program.hash == lower(graph, cluster, strategy, num_steps=choice.num_steps).hash
@@ -178,6 +180,13 @@ def test_engine_and_lower_bound(seed: int) -> None:
     # The ordinary strategy is judged as if there had been no rules before.
     plain = replace(strategy, op_rules=(), homes=random_strategy_homes(graph, strategy))
     assert evaluator.evaluate(plain, order) == Evaluator(graph, cluster).evaluate(plain, order)
+
+
+def random_case(rng: Random) -> tuple[OpGraph, Cluster, Strategy]:
+    """A strategy with rules for some ops of a small model."""
+    graph, cluster = graph_of(rng.choice(MODELS)), random_cluster(rng)
+    strategy = replace(random_strategy(rng, graph, cluster), micro_batches=())
+    return graph, cluster, with_rules(graph, strategy, random_rules(rng, graph))
 
 
 def random_strategy_homes(graph: OpGraph, strategy: Strategy) -> tuple[int, ...]:
@@ -196,9 +205,7 @@ Parts = frozenset[int]
 @settings(max_examples=60, deadline=None)
 def test_every_op_finds_what_it_needs(seed: int) -> None:
     rng = Random(seed)
-    graph, cluster = graph_of(rng.choice(MODELS)), random_cluster(rng)
-    strategy = replace(random_strategy(rng, graph, cluster), micro_batches=())
-    strategy = with_rules(graph, strategy, random_rules(rng, graph))
+    graph, cluster, strategy = random_case(rng)
     program = lower(graph, cluster, strategy, num_steps=1)
     _Follower(graph, strategy, program).check()
 
