@@ -211,6 +211,14 @@ def _scatter(
             member = scratch.next_in_bucket[member]
         if not single:
             scratch.flat_buffer[device] = write_buffer(tape, device, size)
+        if choice.sync[group] == _ZERO2:
+            # The next micro-batch does not begin while this one waits for its scatters: it would
+            # keep activations of both. Stage 3 has its gathers for that.
+            flattened = write_buffer(tape, device, 0.0)
+            member = first
+            while member >= 0:
+                scratch.ready_buffer[member, device] = flattened
+                member = scratch.next_in_bucket[member]
     write_task(tape, _REDUCE_SCATTER, first, -1, micro, 0, choice.first_channel[group], size)
     write_read(tape, scratch.slice_token[first])
     for device in range(num_devices):

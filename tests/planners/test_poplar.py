@@ -201,10 +201,7 @@ def test_samples_that_fit_are_those_that_the_simulator_lets_through(zero_stage: 
     most = samples_that_fit(evaluator, zero_stage, 4, bucket_bytes=0)
     assert (most == most[0]).all()
     task = Task(evaluator=evaluator, budget=Budget(evaluations=100))
-    # Where scattering gradients holds a micro-batch up (stage 2), the next one begins beside it:
-    # the planner corrects for that by what the simulator says.
-    fewer = 1 if zero_stage != 2 else int(most[0]) // 2
-    for samples, fits in ((int(most[0]) - fewer, True), (int(most[0]) + 2, False)):
+    for samples, fits in ((int(most[0]) - 1, True), (int(most[0]) + 2, False)):
         sizes = [4 * samples] * (96 // (4 * samples)) + [96 % (4 * samples)]
         rows = zip(*[split_evenly(size, 4) for size in sizes if size], strict=True)
         strategy = zero_strategy(task, zero_stage, tuple(rows), bucket_bytes=0)
