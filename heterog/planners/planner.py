@@ -122,12 +122,14 @@ class PlanResult:
         num_evaluations: simulations it asked for.
         search_seconds: seconds it searched.
         reason: why there is no candidate.
+        note: what else to know about the search: that a beam cut it, say.
     """
 
     candidates: tuple[Candidate, ...]
     num_evaluations: int
     search_seconds: float
     reason: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,368 @@
+"""HAP: SPMD programs by synthesis, sharding ratios by linear program (Zhang et al., EuroSys 2024).
+
+The search (``spmd.a_star``) finds the cheapest program at given ratios, the linear program
+(``spmd.ratios``) the best ratios for a given program; they take turns from several starts, and
+each program stays together with the ratios it was scored at. Column and row parallelism, heads,
+vocabulary, experts and sufficient factors are nowhere named: they come out of the sharding rules.
+
+The paper's cost adds all stages up. Real steps hide most of the gradients' synchronisation behind
+the backward pass, so the search also runs with only a part of it counted, and the k best programs
+of all runs are ranked by simulation. Data parallelism at the solved ratios is always among them.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from heterog.errors import StrategyError
+from heterog.graph.op_rule import OpRules
+from heterog.planners.data_parallel import device_speeds, uniform_strategy
+from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
+from heterog.planners.spmd.a_star import Program, Search
+from heterog.planners.spmd.fold import fold
+from heterog.planners.spmd.prices import COLLECTIVES, PADDED_ONLY, Prices, Work
+from heterog.planners.spmd.programs import data_parallel, op_rules, program_cost
+from heterog.planners.spmd.ratios import best_ratios, device_classes
+from heterog.planners.spmd.segments import Segments
+from heterog.planners.spmd.theory import Theory, build_theory
+from heterog.planners.tuned_uniform import machine_subsets
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.channels import proportional_slices
+from heterog.strategy.strategy import (
+    DEFAULT_BUCKET_BYTES,
+    Decision,
+    Strategy,
+    Sync,
+    split_evenly,
+    split_in_proportion,
+)
+
+NUM_RETURNED = 4
+"""Strategies handed to the referee."""
+_MOST_ROUNDS = 3  # of search and linear program; the paper's loop ends in two or three
+_GAIN = 1e-4
+"""Relative gain below which the loop of search and linear program ends."""
+_NUM_SOLVED = 24  # device sets on which data parallelism's ratios are solved
+_NUM_SUBSETS = 2  # of machines, besides the whole cluster, that are searched on
+_NUM_TUNED = 3  # programs whose synchronisation, buckets and order are tried out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ingredients:
+    """A switch for each part of the method.
+
+    Attributes:
+        solve_ratios: ratios by linear program; otherwise even shares.
+        sufficient_factors: gradients of replicated weights may be computed whole on every device
+            from gathered factors.
+        collectives: algorithms that the search may price a conversion by; only padded gathers and
+            ring all-reduces are what a program runs today.
+        exposed: parts of the synchronisation that are counted, one search each; the paper's is 1.
+        width: states kept by the beam.
+        num_programs: programs kept of each search.
+    """
+
+    solve_ratios: bool = True
+    sufficient_factors: bool = True
+    collectives: tuple[tuple[str, ...], ...] = (PADDED_ONLY, COLLECTIVES)
+    exposed: tuple[float, ...] = (0.3, 1.0)
+    width: int = 32
+    num_programs: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A program with the devices and shares it was scored at.
+
+    Attributes:
+        triples: of each row of the theory.
+        devices: that run it.
+        shares: samples of each of ``devices``.
+    """
+
+    triples: tuple[int, ...]
+    devices: tuple[int, ...]
+    shares: tuple[int, ...]
+
+
+class Synthesis:
+    """Programs and ratios of one graph on one cluster.
+
+    Args:
+        evaluator: graph, cluster and cost model.
+        ingredients: what may be used.
+
+    Attributes:
+        is_exact: whether no search so far has cut a state.
+    """
+
+    def __init__(self, evaluator: Evaluator, ingredients: Ingredients | None = None) -> None:
+        self.evaluator = evaluator
+        self.ingredients = ingredients or Ingredients()
+        self.is_exact = True
+        self.theory = build_theory(evaluator.graph)
+        if not self.ingredients.sufficient_factors:
+            self.theory = without_sufficient_factors(self.theory)
+        self.segments = Segments(self.theory, fold(self.theory))
+        self.work = Work(self.theory, evaluator.cluster)
+        self.start = data_parallel(self.theory)
+        self._speeds = device_speeds(evaluator)
+
+    @property
+    def note(self) -> str:
+        """Whether the programs are optimal at their prices, in words."""
+        if self.is_exact:
+            return "every program is the optimum at its prices"
+        return f"a beam of {self.ingredients.width} states cut the search: no proof of optimality"
+
+    def search(self, prices: Prices) -> tuple[Program, ...]:
+        """The best programs at some prices."""
+        search = Search(self.segments, prices, self.ingredients.width)
+        result = search.run(self.ingredients.num_programs)
+        self.is_exact = self.is_exact and result.is_exact
+        return result.programs
+
+    def solve(self, prices: Prices, triples: Sequence[int]) -> tuple[int, ...]:
+        """Shares of the batch that are best for a program; the given ones if none are found."""
+        alike = len(device_classes(self.evaluator, prices.devices)) == 1
+        if not self.ingredients.solve_ratios or alike:
+            return prices.shares
+        ratios = best_ratios(self.work, prices, triples)
+        if ratios is None or sum(ratios) <= 0.0:
+            return prices.shares
+        return split_in_proportion(self.evaluator.graph.batch_size, ratios)
+
+    def starts(self, devices: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Shares to begin with: in proportion to speed, and even."""
+        batch = self.evaluator.graph.batch_size
+        even = split_evenly(batch, len(devices))
+        if not self.ingredients.solve_ratios:
+            return [even]
+        by_speed = split_in_proportion(batch, tuple(self._speeds[d] for d in devices))
+        return list(dict.fromkeys([by_speed, even]))
+
+    def data_parallel(self, devices: tuple[int, ...]) -> Placed:
+        """Data parallelism at the first shares."""
+        return Placed(self.start, devices, self.starts(devices)[0])
+
+    def solved_data_parallel(self, devices: tuple[int, ...]) -> Placed:
+        """Data parallelism at the shares that the linear program finds for it."""
+        prices = self._prices(devices, self.starts(devices)[0], *self._first)
+        return Placed(self.start, devices, self.solve(prices, self.start))
+
+    def programs(self, devices: tuple[int, ...], *, thorough: bool) -> Iterator[Placed]:
+        """Best programs and runners-up of every run.
+
+        Args:
+            devices: that run the programs.
+            thorough: from all starts and under all prices, not only the first.
+        """
+        starts = self.starts(devices)
+        yield from self._alternate(devices, starts[0], *self._first)
+        if not thorough:
+            return
+        for shares in starts[1:]:
+            yield from self._alternate(devices, shares, *self._first)
+        for collectives in self.ingredients.collectives:
+            for exposed in self.ingredients.exposed:
+                if (collectives, exposed) != self._first:
+                    yield from self._alternate(devices, starts[0], collectives, exposed)
+
+    @property
+    def _first(self) -> tuple[tuple[str, ...], float]:
+        return self.ingredients.collectives[0], self.ingredients.exposed[0]
+
+    def _prices(
+        self,
+        devices: tuple[int, ...],
+        shares: Sequence[int],
+        collectives: Sequence[str],
+        exposed: float,
+    ) -> Prices:
+        return Prices(
+            self.work, self.evaluator, devices, shares, collectives=collectives, exposed=exposed
+        )
+
+    def _alternate(
+        self,
+        devices: tuple[int, ...],
+        shares: tuple[int, ...],
+        collectives: tuple[str, ...],
+        exposed: float,
+    ) -> Iterator[Placed]:
+        """Search and linear program in turn, until the cost stops falling."""
+        best_s = float("inf")
+        prices = self._prices(devices, shares, collectives, exposed)
+        for _ in range(_MOST_ROUNDS):
+            programs = self.search(prices)
+            if not programs or programs[0].cost_s >= best_s * (1.0 - _GAIN):
+                return
+            for program in programs:
+                yield Placed(program.triples, devices, prices.shares)
+            best, best_s = programs[0].triples, programs[0].cost_s
+            solved = self.solve(prices, best)
+            prices = self._prices(devices, solved, collectives, exposed)
+            cost_s = program_cost(self.theory, prices, best)
+            if cost_s >= best_s * (1.0 - _GAIN):
+                return
+            yield Placed(best, devices, solved)
+            best_s = cost_s
+
+
+def without_sufficient_factors(theory: Theory) -> Theory:
+    """The theory in which no gradient of a matrix is made whole by every device."""
+    gradients = {row.reads[1].value for row in theory.rows if row.is_update}
+    rows = []
+    for row in theory.rows:
+        makes_gradient = any(write in gradients for write in row.writes)
+        kept = tuple(
+            triple
+            for triple in row.triples
+            if not makes_gradient or triple.units or not _makes_whole(triple.makes, gradients)
+        )
+        rows.append(replace(row, triples=kept or row.triples))
+    return replace(theory, rows=tuple(rows))
+
+
+def _makes_whole(makes: Sequence[tuple[int, int]], gradients: set[int]) -> bool:
+    return any(value in gradients and form == 0 for value, form in makes)
+
+
+class Hap:
+    """SPMD program synthesis with solved ratios; see the module docstring."""
+
+    stage = "search"
+
+    def __init__(self, name: str = "hap", ingredients: Ingredients | None = None) -> None:
+        self.name = name
+        self._ingredients = ingredients or Ingredients()
+
+    def plan(self, task: Task) -> PlanResult:
+        """Synthesise, then rank by simulation until the budget is over."""
+        begin = time.perf_counter()
+        spending = Spending(task.budget, task.evaluator)
+        synthesis = Synthesis(task.evaluator, self._ingredients)
+        ranking = _Ranking(task, spending)
+        whole = tuple(range(task.evaluator.cluster.num_devices))
+        subsets = dict.fromkeys((whole, *machine_subsets(task.evaluator.cluster)))
+        starts = [synthesis.data_parallel(devices) for devices in subsets]
+        for placed in starts:
+            ranking.know(placed)
+        for placed in starts:
+            ranking.add(synthesis, placed)
+            if spending.is_over:
+                break
+        for devices in dict.fromkeys((whole, *ranking.device_sets()[:_NUM_SOLVED])):
+            if spending.is_over:
+                break
+            ranking.add(synthesis, synthesis.solved_data_parallel(devices))
+        others = [devices for devices in ranking.device_sets() if devices != whole]
+        for devices in (*others[:_NUM_SUBSETS], whole):
+            for placed in synthesis.programs(devices, thorough=devices == whole):
+                if spending.is_over:
+                    break
+                ranking.add(synthesis, placed)
+        ranking.tune()
+        return PlanResult(
+            candidates=ranking.best(),
+            num_evaluations=spending.evaluations,
+            search_seconds=time.perf_counter() - begin,
+            note=synthesis.note,
+        )
+
+
+class _Ranking:
+    """Strategies by simulated seconds."""
+
+    def __init__(self, task: Task, spending: Spending) -> None:
+        self.task = task
+        self.spending = spending
+        self.order = task.orders[min(1, len(task.orders) - 1)]
+        self._seen: set[tuple[OpRules, tuple[int, ...], tuple[int, ...]]] = set()
+        self.scored: list[tuple[tuple[float, float], int, Strategy, Order]] = []
+
+    def add(self, synthesis: Synthesis, placed: Placed) -> None:
+        """Score a program at its shares with the synchronisation that is best as a rule."""
+        rules = op_rules(synthesis.theory, placed.triples, synthesis.start)
+        key = (rules, placed.devices, placed.shares)
+        if key not in self._seen:
+            self._seen.add(key)
+            decision = self._decision(placed.devices, placed.shares, Sync.HIERARCHICAL)
+            self._score(self._strategy(rules, decision, DEFAULT_BUCKET_BYTES), self.order)
+
+    def know(self, placed: Placed) -> None:
+        """Let the evaluator number the channels of some devices, so that they are priced once."""
+        channels = self.task.evaluator.channels
+        for sync in (Sync.HIERARCHICAL, Sync.RING, Sync.REDUCE_SCATTER_ALL_GATHER):
+            channels.for_decision(self._decision(placed.devices, placed.shares, sync))
+        if len(placed.devices) > 1:
+            channels.all_gather(placed.devices, ())
+
+    def device_sets(self) -> list[tuple[int, ...]]:
+        """Device sets of what was scored, the best first."""
+        ranked = sorted(self.scored, key=_first_two)
+        return list(dict.fromkeys(s.decisions[0].devices for _, _, s, _ in ranked))
+
+    def tune(self) -> None:
+        """Other synchronisations, buckets and orders for the best programs."""
+        leaders = [strategy for _, _, strategy, _ in sorted(self.scored, key=_first_two)]
+        for leader in leaders[:_NUM_TUNED]:
+            decided = leader.decisions[0]
+            for sync in (Sync.REDUCE_SCATTER_ALL_GATHER, Sync.RING, Sync.HIERARCHICAL):
+                for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
+                    if sync == Sync.HIERARCHICAL and bucket_bytes:
+                        continue
+                    decision = self._decision(decided.devices, decided.shares, sync)
+                    if self.spending.is_over:
+                        return
+                    self._score(
+                        self._strategy(leader.op_rules, decision, bucket_bytes), self.order
+                    )
+        best = sorted(self.scored, key=_first_two)[:_NUM_TUNED]
+        for _, _, strategy, _ in best:
+            for order in self.task.orders:
+                if order != self.order and not self.spending.is_over:
+                    self._score(strategy, order)
+
+    def best(self) -> tuple[Candidate, ...]:
+        """The best few, one order each."""
+        ranked = sorted(self.scored, key=_first_two)[:NUM_RETURNED]
+        return tuple(Candidate(strategy=s, orders=(order,)) for _, _, s, order in ranked)
+
+    def _decision(self, devices: tuple[int, ...], shares: tuple[int, ...], sync: Sync) -> Decision:
+        cluster = self.task.evaluator.cluster
+        if len(devices) == 1:
+            return Decision(devices=devices, shares=shares)
+        slices: tuple[int, ...] = ()
+        if sync == Sync.REDUCE_SCATTER_ALL_GATHER:
+            slices = proportional_slices(cluster, devices)
+        return Decision(devices=devices, shares=shares, sync=sync, slices=slices)
+
+    def _strategy(self, rules: OpRules, decision: Decision, bucket_bytes: int) -> Strategy:
+        strategy = uniform_strategy(
+            self.task.evaluator,
+            decision,
+            bucket_bytes=bucket_bytes,
+            step_barrier=self.task.step_barrier,
+        )
+        return replace(strategy, op_rules=rules)
+
+    def _score(self, strategy: Strategy, order: Order) -> None:
+        try:
+            choice = self.task.evaluator.encode(strategy)
+        except StrategyError:  # local statistics that would have to leave their device
+            return
+        evaluation = self.task.evaluator.evaluate_choice(choice, order)
+        self.scored.append((evaluation.preference, len(self.scored), strategy, order))
+        best = min(self.scored, key=_first_two)
+        self.task.report(self.spending.fraction, best[0][1])
+
+
+def _first_two(
+    entry: tuple[tuple[float, float], int, Strategy, Order],
+) -> tuple[tuple[float, float], int]:
+    return entry[0], entry[1]
+
+
+register(Hap())

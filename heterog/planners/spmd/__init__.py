@@ -1,0 +1,1 @@
+"""Synthesis of SPMD programs (HAP, Zhang et al., EuroSys 2024): theory, search, ratios."""

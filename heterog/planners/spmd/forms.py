@@ -1,0 +1,238 @@
+"""Forms: how a tensor may lie over the devices, and how forms pass through ops and views.
+
+A form is a placement together with the axis that ``S`` means. The batch is one axis; every
+dimension of a parameter is another (columns, rows, heads, the vocabulary, experts), and so are the
+factors that views cut such a dimension into (768 = 12 heads x 64). Which axes exist is read off
+the shapes; nothing here knows the name of a layer.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.placement import OpCall, P, Placement, R, S, TensorMeta
+from heterog.graph.sharding_rules import RuleResult, Special, propagate
+from heterog.graph.sharding_rules.view import split_after_view
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Form:
+    """Whole, partial, or split along one axis.
+
+    Attributes:
+        kind: ``"R"``, ``"S"`` or ``"P"``.
+        dim: split dimension.
+        outer: outer factor of the split dimension (see ``Placement``).
+        units: units of the axis; 0 unless split.
+    """
+
+    kind: str
+    dim: int = 0
+    outer: int = 1
+    units: int = 0
+
+    @property
+    def placement(self) -> Placement:
+        """The placement alone."""
+        return S(self.dim, self.outer) if self.kind == "S" else (R if self.kind == "R" else P)
+
+    def __str__(self) -> str:
+        return f"{self.placement}/{self.units}" if self.kind == "S" else self.kind
+
+
+WHOLE = Form("R")
+PARTIAL = Form("P")
+
+
+def form_of(placement: Placement, units: int) -> Form:
+    """The form of a placement along an axis."""
+    if placement.kind == "S":
+        return Form("S", placement.dim, placement.outer, units)
+    return WHOLE if placement.kind == "R" else PARTIAL
+
+
+def fits(shape: tuple[int, ...], form: Form) -> bool:
+    """Whether a shape can be split so."""
+    if form.kind != "S":
+        return True
+    return (
+        form.dim < len(shape)
+        and shape[form.dim] > 0
+        and shape[form.dim] % (form.outer * form.units) == 0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CallKey:
+    """An op call as a dictionary key: repeated layers call the same ops."""
+
+    kind: str
+    args: tuple[tuple[str, str], ...]
+    inputs: tuple[TensorMeta, ...]
+    outputs: tuple[TensorMeta, ...]
+
+
+def call_key(graph: OpGraph, index: int) -> CallKey:
+    """The key of an op of a graph."""
+    op = graph.ops[index]
+    return CallKey(
+        op.kind,
+        tuple((name, repr(value)) for name, value in op.args.items()),
+        tuple(graph.tensors[tensor].meta for tensor in op.inputs),
+        tuple(graph.tensors[tensor].meta for tensor in graph.outputs(index)),
+    )
+
+
+class Rulebook:
+    """Answers of the sharding rules, each asked for once per distinct call."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self._ids: dict[CallKey, int] = {}
+        self.call_id = [
+            self._ids.setdefault(call_key(graph, index), len(self._ids))
+            for index in range(graph.num_ops)
+        ]
+        first: dict[int, int] = {}
+        for index, number in enumerate(self.call_id):
+            first.setdefault(number, index)
+        self._calls = [graph.call(first[number]) for number in range(len(self._ids))]
+        self._along: dict[tuple[int, int, tuple[int, ...]], tuple[RuleResult, ...]] = {}
+        self._through: dict[tuple[int, Form, int], Form | None] = {}
+        self._before: dict[tuple[int, Form, int], Form | None] = {}
+
+    def along(self, op: int, units: int, outers: tuple[int, ...]) -> tuple[RuleResult, ...]:
+        """Rules that split an op along an axis of so many units."""
+        key = (self.call_id[op], units, outers)
+        if key not in self._along:
+            self._along[key] = _split_rules(self._calls[key[0]], units, outers)
+        return self._along[key]
+
+    def unsplit(self, op: int) -> tuple[RuleResult, ...]:
+        """Rules without a split: everything whole, or partial sums passed on."""
+        key = (self.call_id[op], 0, ())
+        if key not in self._along:
+            self._along[key] = _unsplit_rules(self._calls[key[0]])
+        return self._along[key]
+
+    def through(self, view: int, form: Form, output: int) -> Form | None:
+        """What a view makes of a form; ``None`` if it cannot pass."""
+        if form.kind == "R":
+            return form
+        key = (self.call_id[view], form, output)
+        if key not in self._through:
+            self._through[key] = _passed(self._calls[key[0]], form, output)
+        return self._through[key]
+
+    def before(self, view: int, form: Form, output: int) -> Form | None:
+        """The form that a view turns into ``form``; ``None`` if there is none."""
+        if form.kind == "R":
+            return form
+        key = (self.call_id[view], form, output)
+        if key not in self._before:
+            self._before[key] = _source(self._calls[key[0]], form, output)
+        return self._before[key]
+
+
+def _passed(call: OpCall, form: Form, output: int) -> Form | None:
+    if not fits(call.inputs[0].shape, form):
+        return None
+    result = propagate(call, (form.placement,), max(form.units, 1))
+    if result is None or result.inputs[0] != form.placement:
+        return None
+    made = form_of(result.outputs[output], form.units)
+    return made if made.kind == form.kind else None
+
+
+def _source(call: OpCall, form: Form, output: int) -> Form | None:
+    if form.kind == "P":
+        return form if _passed(call, form, output) == form else None
+    shape, to = call.inputs[0].shape, call.outputs[output].shape
+    trials = [Form("S", dim, form.outer, form.units) for dim in range(len(shape))]
+    back = split_after_view(to, shape, form.placement, form.units)
+    if back is not None and math.prod(shape) == math.prod(to):
+        trials.insert(0, form_of(back, form.units))
+    if form.outer != 1:
+        trials += [Form("S", dim, 1, form.units) for dim in range(len(shape))]
+    return next((trial for trial in trials if _passed(call, trial, output) == form), None)
+
+
+def _split_rules(call: OpCall, units: int, outers: tuple[int, ...]) -> tuple[RuleResult, ...]:
+    found: dict[RuleResult, None] = {}
+    whole = [R] * len(call.inputs)
+    for i, meta in enumerate(call.inputs):
+        for dim, size in enumerate(meta.shape):
+            for outer in outers:
+                if size == 0 or size % (outer * units):
+                    continue
+                given = [*whole[:i], S(dim, outer), *whole[i + 1 :]]
+                result = propagate(call, tuple(given), units)
+                if result is not None and _is_settled(call, result, units):
+                    found[result] = None
+    return tuple(found)
+
+
+def _unsplit_rules(call: OpCall) -> tuple[RuleResult, ...]:
+    count = len(call.inputs)
+    trials = [(R,) * count]
+    if 0 < count <= _MOST_PARTIAL:
+        trials += [
+            tuple(P if mask >> i & 1 else R for i in range(count)) for mask in range(1, 1 << count)
+        ]
+    elif count:
+        trials.append((P,) * count)
+    found: dict[RuleResult, None] = {}
+    for given in trials:
+        result = propagate(call, given, 1)
+        if result is None:
+            return (RuleResult((R,) * count, (R,) * len(call.outputs)),)
+        if result.inputs == given and all(p.kind in "RP" for p in result.outputs):
+            found[result] = None
+    return tuple(found)
+
+
+_MOST_PARTIAL = 3
+"""Inputs up to which every set of partial ones is tried; longer lists are all partial or none."""
+
+
+def _is_settled(call: OpCall, result: RuleResult, units: int) -> bool:
+    placements = (*result.inputs, *result.outputs)
+    if not any(p.kind == "S" for p in placements) or any(p.kind == "L" for p in placements):
+        return False
+    again = propagate(call, result.inputs, units)
+    return again is not None and (again.inputs, again.outputs) == (result.inputs, result.outputs)
+
+
+def draws_shared(result: RuleResult) -> bool:
+    """Whether a rule needs all devices to draw the same random numbers."""
+    return result.special == Special.SHARED_RANDOM_STREAM
+
+
+@lru_cache(maxsize=65536)
+def finer_splits(shape: tuple[int, ...], to: tuple[int, ...], form: Form) -> tuple[Form, ...]:
+    """Coarser axes on which a split survives being seen as another shape.
+
+    A dimension of 768 that a view cuts into (12, 64) cannot stay split into 768 parts, but into
+    12: the heads.
+
+    >>> [str(form) for form in finer_splits((8, 768), (8, 12, 64), Form("S", 1, 1, 768))]
+    ['S(1,1)/12']
+    """
+    before = math.prod(shape[: form.dim]) * form.outer
+    start = 1
+    found = []
+    for size in to:
+        if size > 0 and before % start == 0 and start * size % before == 0:
+            units = math.gcd(start * size // before, form.units)
+            trial = Form("S", form.dim, form.outer, units)
+            if 1 < units < form.units and split_after_view(shape, to, trial.placement, units):
+                found.append(trial)
+        start *= size
+    return tuple(dict.fromkeys(found))
+
+
+def outers_of(forms: Iterable[Form], units: int) -> tuple[int, ...]:
+    """Outer factors among forms of one axis, 1 always."""
+    return tuple(sorted({1, *(form.outer for form in forms if form.units == units)}))
