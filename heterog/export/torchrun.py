@@ -35,11 +35,6 @@ _TO_FILL_IN = """\
         "user.py: fill in workload(): return the heterog.Workload that the plan was made for."
     )"""
 
-_ON_GPUS = (
-    "Placement on GPUs: heterog trains where the workload's own functions make model and batch, "
-    "by default on the CPU.",
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadCode:
@@ -76,8 +71,7 @@ def runtime_folder(
 ) -> Export:
     """The files that every target with heterog at run time shares."""
     code = workload_code(plan.graph.source)
-    on_gpus = _ON_GPUS if any(entry.kind == "cuda" for entry in ranks) else ()
-    not_expressed = (*code.remarks, *on_gpus, *remarks)
+    not_expressed = (*code.remarks, *remarks)
     user = fill(
         "torchrun_user.py.tmpl",
         model=" ".join(plan.graph.name.split()),

@@ -80,7 +80,8 @@ class DeployedStep:
         _check_same_everywhere(program.hash)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise StrategyError(f"max_grad_norm is {max_grad_norm}; it must be above 0.")
-        self._model = _one_model(workload)
+        self.device = _device()
+        self._model = _one_model(workload, self.device)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
         self.sharded = sharded_parameters(graph, plan.strategy)
         named = dict(self._model.named_parameters())
@@ -120,6 +121,7 @@ class DeployedStep:
             slices=self.slices,
             max_grad_norm=max_grad_norm,
             seed=seed,
+            device=self.device,
         )
 
         # When nobody has this step any more, or at exit: gloo may abort a process whose
@@ -185,7 +187,10 @@ class DeployedStep:
         Raises:
             StrategyError: the batch has other shapes than the plan was made for.
         """
-        loss = self._executor(batch_by_tensor(self.captured, batch))
+        by_tensor = batch_by_tensor(self.captured, batch)
+        loss = self._executor(
+            {tensor: value.to(self.device) for tensor, value in by_tensor.items()}
+        )
         # Schedulers warn if it has not stepped yet; it may still do so, or have nothing to do.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -318,7 +323,7 @@ class DeployedStep:
             if kind == TensorKind.BUFFER:
                 found[tensor] = buffers[name] if name in buffers else named[name].detach()
             elif kind == TensorKind.CONSTANT:
-                found[tensor] = getattr(self.captured.module, name)
+                found[tensor] = getattr(self.captured.module, name).to(self.device)
             elif kind == TensorKind.PARAMETER and tensor not in self._parameters:
                 found[tensor] = named[name].detach()
         return found
@@ -373,9 +378,16 @@ def _check_same_everywhere(program_hash: str) -> None:
         )
 
 
-def _one_model(workload: Workload) -> nn.Module:
-    """The model with rank 0's weights everywhere."""
-    model = workload.make_model()
+def _device() -> torch.device:
+    """This rank's GPU if its process group communicates from GPUs, else the CPU."""
+    if torch.cuda.is_available() and "cuda" in dist.get_backend_config():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _one_model(workload: Workload, device: torch.device) -> nn.Module:
+    """The model on a device, with rank 0's weights everywhere."""
+    model = workload.make_model().to(device)
     with torch.no_grad():
         for value in (*model.parameters(), *model.buffers()):
             dist.broadcast(value, 0)

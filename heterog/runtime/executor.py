@@ -50,6 +50,7 @@ class StepExecutor:
         slices: of parameters, that this rank owns.
         max_grad_norm: gradients of a larger norm, over all parameters, are scaled down to it.
         seed: of random ops; the same on all ranks.
+        device: where this rank computes; all tensors it is given are there.
 
     Attributes:
         num_steps: steps that were called; random ops draw other numbers in each.
@@ -70,6 +71,7 @@ class StepExecutor:
         slices: Slices | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         self.graph = captured.graph
         self.program = program
@@ -80,10 +82,10 @@ class StepExecutor:
         self._communicator = communicator
         self._parameters = parameters
         self._max_grad_norm = max_grad_norm
-        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        device = device or torch.device("cpu")
         self._random = RandomStream(seed, rank, device)
         self._ops = {
-            index: LocalOp(self.graph, self._part.plan, index, node)
+            index: LocalOp(self.graph, self._part.plan, index, node, device)
             for index, node in enumerate(captured.node_of_op)
         }
         clips = max_grad_norm is not None

@@ -1,6 +1,6 @@
 """One op of the graph on a device's share: its arguments, its kernel, and what keeps it exact."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Arg, OpCall, TensorRef
 from heterog.graph.sharding_rules import RuleResult, Special, local_args, local_shape
 from heterog.graph.sharding_rules.table import positions
+from heterog.runtime.attention import ATTENTION
 
 _RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
 _SUM_REDUCTION = 2
@@ -28,6 +29,7 @@ class LocalOp:
         plan: its placements along the batch and other axes.
         index: the op.
         node: the fx node it was read from.
+        device: where it runs; what the graph makes on the CPU is made there.
 
     Attributes:
         units: of the axis that the op runs along: the batch size, mostly.
@@ -37,7 +39,9 @@ class LocalOp:
         StrategyError: the op cannot be executed on a part of the batch.
     """
 
-    def __init__(self, graph: OpGraph, plan: AxisPlan, index: int, node: fx.Node) -> None:
+    def __init__(
+        self, graph: OpGraph, plan: AxisPlan, index: int, node: fx.Node, device: torch.device
+    ) -> None:
         target = node.target
         assert isinstance(target, torch._ops.OpOverload)
         self.index = index
@@ -56,8 +60,15 @@ class LocalOp:
                 f"{where} draws random numbers in a way that cannot be executed on several "
                 f"devices yet. {_INSTEAD.get(self.call.kind, 'Use torch.nn.Dropout instead.')}"
             )
-        self._target = target
-        self._original = _original_args(node, target)
+        self._target: Callable[..., Any] = target
+        if device.type != "cpu" and self.call.kind in ATTENTION:
+            # Captured as a kernel of the CPU; each kind of device has kernels of its own.
+            self._target = ATTENTION[self.call.kind]
+        self._schema = target._schema
+        self._original = {
+            name: device if isinstance(value, torch.device) else value
+            for name, value in _original_args(node, target).items()
+        }
         meta = node.meta["val"]
         values = list(meta) if isinstance(meta, tuple | list) else [meta]
         self._kept = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
@@ -109,7 +120,7 @@ class LocalOp:
         if samples not in self._templates:
             local = local_args(self.call, self.rule, samples, self.units)
             template: list[tuple[str, Any, bool]] = []
-            for argument in self._target._schema.arguments:
+            for argument in self._schema.arguments:
                 name = ATTENTION_ALIASES.get(argument.name, argument.name)
                 value: Any = local.get(name)
                 original = self._original[argument.name]

@@ -161,6 +161,7 @@ def profile_ops(
         parameters=parameters,
         buffers=buffers,
         optimizer=optimizer,
+        device=device,
     )
     batch = {
         tensor: value.to(device)

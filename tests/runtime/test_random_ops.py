@@ -262,4 +262,4 @@ def test_dropout_inside_fused_attention_is_refused() -> None:
     ops[index] = replace(ops[index], args={**ops[index].args, "dropout_p": 0.1})
     graph = replace(captured.graph, ops=tuple(ops))
     with pytest.raises(StrategyError, match=r"op 'attention' in module 'blocks.0' draws random"):
-        LocalOp(graph, axis_plan(graph), index, captured.node_of_op[index])
+        LocalOp(graph, axis_plan(graph), index, captured.node_of_op[index], torch.device("cpu"))
