@@ -105,8 +105,8 @@ def measure(cluster: Cluster, model: str, budget: str, num_pairs: int) -> dict[s
     plan = plans["auto"]
     with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
         folder = Path(name)
-        for name, made in plans.items():
-            made.save(folder / f"{name}.json")
+        for method, made in plans.items():
+            made.save(folder / f"{method}.json")
         arguments = ["--rank-folder", name, "--models", model, "--pairs", str(num_pairs)]
         run_commands(
             [str(Path(__file__).resolve()), *arguments],
