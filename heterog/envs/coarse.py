@@ -61,10 +61,11 @@ class CoarseEvaluator(Evaluator):
     ) -> None:
         super().__init__(graph, cluster, cost_model)
         merged = merge_tables(graph)
-        self._fine_op = self.tables.op_id
+        self.fine_op = self.tables.op_id
         self._run_of = merged.run_of
         self.tables = merged.tables
         self.block_of = merged.block_of
+        self.fine_block = merged.tables.op_group[merged.run_of]
         num_parameters = len(self.tables.parameter_bytes)
         self._scratch = make_scratch(self.tables, cluster.num_devices)
         self._tape = make_tape(1024, num_parameters)
@@ -88,7 +89,7 @@ class CoarseEvaluator(Evaluator):
     def group_seconds(self, kind: int, samples: int) -> FloatArray:
         """Seconds of every coarse op on a device type at a share.  # [num_coarse_ops]"""
         row = self.cost_model.op_seconds(self.graph, self.cluster.device_types[kind], samples)
-        return np.bincount(self._run_of, row[self._fine_op], len(self.tables.op_id))
+        return np.bincount(self._run_of, row[self.fine_op], len(self.tables.op_id))
 
 
 def cut_blocks(tables: GraphTables, work: FloatArray, most: int = MAX_BLOCKS) -> IntArray:
