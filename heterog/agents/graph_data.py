@@ -1,16 +1,12 @@
 """Observations as PyTorch Geometric graphs."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch_geometric.data import Batch, HeteroData
 
 from heterog.envs.observation import Observation
-
-if TYPE_CHECKING:
-    from heterog.envs.pair import Pair
 
 FEEDS = ("block", "feeds", "block")
 FED_BY = ("block", "fed_by", "block")
@@ -59,9 +55,8 @@ class PairBatch:
         candidate_mask: which candidates are real.  # [B, C] bool
     """
 
-    def __init__(self, pairs: "Sequence[Pair]") -> None:
-        observations = [pair.observation for pair in pairs]
-        num, blocks = len(pairs), max(len(o.blocks) for o in observations)
+    def __init__(self, observations: Sequence[Observation]) -> None:
+        num, blocks = len(observations), max(len(o.blocks) for o in observations)
         candidates = max(len(o.candidates) for o in observations)
         self.graphs = Batch.from_data_list([hetero_data(o) for o in observations])
         self.pairs = torch.zeros(num, blocks, candidates, observations[0].pairs.shape[2])

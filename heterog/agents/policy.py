@@ -226,8 +226,32 @@ def draw(
     return Samples(rows=rows, masks=masks)
 
 
+def masks_of(pair: Pair, rows: IntArray) -> npt.NDArray[np.bool_]:
+    """What could have been chosen at each block of given rows.  # [num_rows, G, C]"""
+    memory = RunningMemory(pair, len(rows))
+    masks = np.empty((len(rows), pair.num_blocks, pair.num_candidates), np.bool_)
+    for block in range(pair.num_blocks):
+        masks[:, block] = memory.fits()
+        memory.add(rows[:, block])
+    return masks
+
+
+def rule_of_thumb(pair: Pair) -> PairScores:
+    """Scores without a network: analytic times, and a bonus for staying. Starts of a search."""
+    observation = pair.observation
+    unary = np.where(observation.fits, -2.0 * observation.pairs[:, :, 4], np.float32(_MASKED))
+    zeros = np.zeros(pair.num_blocks, np.float32)
+    return PairScores(
+        unary=unary.astype(np.float32),
+        pair=np.zeros_like(observation.overlap),
+        overlap=observation.overlap,
+        cut=zeros + 1.0,
+        stay=zeros + 7.0,
+    )
+
+
 @torch.no_grad()
 def score_pairs(policy: Policy, pairs: Sequence[Pair]) -> list[PairScores]:
     """One pass of the network without gradients."""
-    scores = policy(PairBatch(pairs))
+    scores = policy(PairBatch([pair.observation for pair in pairs]))
     return [scores.of(index, pair) for index, pair in enumerate(pairs)]
