@@ -144,6 +144,13 @@ class Imitation:
         weights = 0.1 + np.minimum(6.0 * headroom, 1.0)
         return np.asarray(weights / weights.sum())
 
+    def choose(self, count: int, rng: np.random.Generator) -> list[Example]:
+        """Draw examples, sorted by the size of their tables so that little is padded."""
+        count = min(count, len(self.examples))
+        numbers = rng.choice(len(self.examples), count, replace=False, p=self.weights())
+        chosen = [self.examples[number] for number in numbers]
+        return sorted(chosen, key=lambda example: len(example.observation.candidates))
+
     def loss(
         self, policy: Policy, chosen: Sequence[Example], rng: np.random.Generator
     ) -> tuple[Tensor, Scores]:

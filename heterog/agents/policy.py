@@ -26,7 +26,7 @@ from heterog.envs.pair import Pair, RunningMemory
 from heterog.strategy.program import IntArray
 
 FloatArray32 = npt.NDArray[np.float32]
-_PAIR_WIDTH = 32
+_PAIR_WIDTH = 16
 _MASKED = -1e9
 
 

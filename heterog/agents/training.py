@@ -61,16 +61,16 @@ class TrainingConfig:
     """
 
     algorithm: Algorithm = Algorithm.IMITATION
-    num_pairs: int = 450
-    search_evaluations: int = 1500
-    num_steps: int = 3000
+    num_pairs: int = 400
+    search_evaluations: int = 1000
+    num_steps: int = 1600
     pairs_per_step: int = 8
     elites_per_pair: int = 4
     samples_per_pair: int = 16
     learning_rate: float = 5e-4
     entropy_nats: tuple[float, float] = (12.0, 6.0)
     imitation_weight: float = 1.0
-    check_every: int = 250
+    check_every: int = 200
     num_validation: int = 16
     seed: int = 0
 
@@ -228,33 +228,20 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * warm * (1.0 - 0.9 * fraction)
         self.policy.train()
+        self.optimizer.zero_grad()
         terms: dict[str, float] = {}
+        chosen: list[Example] = []
         if config.imitates:
             imitation = Imitation(examples, config.elites_per_pair)
-            count = min(config.pairs_per_step, len(examples))
-            numbers = self.rng.choice(len(examples), count, replace=False, p=imitation.weights())
-            chosen = [examples[number] for number in numbers]
-            loss, scores = imitation.loss(self.policy, chosen, self.rng)
-            terms["imitation_loss"] = float(loss.detach())
-            loss = loss * config.imitation_weight
+            chosen = imitation.choose(config.pairs_per_step, self.rng)
             keys = [example.index for example in chosen]
         else:
             keys = self.rng.choice(config.num_pairs, config.pairs_per_step).tolist()
-            pairs = [self._pair(key) for key in keys]
-            scores = self.policy(PairBatch([pair.observation for pair in pairs]))
-            loss = torch.zeros(())
-            chosen = []
-        if config.reinforces:
-            pairs = [self._pair(key) for key in keys]
-            made = self.reinforce.step(scores, pairs, keys, fraction, self.rng)
-            loss = loss + made.loss
-            self.num_evaluations += made.num_evaluations
-            for example, found in zip(chosen, made.improved, strict=False):
-                if found is not None:
-                    example.improve(*found)
-            terms |= _terms(made)
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+            keys.sort(key=lambda key: self._pair(key).num_candidates)
+        # Two halves: the smaller tables are not padded to the size of the largest.
+        for half in (slice(0, len(keys) // 2), slice(len(keys) // 2, None)):
+            if keys[half]:
+                self._accumulate(chosen[half], keys[half], len(keys), fraction, terms)
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
@@ -266,6 +253,36 @@ class Trainer:
         if self.step % 25 == 0:
             text = ", ".join(f"{name} {value:.3f}" for name, value in terms.items())
             self.report("train", self.step / config.num_steps, text)
+
+    def _accumulate(
+        self,
+        chosen: list[Example],
+        keys: list[int],
+        total: int,
+        fraction: float,
+        terms: dict[str, float],
+    ) -> None:
+        """Add the gradient of some pairs of a step, and their part of its numbers."""
+        config, part = self.config, len(keys) / total
+        loss = torch.zeros(())
+        if config.imitates:
+            imitation = Imitation(chosen, config.elites_per_pair)
+            loss, scores = imitation.loss(self.policy, chosen, self.rng)
+            _count(terms, {"imitation_loss": float(loss.detach())}, part)
+            loss = loss * config.imitation_weight
+        else:
+            observations = [self._pair(key).observation for key in keys]
+            scores = self.policy(PairBatch(observations))
+        if config.reinforces:
+            pairs = [self._pair(key) for key in keys]
+            made = self.reinforce.step(scores, pairs, keys, fraction, self.rng)
+            loss = loss + made.loss
+            self.num_evaluations += made.num_evaluations
+            for example, found in zip(chosen, made.improved, strict=False):
+                if found is not None:
+                    example.improve(*found)
+            _count(terms, _terms(made), part)
+        (loss * part).backward()  # type: ignore[no-untyped-call]
 
     def _pair(self, index: int) -> Pair:
         if index not in self._pairs:
@@ -348,6 +365,11 @@ class Trainer:
             for key, (average, pool) in state["pairs"].items()
         }
         self._elites = list(state["elites"]) or None
+
+
+def _count(terms: dict[str, float], new: Mapping[str, float], part: float) -> None:
+    for name, value in new.items():
+        terms[name] = terms.get(name, 0.0) + part * value
 
 
 def _terms(made: ReinforceStep) -> dict[str, float]:

@@ -22,8 +22,9 @@ from heterog.strategy.program import FloatArray
 from heterog.strategy.space import device_sets
 from heterog.strategy.strategy import Decision, Sync, split_evenly, split_in_proportion
 
-MAX_CANDIDATES = 512
-"""Rows of a table; singles come first, then device sets in the order of ``device_sets``."""
+MAX_CANDIDATES = 256
+"""Rows of a table; singles come first, then device sets in the order of ``device_sets``. Where
+there are more, even shares of unions of hosts go first, then the last rows."""
 
 _GRID = 9  # samples at which the whole model's seconds are measured for solved shares
 
@@ -40,21 +41,29 @@ def candidate_table(evaluator: CoarseEvaluator, memory: "ModelMemory") -> tuple[
     solver = _ShareSolver(evaluator, memory)
     sets = device_sets(cluster)
     rows = [Decision(devices=d, shares=(batch,)) for d in sorted(sets) if len(d) == 1]
-    for devices in sets:
+    optional: set[Decision] = set()
+    hosts = {cluster.host_devices(index) for index in range(cluster.num_hosts)}
+    for number, devices in enumerate(sets):
         if len(devices) == 1 or len(devices) > batch:
             continue
         proportional = split_in_proportion(batch, tuple(speeds[device] for device in devices))
-        shares = dict.fromkeys((proportional, split_evenly(batch, len(devices))))
+        even = split_evenly(batch, len(devices))
         solved = solver.solve(devices)
-        if max(abs(a - b) for a, b in zip(solved, proportional, strict=True)) > max(0.02 * batch, 1):
+        shares = dict.fromkeys((proportional, even))
+        if max(abs(a - b) for a, b in zip(solved, proportional, strict=True)) > max(
+            0.02 * batch, 1
+        ):
             shares.setdefault(solved)
-        rows += [
-            Decision(devices=devices, shares=part, sync=sync, slices=slices)
-            for part in shares
-            for sync, slices in _syncs(evaluator, devices)
-        ]
-        if len(rows) >= MAX_CANDIDATES:
+        for part in shares:
+            for sync, slices in _syncs(evaluator, devices):
+                decision = Decision(devices=devices, shares=part, sync=sync, slices=slices)
+                rows.append(decision)
+                if part == even != proportional and number > 0 and devices not in hosts:
+                    optional.add(decision)
+        if len(rows) - len(optional) >= MAX_CANDIDATES:
             break
+    if len(rows) > MAX_CANDIDATES:
+        rows = [decision for decision in rows if decision not in optional]
     return tuple(rows[:MAX_CANDIDATES])
 
 
