@@ -112,7 +112,7 @@ def cut_blocks(tables: GraphTables, work: FloatArray, most: int = MAX_BLOCKS) ->
     return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def merge_tables(graph: OpGraph) -> CoarseTables:
     """Merge a graph's tables; see the module docstring."""
     return _Merger(graph).merge()
