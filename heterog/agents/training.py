@@ -115,6 +115,7 @@ class Trainer:
         logdir: folder for TensorBoard, none if ``None``.
         checkpoint: file that is renewed at every validation, none if ``None``.
         resume: a checkpoint to go on from.
+        initial: weights to begin with, of the same network.
         workers: processes that search pairs.
         report: told about progress.
     """
@@ -129,6 +130,7 @@ class Trainer:
         logdir: Path | None = None,
         checkpoint: Path | None = None,
         resume: Path | None = None,
+        initial: Policy | None = None,
         workers: int = 1,
         report: Report = lambda stage, fraction, text: None,
     ) -> None:
@@ -136,7 +138,9 @@ class Trainer:
         self._file, self._workers = checkpoint, workers
         self._provenance = dict(provenance or {})
         torch.manual_seed(config.seed)
-        self.policy = Policy(network or PolicyConfig())
+        self.policy = self.make_policy(network or PolicyConfig())
+        if initial is not None:
+            self.policy.load_state_dict(initial.state_dict())
         self.optimizer = torch.optim.Adam(
             self.policy.parameters(), config.learning_rate, betas=(0.9, 0.98)
         )
@@ -151,6 +155,10 @@ class Trainer:
         self._writer = SummaryWriter(str(logdir)) if logdir is not None else None
         if resume is not None:
             self._load(load_checkpoint(resume))
+
+    def make_policy(self, network: PolicyConfig) -> Policy:
+        """A new policy."""
+        return Policy(network)
 
     def run(self) -> TrainingResult:
         """Train to the end, or until interrupted; then the best policy comes back."""
@@ -186,11 +194,12 @@ class Trainer:
             examples = self._examples()
             if self.step == 0:
                 self._validate(validation)
+                self._save(examples)
             while self.step < self.config.num_steps:
-                self._one_step(examples, begin)
-                if self.step % self.config.check_every == 0 or self.step == self.config.num_steps:
-                    self._validate(validation)
-                    self._save(examples)
+                left = self.config.check_every - self.step % self.config.check_every
+                self.advance(examples, min(left, self.config.num_steps - self.step), begin)
+                self._validate(validation)
+                self._save(examples)
         except KeyboardInterrupt:
             self.report("interrupted", self.step / self.config.num_steps, "the best is kept")
             return False
@@ -221,6 +230,20 @@ class Trainer:
         self.num_evaluations += sum(example.num_evaluations for example in examples)
         return examples
 
+    def advance(self, examples: list[Example], num_steps: int, begin: float) -> None:
+        """Make some steps; the next validation comes after them."""
+        for _ in range(num_steps):
+            self._one_step(examples, begin)
+
+    def log(self, terms: Mapping[str, float], begin: float) -> None:
+        """Tell what a step reached."""
+        if self._writer is not None:
+            rate = self.num_evaluations / max(time.perf_counter() - begin, 1e-9)
+            for name, value in ({"evaluations_per_s": rate} | dict(terms)).items():
+                self._writer.add_scalar(f"train/{name}", value, self.step)
+        text = ", ".join(f"{name} {value:.3f}" for name, value in terms.items())
+        self.report("train", self.step / self.config.num_steps, text)
+
     def _one_step(self, examples: list[Example], begin: float) -> None:
         config = self.config
         fraction = self.step / config.num_steps
@@ -237,7 +260,7 @@ class Trainer:
             keys = [example.index for example in chosen]
         else:
             keys = self.rng.choice(config.num_pairs, config.pairs_per_step).tolist()
-            keys.sort(key=lambda key: self._pair(key).num_candidates)
+            keys.sort(key=lambda key: self.pair(key).num_candidates)
         # Two halves: the smaller tables are not padded to the size of the largest.
         for half in (slice(0, len(keys) // 2), slice(len(keys) // 2, None)):
             if keys[half]:
@@ -245,14 +268,8 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
-        if self._writer is not None and self.step % 10 == 0:
-            seconds = time.perf_counter() - begin
-            terms["evaluations_per_s"] = self.num_evaluations / seconds
-            for name, value in terms.items():
-                self._writer.add_scalar(f"train/{name}", value, self.step)
-        if self.step % 25 == 0:
-            text = ", ".join(f"{name} {value:.3f}" for name, value in terms.items())
-            self.report("train", self.step / config.num_steps, text)
+        if self.step % 10 == 0:
+            self.log(terms, begin)
 
     def _accumulate(
         self,
@@ -271,10 +288,10 @@ class Trainer:
             _count(terms, {"imitation_loss": float(loss.detach())}, part)
             loss = loss * config.imitation_weight
         else:
-            observations = [self._pair(key).observation for key in keys]
+            observations = [self.pair(key).observation for key in keys]
             scores = self.policy(PairBatch(observations))
         if config.reinforces:
-            pairs = [self._pair(key) for key in keys]
+            pairs = [self.pair(key) for key in keys]
             made = self.reinforce.step(scores, pairs, keys, fraction, self.rng)
             loss = loss + made.loss
             self.num_evaluations += made.num_evaluations
@@ -284,7 +301,7 @@ class Trainer:
             _count(terms, _terms(made), part)
         (loss * part).backward()  # type: ignore[no-untyped-call]
 
-    def _pair(self, index: int) -> Pair:
+    def pair(self, index: int) -> Pair:
         if index not in self._pairs:
             self._pairs[index] = self.source.pair(index)
         pair = self._pairs[index]
@@ -323,7 +340,6 @@ class Trainer:
             "config": _plain(self.config),
             "step": self.step,
             "num_evaluations": self.num_evaluations,
-            "optimizer": self.optimizer.state_dict(),
             "rng": self.rng.bit_generator.state,
             "history": self.history,
             "best": list(self.best),
@@ -333,16 +349,29 @@ class Trainer:
                 for key, state in self.reinforce.states.items()
             },
             "elites": [_record(example) for example in examples],
-        }
+        } | self.state()
         save_checkpoint(
             self._file,
             Checkpoint(policy=self.policy, provenance=self._described(0.0), training=state),
         )
 
+    def state(self) -> dict[str, Any]:
+        """What the learner needs to go on exactly."""
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+        self.optimizer.load_state_dict(state["optimizer"])
+
     def _load(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.training
         if not state:
             raise HeterogError("the policy to resume from has no state of training in it.")
+        if checkpoint.policy.config != self.policy.config:
+            raise HeterogError(
+                f"cannot resume with another network: {checkpoint.policy.config} there, "
+                f"{self.policy.config} here."
+            )
         if state["config"] != _plain(self.config):
             different = [
                 f"{name} {value!r} there, {_plain(self.config).get(name)!r} here"
@@ -350,11 +379,8 @@ class Trainer:
                 if value != _plain(self.config).get(name)
             ]
             raise HeterogError(f"cannot resume with other settings: {'; '.join(different)}.")
-        self.policy = checkpoint.policy
-        self.optimizer = torch.optim.Adam(
-            self.policy.parameters(), self.config.learning_rate, betas=(0.9, 0.98)
-        )
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.policy.load_state_dict(checkpoint.policy.state_dict())
+        self.restore(state)
         self.rng.bit_generator.state = state["rng"]
         self.step, self.num_evaluations = state["step"], state["num_evaluations"]
         self.history = [dict(row) for row in state["history"]]

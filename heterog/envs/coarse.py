@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.grouping import CONSTANT_GROUP
-from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_graph import OpGraph, Phase
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.lowering import Choice, make_scratch, make_tape
@@ -247,6 +247,11 @@ class _Merger:
             parameter_read=_ints([row for entries in parameter_reads for row in entries]),
             finished_start=_starts([len(entries) for entries in finished]),
             finished_parameter=_ints([row for entries in finished for row in entries]),
+            op_is_backward=(self.phase[first_op] == int(Phase.BACKWARD)).astype(np.int32),
+            # Rows never recompute: what a block would run again is not worked out.
+            op_recomputes=np.zeros(num_ops, np.int32),
+            recompute_start=np.zeros(fine.num_groups + 1, np.int32),
+            recompute_op=np.empty(0, np.int32),
             value_op=made_by,
             value_tensor=fine.value_tensor[first],
             value_kind=kinds,

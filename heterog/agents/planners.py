@@ -1,0 +1,239 @@
+"""Policies as planners: ``agent`` answers alone, ``agent+search`` leads a local search.
+
+``agent`` makes one pass of the network and at most 64 draws (the first one greedy), scores them
+coarsely, scores the best eight at the op level and hands the best four over. No baseline is among
+them and none is improved. ``agent+search`` gives the same proposals to local search as seeds, and
+lets its moves take over parts of further draws, so that the policy's probabilities order them.
+
+Importing this registers both; torch is imported when one is asked to plan.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from heterog.planners.data_parallel import device_speeds
+from heterog.planners.local_search import LocalSearch
+from heterog.planners.planner import Budget, Candidate, PlanResult, Spending, Task, register
+from heterog.simulator.evaluator import UNROLLED_STEPS
+from heterog.strategy.space import StrategySpace
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
+
+if TYPE_CHECKING:
+    from heterog.agents.checkpoint import Checkpoint
+    from heterog.agents.policy import PairScores
+    from heterog.envs.pair import Pair
+
+NUM_SAMPLES = 64
+NUM_RESCORED = 8
+NUM_RETURNED = 4
+NUM_PROPOSALS = 256
+BUCKETS = (0, DEFAULT_BUCKET_BYTES)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposed:
+    """What a policy proposes for a task.
+
+    Attributes:
+        candidates: the best by the op-level evaluator, best first.
+        num_evaluations: coarse and op-level simulations.
+        pair: model and cluster as the policy sees them.
+        scores: the policy's scores, for more draws.
+        out_of_memory: part of the draws that do not fit, by the coarse evaluator.
+    """
+
+    candidates: tuple[Candidate, ...]
+    num_evaluations: int
+    pair: "Pair"
+    scores: "PairScores"
+    out_of_memory: float
+
+
+class Policies:
+    """Loads each policy once."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Checkpoint] = {}
+
+    def get(self, source: str) -> "Checkpoint":
+        """The policy of a name or file."""
+        from heterog.agents.checkpoint import load_checkpoint
+
+        if source not in self._loaded:
+            self._loaded[source] = load_checkpoint(source)
+        return self._loaded[source]
+
+
+_policies = Policies()
+
+
+def propose(task: Task, policy: str, num_samples: int = NUM_SAMPLES) -> Proposed:
+    """Draw strategies for a task and choose the best.
+
+    Args:
+        task: graph, cluster, seed; evaluations beyond its budget are not made.
+        policy: shipped name or file.
+        num_samples: draws, the greedy one included.
+    """
+    from heterog.agents.policy import draw, score_pairs
+    from heterog.envs.pair import Pair
+
+    loaded = _policies.get(policy)
+    evaluator = task.evaluator
+    if task.budget.evaluations is not None:
+        # A fifth of a small budget is left for the op level.
+        num_samples = max(min(num_samples, int(0.8 * task.budget.evaluations)), 1)
+    pair = Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)
+    scores = score_pairs(loaded.policy, [pair])[0]
+    rng = np.random.default_rng([task.seed, 64])
+    greedy = draw(scores, pair, 1, rng, greedy=True).rows
+    drawn = draw(scores, pair, num_samples - 1, rng).rows if num_samples > 1 else greedy[:0]
+    rows = np.unique(np.concatenate([greedy, drawn]), axis=0)
+    found = [pair.score(row) for row in rows]
+    order = sorted(range(len(rows)), key=lambda n: found[n].preference)
+    spent = len(rows)
+    space = StrategySpace(
+        evaluator.graph,
+        evaluator.cluster,
+        evaluator.tables,
+        evaluator.channels,
+        device_speeds(evaluator),
+        pair.table,
+    )
+    steps = 1 if task.step_barrier else UNROLLED_STEPS
+    judge = task.orders[min(1, len(task.orders) - 1)]
+    left = NUM_RESCORED
+    if task.budget.evaluations is not None:
+        left = max(min(left, (task.budget.evaluations - spent) // len(BUCKETS)), 1)
+    rescored = []
+    for number in order[:left]:
+        row = pair.groups(rows[number])
+        for bucket_bytes in BUCKETS:
+            choice = space.encode(row, bucket_bytes=bucket_bytes, num_steps=steps)
+            evaluation = evaluator.evaluate_choice(choice, judge)
+            spent += 1
+            rescored.append((evaluation.preference, number, bucket_bytes))
+    rescored.sort()
+    out_of_memory = float(np.mean([each.overflow > 0.0 for each in found]))
+    _log.info(
+        "policy %s, seed %d: %d draws for %s, %d different, %.0f %% do not fit",
+        policy, task.seed, num_samples, pair.name, len(rows), 100.0 * out_of_memory,
+    )  # fmt: skip
+    candidates = tuple(
+        Candidate(
+            strategy=space.decode(
+                pair.groups(rows[number]),
+                bucket_bytes=bucket_bytes,
+                step_barrier=task.step_barrier,
+            ),
+            orders=task.orders,
+        )
+        for _, number, bucket_bytes in rescored[:NUM_RETURNED]
+    )
+    return Proposed(
+        candidates=candidates,
+        num_evaluations=spent,
+        pair=pair,
+        scores=scores,
+        out_of_memory=out_of_memory,
+    )
+
+
+class Agent:
+    """A policy's own answer; see the module docstring.
+
+    Args:
+        policy: shipped name or file.
+        name: under which it is registered.
+        num_samples: draws, the greedy one included.
+    """
+
+    stage = "zero_shot"
+
+    def __init__(
+        self, policy: str = "default", *, name: str = "agent", num_samples: int = NUM_SAMPLES
+    ) -> None:
+        self.name = name
+        self.policy = policy
+        self._num_samples = num_samples
+
+    def plan(self, task: Task) -> PlanResult:
+        """Answer once; most of the budget is left over."""
+        begin = time.perf_counter()
+        found = propose(task, self.policy, self._num_samples)
+        return PlanResult(
+            candidates=found.candidates,
+            num_evaluations=found.num_evaluations,
+            search_seconds=time.perf_counter() - begin,
+        )
+
+
+class AgentSearch:
+    """Local search that a policy leads; see the module docstring.
+
+    Args:
+        policy: shipped name or file.
+        name: under which it is registered.
+    """
+
+    stage = "search"
+
+    def __init__(self, policy: str = "default", *, name: str = "agent+search") -> None:
+        self.name = name
+        self.policy = policy
+
+    def plan(self, task: Task) -> PlanResult:
+        """Propose, then search with what is left of the budget."""
+        from heterog.agents.policy import draw
+
+        begin = time.perf_counter()
+        spending = Spending(task.budget, task.evaluator)
+        found = propose(task, self.policy)
+        rng = np.random.default_rng([task.seed, NUM_PROPOSALS])
+        rows = draw(found.scores, found.pair, NUM_PROPOSALS, rng).rows
+        table = found.pair.table
+        proposals = tuple(
+            tuple(table[number] for number in found.pair.groups(row)) for row in rows
+        )
+        seeds = tuple(
+            replace(candidate, orders=task.orders[:2][-1:]) for candidate in found.candidates
+        )
+        rest = _left(task.budget, found.num_evaluations, spending.seconds)
+        searched = LocalSearch().plan(
+            replace(task, budget=rest, seeds=(*seeds, *task.seeds), proposals=proposals)
+        )
+        return PlanResult(
+            candidates=(*searched.candidates, *found.candidates[:1]),
+            num_evaluations=found.num_evaluations + searched.num_evaluations,
+            search_seconds=time.perf_counter() - begin,
+        )
+
+
+def _left(budget: Budget, evaluations: int, seconds: float) -> Budget:
+    """What is left of a budget; never nothing."""
+    if budget.evaluations is not None:
+        return Budget(evaluations=max(budget.evaluations - evaluations, 1))
+    assert budget.seconds is not None
+    return Budget(seconds=max(budget.seconds - seconds, 1e-3))
+
+
+def use_policy(policy: str) -> None:
+    """Let ``agent`` and ``agent+search`` ask another policy.
+
+    Args:
+        policy: shipped name or file; read now, so that a wrong one is told early.
+    """
+    _policies.get(policy)
+    register(Agent(policy))
+    register(AgentSearch(policy))
+
+
+register(Agent())
+register(AgentSearch())
+
