@@ -79,9 +79,7 @@ def main() -> None:
         report=report,
     ).run()
     save_checkpoint(arguments.output, result.checkpoint)
-    write_json(
-        arguments.output.with_suffix(".json"), dict(result.checkpoint.provenance), indent=1
-    )
+    write_json(arguments.output.with_suffix(".json"), dict(result.checkpoint.provenance), indent=1)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ of them is the size of a held-out model, nor of its family.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +100,7 @@ def mlp(batch_size: int = 512) -> Workload:
     def model() -> nn.Module:
         widths = (3072, 4096, 8192, 4096, 4096, 2048, 2048, 1000)
         stack: list[nn.Module] = [nn.Flatten()]
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in pairwise(widths):
             stack += [nn.Linear(before, after), nn.ReLU()]
         return nn.Sequential(*stack[:-1])
 

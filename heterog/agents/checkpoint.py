@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
-from heterog.agents.config import EncoderKind, PolicyConfig
+from heterog.agents.config import PolicyConfig
 from heterog.agents.policy import Policy
 from heterog.envs.observation import OBSERVATION_VERSION
 from heterog.errors import InputFileError, UnknownNameError
 from heterog.files import write_atomically
 
 SCHEMA_VERSION = 1
-DEFAULT_POLICY = "default"
 _SHIPPED = resources.files("heterog.agents") / "policies"
 
 
@@ -51,12 +50,11 @@ def shipped_policies() -> tuple[str, ...]:
 def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
     """Write a policy, whole or not at all."""
     buffer = io.BytesIO()
-    config = asdict(checkpoint.policy.config) | {"encoder": str(checkpoint.policy.config.encoder)}
     torch.save(
         {
             "schema_version": SCHEMA_VERSION,
             "observation_version": OBSERVATION_VERSION,
-            "config": config,
+            "config": asdict(checkpoint.policy.config),
             "weights": checkpoint.policy.state_dict(),
             "provenance": dict(checkpoint.provenance),
             "training": dict(checkpoint.training),
@@ -107,14 +105,10 @@ def _from_record(record: Any, source: str) -> Checkpoint:
             f"{OBSERVATION_VERSION}. Train it again with 'heterog train'."
         )
     try:
-        config = dict(record["config"])
-        config["encoder"] = EncoderKind(config["encoder"])
-        policy = Policy(PolicyConfig(**config))
+        policy = Policy(PolicyConfig(**record["config"]))
         policy.load_state_dict(record["weights"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise InputFileError(f"policy {source} does not fit together: {reason}") from error
     policy.eval()
-    return Checkpoint(
-        policy=policy, provenance=record["provenance"], training=record["training"]
-    )
+    return Checkpoint(policy=policy, provenance=record["provenance"], training=record["training"])

@@ -1,16 +1,6 @@
 """What a policy's network is made of."""
 
 from dataclasses import dataclass
-from enum import StrEnum
-
-
-class EncoderKind(StrEnum):
-    """Which network looks at a pair."""
-
-    HETERO = "hetero"
-    """Blocks, devices, links and candidates as one heterogeneous graph; Markov decoder."""
-    PAPER = "paper"
-    """As HeteroG: graph attention over ops alone, then a sequence model; independent groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +8,7 @@ class PolicyConfig:
     """Sizes of a policy.
 
     Attributes:
-        encoder: which network.
+        encoder: name of the network; see ``encoder.ENCODERS``.
         width: of every embedding.
         num_heads: of every attention.
         num_rounds: rounds of message passing.
@@ -27,7 +17,7 @@ class PolicyConfig:
         stay_bias: log-odds that an untrained policy keeps the previous block's candidate.
     """
 
-    encoder: EncoderKind = EncoderKind.HETERO
+    encoder: str = "hetero"
     width: int = 64
     num_heads: int = 4
     num_rounds: int = 2
@@ -38,5 +28,6 @@ class PolicyConfig:
         if self.width % self.num_heads or min(self.width, self.num_rounds) < 1 or self.rank < 0:
             raise ValueError(
                 f"a policy needs a width that its heads divide and at least one round, got width "
-                f"{self.width}, {self.num_heads} heads, {self.num_rounds} rounds, rank {self.rank}."
+                f"{self.width}, {self.num_heads} heads, {self.num_rounds} rounds and rank "
+                f"{self.rank}."
             )

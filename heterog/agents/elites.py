@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from heterog.envs.observation import WHOLE_SLOWER, WHOLE_SUM
 from heterog.envs.pair import Pair, Score
 from heterog.strategy.program import IntArray
 
@@ -74,7 +75,9 @@ class _Search:
         pair = self.pair
         promise = pair.observation.candidates
         # Analytic time of the slower of compute and synchronisation, behind what does not fit.
-        order = np.argsort(promise[:, 5] + 0.5 * promise[:, 6] + 5.0 * promise[:, 8])
+        order = np.argsort(
+            promise[:, WHOLE_SLOWER] + 0.5 * promise[:, WHOLE_SUM] + 5.0 * promise[:, 8]
+        )
         num_uniform = max(min(self.budget // 5, pair.num_candidates), 1)
         uniform_s = math.inf
         for number in order[:num_uniform]:
@@ -85,7 +88,7 @@ class _Search:
                 uniform_s = min(uniform_s, score.step_time_s)
         for start in starts:
             self._cost(np.asarray(start, np.int32))
-        favourites = order[: max(num_uniform // 2, 4)]
+        favourites = order[: max(num_uniform // 2, 4)].astype(np.int32)
         while self.spent < self.budget:
             rank = min(int(self.rng.exponential(2.0)), len(self.best) - 1)
             row = np.frombuffer(self.best[rank][1], np.int32)

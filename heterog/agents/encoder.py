@@ -6,6 +6,7 @@ and candidates attend to themselves and to each other. ``PaperEncoder`` follows 
 4.1): graph attention over ops alone, then a sequence model over groups.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATConv, HeteroConv, TransformerConv
 from torch_geometric.utils import scatter, to_dense_batch
 
-from heterog.agents.config import EncoderKind, PolicyConfig
+from heterog.agents.config import PolicyConfig
 from heterog.agents.graph_data import FED_BY, FEEDS, IN, LINK, ON, RUNS
 from heterog.envs.observation import (
     NUM_BLOCK_DEVICE_FEATURES,
@@ -22,6 +23,7 @@ from heterog.envs.observation import (
     NUM_DEVICE_FEATURES,
     NUM_LINK_FEATURES,
 )
+from heterog.errors import UnknownNameError
 
 _EDGE_FEATURES = {
     FEEDS: 1,
@@ -32,13 +34,20 @@ _EDGE_FEATURES = {
 }
 
 
+ENCODERS: dict[str, Callable[[PolicyConfig], nn.Module]] = {}
+"""Networks by name. Each maps a batch of graphs to padded embeddings of blocks ``[B, G, width]``
+and candidates ``[B, C, width]``."""
+
+
 def make_encoder(config: PolicyConfig) -> nn.Module:
     """The encoder that a configuration names.
 
-    Encoders map a batch of graphs to padded embeddings of blocks ``[B, G, width]`` and candidates
-    ``[B, C, width]``.
+    Raises:
+        UnknownNameError: there is none of that name.
     """
-    return PaperEncoder(config) if config.encoder == EncoderKind.PAPER else HeteroEncoder(config)
+    if config.encoder not in ENCODERS:
+        raise UnknownNameError("encoder", config.encoder, ENCODERS)
+    return ENCODERS[config.encoder](config)
 
 
 def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
@@ -76,7 +85,9 @@ class _Round(nn.Module):
         self.norms = nn.ModuleDict({kind: nn.LayerNorm(width) for kind in ("block", "device")})
         self.convolve = HeteroConv(
             {
-                edge: TransformerConv(width, width // heads, heads, edge_dim=size, root_weight=False)
+                edge: TransformerConv(
+                    width, width // heads, heads, edge_dim=size, root_weight=False
+                )
                 for edge, size in _EDGE_FEATURES.items()
             },
             aggr="sum",
@@ -167,3 +178,7 @@ class PaperEncoder(nn.Module):
         b = self.sequence(b, src_key_padding_mask=~b_real)
         c, _ = to_dense_batch(self.candidates(graphs["candidate"].x), graphs["candidate"].batch)
         return b, c
+
+
+ENCODERS["hetero"] = HeteroEncoder
+ENCODERS["paper"] = PaperEncoder

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch_geometric.data import Batch, HeteroData
 
-from heterog.envs.observation import Observation
+from heterog.envs.observation import WHOLE_SLOWER, WHOLE_SUM, Observation
 
 FEEDS = ("block", "feeds", "block")
 FED_BY = ("block", "fed_by", "block")
@@ -52,6 +53,8 @@ class PairBatch:
         overlap: of two candidates.  # [B, C, C]
         allowed: whether a block may take a candidate.  # [B, G, C] bool
         block_mask: which blocks are real.  # [B, G] bool
+        promise: logarithms of the whole model's analytic seconds under each candidate, the slower
+            of compute and synchronisation, and their sum.  # [B, C, 2]
         candidate_mask: which candidates are real.  # [B, C] bool
     """
 
@@ -60,6 +63,7 @@ class PairBatch:
         candidates = max(len(o.candidates) for o in observations)
         self.graphs = Batch.from_data_list([hetero_data(o) for o in observations])
         self.pairs = torch.zeros(num, blocks, candidates, observations[0].pairs.shape[2])
+        self.promise = torch.zeros(num, candidates, 2)
         self.overlap = torch.zeros(num, candidates, candidates)
         self.allowed = torch.zeros(num, blocks, candidates, dtype=torch.bool)
         self.block_mask = torch.zeros(num, blocks, dtype=torch.bool)
@@ -67,6 +71,7 @@ class PairBatch:
         for index, o in enumerate(observations):
             g, c = len(o.blocks), len(o.candidates)
             self.pairs[index, :g, :c] = _tensor(o.pairs)
+            self.promise[index, :c] = _tensor(o.candidates[:, WHOLE_SLOWER : WHOLE_SUM + 1])
             self.overlap[index, :c, :c] = _tensor(o.overlap)
             self.allowed[index, :g, :c] = _tensor(o.fits)
             self.allowed[index, g:, :1] = True  # padding has one choice of no consequence
@@ -74,7 +79,7 @@ class PairBatch:
             self.candidate_mask[index, :c] = True
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+def _tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
     return torch.from_numpy(array.copy())
 
 

@@ -2,8 +2,8 @@
 
     loss = - mean over pairs and elites of log p(elite) / G
 
-Pairs with headroom over the best uniform row come more often. A policy's own samples that beat a
-pair's elites take their place (expert iteration), if another learner draws samples beside this one.
+Pairs with headroom over the best uniform row come more often. A policy's own samples that beat
+a pair's elites take their place (expert iteration), if another learner draws samples as well.
 """
 
 import multiprocessing
@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -138,10 +139,10 @@ class Imitation:
         self.examples = list(examples)
         self._per_pair = elites_per_pair
 
-    def weights(self) -> np.ndarray:  # type: ignore[type-arg]
+    def weights(self) -> npt.NDArray[np.float64]:
         """How often each pair is drawn: the more the more there is to gain."""
         headroom = np.array([example.headroom for example in self.examples])
-        weights = 0.1 + np.minimum(6.0 * headroom, 1.0)
+        weights = 0.3 + np.minimum(6.0 * headroom, 1.0)
         return np.asarray(weights / weights.sum())
 
     def choose(self, count: int, rng: np.random.Generator) -> list[Example]:

@@ -19,6 +19,7 @@ from heterog.planners.data_parallel import device_speeds
 from heterog.planners.local_search import LocalSearch
 from heterog.planners.planner import Budget, Candidate, PlanResult, Spending, Task, register
 from heterog.simulator.evaluator import UNROLLED_STEPS
+from heterog.strategy.program import IntArray
 from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from heterog.agents.policy import PairScores
     from heterog.envs.pair import Pair
 
+DEFAULT_POLICY = "default"
 NUM_SAMPLES = 64
 NUM_RESCORED = 8
 NUM_RETURNED = 4
@@ -55,7 +57,7 @@ class Proposed:
     out_of_memory: float
 
 
-class Policies:
+class _Policies:
     """Loads each policy once."""
 
     def __init__(self) -> None:
@@ -70,7 +72,7 @@ class Policies:
         return self._loaded[source]
 
 
-_policies = Policies()
+_policies = _Policies()
 
 
 def propose(task: Task, policy: str, num_samples: int = NUM_SAMPLES) -> Proposed:
@@ -97,7 +99,36 @@ def propose(task: Task, policy: str, num_samples: int = NUM_SAMPLES) -> Proposed
     rows = np.unique(np.concatenate([greedy, drawn]), axis=0)
     found = [pair.score(row) for row in rows]
     order = sorted(range(len(rows)), key=lambda n: found[n].preference)
-    spent = len(rows)
+    candidates, rescored = rescore(task, pair, rows[order], spent=len(rows))
+    out_of_memory = float(np.mean([each.overflow > 0.0 for each in found]))
+    _log.info(
+        "policy %s, seed %d: %d draws for %s, %d different, %.0f %% do not fit",
+        policy, task.seed, num_samples, pair.name, len(rows), 100.0 * out_of_memory,
+    )  # fmt: skip
+    return Proposed(
+        candidates=candidates,
+        num_evaluations=len(rows) + rescored,
+        pair=pair,
+        scores=scores,
+        out_of_memory=out_of_memory,
+    )
+
+
+def rescore(
+    task: Task, pair: "Pair", rows: IntArray, *, spent: int
+) -> tuple[tuple[Candidate, ...], int]:
+    """Score the first rows at the op level, in both bucket sizes.
+
+    Args:
+        task: what the rows are for.
+        pair: its model and cluster.
+        rows: best first by the coarse evaluator.
+        spent: evaluations of the task's budget that are gone.
+
+    Returns:
+        The best candidates, best first, and the evaluations made.
+    """
+    evaluator = task.evaluator
     space = StrategySpace(
         evaluator.graph,
         evaluator.cluster,
@@ -108,23 +139,16 @@ def propose(task: Task, policy: str, num_samples: int = NUM_SAMPLES) -> Proposed
     )
     steps = 1 if task.step_barrier else UNROLLED_STEPS
     judge = task.orders[min(1, len(task.orders) - 1)]
-    left = NUM_RESCORED
+    count = NUM_RESCORED
     if task.budget.evaluations is not None:
-        left = max(min(left, (task.budget.evaluations - spent) // len(BUCKETS)), 1)
-    rescored = []
-    for number in order[:left]:
-        row = pair.groups(rows[number])
+        count = max(min(count, (task.budget.evaluations - spent) // len(BUCKETS)), 1)
+    scored = []
+    for number, coarse in enumerate(rows[:count]):
         for bucket_bytes in BUCKETS:
-            choice = space.encode(row, bucket_bytes=bucket_bytes, num_steps=steps)
+            choice = space.encode(pair.groups(coarse), bucket_bytes=bucket_bytes, num_steps=steps)
             evaluation = evaluator.evaluate_choice(choice, judge)
-            spent += 1
-            rescored.append((evaluation.preference, number, bucket_bytes))
-    rescored.sort()
-    out_of_memory = float(np.mean([each.overflow > 0.0 for each in found]))
-    _log.info(
-        "policy %s, seed %d: %d draws for %s, %d different, %.0f %% do not fit",
-        policy, task.seed, num_samples, pair.name, len(rows), 100.0 * out_of_memory,
-    )  # fmt: skip
+            scored.append((evaluation.preference, number, bucket_bytes))
+    scored.sort()
     candidates = tuple(
         Candidate(
             strategy=space.decode(
@@ -134,15 +158,9 @@ def propose(task: Task, policy: str, num_samples: int = NUM_SAMPLES) -> Proposed
             ),
             orders=task.orders,
         )
-        for _, number, bucket_bytes in rescored[:NUM_RETURNED]
+        for _, number, bucket_bytes in scored[:NUM_RETURNED]
     )
-    return Proposed(
-        candidates=candidates,
-        num_evaluations=spent,
-        pair=pair,
-        scores=scores,
-        out_of_memory=out_of_memory,
-    )
+    return candidates, len(scored)
 
 
 class Agent:
@@ -157,7 +175,7 @@ class Agent:
     stage = "zero_shot"
 
     def __init__(
-        self, policy: str = "default", *, name: str = "agent", num_samples: int = NUM_SAMPLES
+        self, policy: str = DEFAULT_POLICY, *, name: str = "agent", num_samples: int = NUM_SAMPLES
     ) -> None:
         self.name = name
         self.policy = policy
@@ -184,7 +202,7 @@ class AgentSearch:
 
     stage = "search"
 
-    def __init__(self, policy: str = "default", *, name: str = "agent+search") -> None:
+    def __init__(self, policy: str = DEFAULT_POLICY, *, name: str = "agent+search") -> None:
         self.name = name
         self.policy = policy
 
@@ -227,13 +245,14 @@ def use_policy(policy: str) -> None:
     """Let ``agent`` and ``agent+search`` ask another policy.
 
     Args:
-        policy: shipped name or file; read now, so that a wrong one is told early.
+        policy: shipped name or file; another than the default is read now, so that a wrong one
+            is told early.
     """
-    _policies.get(policy)
+    if policy != DEFAULT_POLICY:
+        _policies.get(policy)
     register(Agent(policy))
     register(AgentSearch(policy))
 
 
 register(Agent())
 register(AgentSearch())
-

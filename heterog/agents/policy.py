@@ -6,8 +6,8 @@ The decoder is a first-order Markov chain over the blocks in the order of the fo
                              + stay_g [c = a_{g-1}] )
 
 so log-probabilities are exact, one pass of the network serves any number of samples, and drawing
-one costs a table look-up per block. Candidates that cannot hold a block are masked; while sampling,
-so are those for which the devices have no memory left.
+one costs a table look-up per block. Candidates that cannot hold a block are masked; while
+sampling, so are those for which the devices have no memory left.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from heterog.agents.config import PolicyConfig
 from heterog.agents.encoder import make_encoder, mlp
 from heterog.agents.graph_data import PairBatch
-from heterog.envs.observation import NUM_PAIR_FEATURES
+from heterog.envs.observation import NUM_PAIR_FEATURES, PAIR_SLOWER
 from heterog.envs.pair import Pair, RunningMemory
 from heterog.strategy.program import IntArray
 
@@ -99,6 +99,8 @@ class Policy(nn.Module):
         self.from_candidate = nn.Linear(width, _PAIR_WIDTH, bias=False)
         self.from_pair = nn.Linear(NUM_PAIR_FEATURES, _PAIR_WIDTH, bias=False)
         self.to_score = nn.Linear(_PAIR_WIDTH, 1)
+        # An untrained policy prefers what is analytically fast; training corrects that.
+        self.prior = nn.Parameter(torch.tensor([1.0, 2.0, 2.0]))
         self.value = mlp(width, width, 1)
         self.transition = config.rank > 0
         if self.transition:
@@ -121,6 +123,8 @@ class Policy(nn.Module):
             + self.from_candidate(candidates)[:, None]
         )
         unary = unary + self.to_score(nn.functional.gelu(hidden)).squeeze(3)
+        promise = (batch.promise * self.prior[1:]).sum(dim=2)[:, None]
+        unary = unary - self.prior[0] * batch.pairs[..., PAIR_SLOWER] - promise
         unary = unary.masked_fill(~batch.allowed, _MASKED)
         real = batch.block_mask[:, :, None]
         mean = (blocks * real).sum(dim=1) / real.sum(dim=1)
@@ -239,7 +243,8 @@ def masks_of(pair: Pair, rows: IntArray) -> npt.NDArray[np.bool_]:
 def rule_of_thumb(pair: Pair) -> PairScores:
     """Scores without a network: analytic times, and a bonus for staying. Starts of a search."""
     observation = pair.observation
-    unary = np.where(observation.fits, -2.0 * observation.pairs[:, :, 4], np.float32(_MASKED))
+    slower = observation.pairs[:, :, PAIR_SLOWER]
+    unary = np.where(observation.fits, -2.0 * slower, np.float32(_MASKED))
     zeros = np.zeros(pair.num_blocks, np.float32)
     return PairScores(
         unary=unary.astype(np.float32),

@@ -1,9 +1,9 @@
 """PPO through stable-baselines3, with an extractor and a policy of our own.
 
-The environment is ``heterog/StrategyOneShot-v0`` behind a wrapper that shows only the number of the
-pair: the extractor knows the pairs, and encodes each that occurs in a minibatch once, however often
-it occurs. All environments play the same pair at a time, so that few occur. Masks are those of the
-decoder, memory included, and log-probabilities are exact.
+The environment is ``heterog/StrategyOneShot-v0`` behind a wrapper that shows only the number of
+the pair: the extractor knows the pairs, and encodes each that occurs in a minibatch once, however
+often it occurs. All environments play the same pair at a time, so that few occur. Masks are those
+of the decoder, memory included, and log-probabilities are exact.
 """
 
 import time
@@ -26,7 +26,7 @@ from heterog.agents.config import PolicyConfig
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.policy import Policy, Scores, draw, log_probabilities, masks_of
 from heterog.envs.pair import Pair
-from heterog.envs.spaces import Padded, Padding
+from heterog.envs.spaces import Padded, Padding, pair_space
 from heterog.envs.strategy_env import StrategyOneShotEnv
 
 NUM_ENVS = 16
@@ -47,9 +47,9 @@ class TurnsEnv(gym.Wrapper[Padded, npt.NDArray[np.int64], Padded, npt.NDArray[np
         self._num_pairs = len(env.pairs)
         self._seed = seed
         self.turn = 0
-        space = env.observation_space
-        assert isinstance(space, gym.spaces.Dict)
-        self.observation_space = gym.spaces.Dict({"pair": space["pair"]})
+        self.observation_space: gym.Space[Any] = gym.spaces.Dict(
+            {"pair": pair_space(env.padding)["pair"]}
+        )
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -89,7 +89,8 @@ class PairExtractor(BaseFeaturesExtractor):
 
     def encode(self, observations: dict[str, Tensor]) -> tuple[Scores, Tensor, list[int]]:
         """(scores of the pairs that occur, which of them each row is, their numbers)."""
-        numbers, which = observations["pair"].reshape(-1).long().unique(return_inverse=True)
+        asked = observations["pair"].reshape(-1).long()
+        numbers, which = torch.unique(asked, return_inverse=True)
         present = numbers.tolist()
         self.num_encoded += len(present)
         batch = PairBatch([self.pairs[number].observation for number in present])
@@ -144,18 +145,14 @@ class PairPolicy(ActorCriticPolicy):
         """Let go of what was kept about earlier draws."""
         self._masks.clear()
 
-    def forward(
-        self, obs: dict[str, Tensor], deterministic: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, obs: Any, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Draw actions; their values and log-probabilities."""
         scores, which, present = self.extractor.encode(obs)
         actions = self._draw(scores, which, present, greedy=deterministic)
         log_p, _ = self._log_p(scores, which, present, actions)
         return actions, scores.value[which][:, None], log_p
 
-    def evaluate_actions(
-        self, obs: Any, actions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def evaluate_actions(self, obs: Any, actions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Values, log-probabilities and entropies of actions drawn before."""
         scores, which, present = self.extractor.encode(obs)
         log_p, entropy = self._log_p(scores, which, present, actions.long())
@@ -170,9 +167,7 @@ class PairPolicy(ActorCriticPolicy):
         scores, which, present = self.extractor.encode(observation)
         return self._draw(scores, which, present, greedy=deterministic)
 
-    def _draw(
-        self, scores: Scores, which: Tensor, present: list[int], *, greedy: bool
-    ) -> Tensor:
+    def _draw(self, scores: Scores, which: Tensor, present: list[int], *, greedy: bool) -> Tensor:
         assert isinstance(self.action_space, gym.spaces.MultiDiscrete)
         actions = torch.zeros(len(which), len(self.action_space.nvec), dtype=torch.long)
         for index, number in enumerate(present):
@@ -278,6 +273,7 @@ class PpoLearner:
         """What a run needs to go on exactly, between rollouts."""
         # Minibatches are cut by numpy's global generator, which stable-baselines3 seeds.
         name, words, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+        words = np.asarray(words)
         env = self.envs.envs[0]
         assert isinstance(env, TurnsEnv)
         return {

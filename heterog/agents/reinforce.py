@@ -22,7 +22,7 @@ from torch import Tensor
 
 from heterog.agents.policy import Scores, draw, log_probabilities, masks_of
 from heterog.envs.pair import Pair
-from heterog.envs.reward import reward_of
+from heterog.envs.reward import RewardFunction, reward_of
 from heterog.strategy.program import IntArray
 
 POOL_SIZE = 8
@@ -55,6 +55,7 @@ class ReinforceStep:
         entropy: mean entropy of whole strategies, nats.
         out_of_memory: part of the drawn strategies that do not fit.
         num_evaluations: strategies scored.
+        rows: per pair, every row that was scored.
         improved: per pair, the best drawn row that fits and its seconds.
     """
 
@@ -64,6 +65,7 @@ class ReinforceStep:
     entropy: float
     out_of_memory: float
     num_evaluations: int
+    rows: tuple[IntArray, ...]
     improved: tuple[tuple[IntArray, float] | None, ...]
 
 
@@ -73,11 +75,16 @@ class Reinforce:
     Args:
         samples_per_pair: K.
         entropy_nats: entropy of whole strategies at the start and at the end of training.
+        reward: of a scored row.
     """
 
     def __init__(
-        self, samples_per_pair: int = 16, entropy_nats: tuple[float, float] = (12.0, 6.0)
+        self,
+        samples_per_pair: int = 16,
+        entropy_nats: tuple[float, float] = (12.0, 6.0),
+        reward: RewardFunction = reward_of,
     ) -> None:
+        self._reward = reward
         self.num_samples = samples_per_pair
         self._entropy_nats = entropy_nats
         self.coefficient = 0.01
@@ -136,6 +143,7 @@ class Reinforce:
             entropy=float(mean_entropy.detach()),
             out_of_memory=float(np.mean([each.out_of_memory for each in drawn])),
             num_evaluations=sum(len(each.rows) for each in drawn),
+            rows=tuple(each.rows for each in drawn),
             improved=tuple(each.best for each in drawn),
         )
 
@@ -154,7 +162,7 @@ class Reinforce:
             for number, decision in enumerate(pair.table):
                 if decision.devices == devices:
                     row = np.full(pair.num_blocks, number, np.int32)
-                    state.remember(reward_of(pair, pair.score(row)).reward, row)
+                    state.remember(self._reward(pair, pair.score(row)).reward, row)
         return self.states[key]
 
     def _draw(
@@ -164,7 +172,7 @@ class Reinforce:
         replay = np.frombuffer(state.pool[rng.integers(len(state.pool))][1], np.int32)
         rows = np.concatenate([found.rows, replay[None]])
         masks = np.concatenate([found.masks, masks_of(pair, replay[None])])
-        results = [reward_of(pair, pair.score(row)) for row in rows]
+        results = [self._reward(pair, pair.score(row)) for row in rows]
         rewards = np.array([each.reward for each in results])
         fresh = rewards[:-1]
         average = state.average if state.average is not None else float(fresh.mean())
@@ -202,4 +210,3 @@ class _Drawn:
     out_of_memory: float
     speedup: float
     best: tuple[IntArray, float] | None
-

@@ -1,8 +1,8 @@
 """Training on many pairs at once: examples, steps, validation, checkpoints, resume.
 
 ``imitation``, ``reinforce`` and ``mixed`` (both losses on the same pairs) run here; ``ppo`` is
-``heterog.agents.ppo``. Every random draw comes from one generator whose state is in the checkpoint,
-so a run that was stopped and resumed ends with the same weights as one that was not.
+``heterog.agents.ppo``. Every random draw comes from one generator whose state is in the
+checkpoint, so a run that was stopped and resumed ends with the same weights as one that was not.
 """
 
 import time
@@ -52,7 +52,7 @@ class TrainingConfig:
         pairs_per_step: pairs in each.
         elites_per_pair: elites of each pair in a step.
         samples_per_pair: strategies drawn for each pair in a step of REINFORCE.
-        learning_rate: at its peak, after 50 steps; falls to a tenth linearly.
+        learning_rate: at its peak, after 50 steps or a tenth; falls to a tenth linearly.
         entropy_nats: entropy of strategies that REINFORCE holds at the start and at the end.
         imitation_weight: of imitation in ``mixed``.
         check_every: steps between validations.
@@ -62,8 +62,8 @@ class TrainingConfig:
 
     algorithm: Algorithm = Algorithm.IMITATION
     num_pairs: int = 400
-    search_evaluations: int = 1000
-    num_steps: int = 1600
+    search_evaluations: int = 600
+    num_steps: int = 1200
     pairs_per_step: int = 8
     elites_per_pair: int = 4
     samples_per_pair: int = 16
@@ -141,8 +141,8 @@ class Trainer:
         self.policy = self.make_policy(network or PolicyConfig())
         if initial is not None:
             self.policy.load_state_dict(initial.state_dict())
-        self.optimizer = torch.optim.Adam(
-            self.policy.parameters(), config.learning_rate, betas=(0.9, 0.98)
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.02
         )
         self.rng = np.random.default_rng([config.seed, 77])
         self.reinforce = Reinforce(config.samples_per_pair, config.entropy_nats)
@@ -247,7 +247,7 @@ class Trainer:
     def _one_step(self, examples: list[Example], begin: float) -> None:
         config = self.config
         fraction = self.step / config.num_steps
-        warm = min((self.step + 1) / 50.0, 1.0)
+        warm = min((self.step + 1) / min(50.0, max(config.num_steps / 10.0, 1.0)), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * warm * (1.0 - 0.9 * fraction)
         self.policy.train()
@@ -302,6 +302,7 @@ class Trainer:
         (loss * part).backward()  # type: ignore[no-untyped-call]
 
     def pair(self, index: int) -> Pair:
+        """A training pair, kept once it was made, without the scores of earlier steps."""
         if index not in self._pairs:
             self._pairs[index] = self.source.pair(index)
         pair = self._pairs[index]
@@ -314,7 +315,7 @@ class Trainer:
         row = {"step": float(self.step), "num_evaluations": float(self.num_evaluations)} | row
         self.history.append(row)
         assert self.best is not None
-        if row["best_of_16"] < self.best[0]:
+        if row["best_of_16"] <= self.best[0]:
             self.best = (row["best_of_16"], _copy(self.policy))
         if self._writer is not None:
             for name, value in row.items():

@@ -106,7 +106,7 @@ class ModelMemory:
         gradient_bytes: of each block.  # [num_blocks]
         saved_bytes: kept from forward to backward whatever the share.  # [num_blocks]
         saved_bytes_per_sample: kept per sample of the share.  # [num_blocks]
-        inner_bytes_per_sample: most that lives inside one op of a block, per sample.
+        inner_bytes_per_sample: most that one op of a block makes for the moment, per sample.
         usable_bytes: of each device.  # [num_devices]
     """
 
@@ -126,11 +126,12 @@ class ModelMemory:
         self.saved_bytes_per_sample = np.bincount(
             block[kept], tables.value_bytes_per_sample[kept], blocks
         )
-        inner = ~is_saved & (block >= 0)
+        # What an op makes and nobody keeps is alive together while it runs.
+        passing = np.where(is_saved, 0.0, tables.value_bytes_per_sample)
+        by_op = np.bincount(tables.value_op, passing, len(tables.op_id))
         self.inner_bytes_per_sample = np.zeros(blocks)
-        np.maximum.at(
-            self.inner_bytes_per_sample, block[inner], tables.value_bytes_per_sample[inner]
-        )
+        owned = tables.op_group >= 0
+        np.maximum.at(self.inner_bytes_per_sample, tables.op_group[owned], by_op[owned])
         self.usable_bytes = np.array(
             [float(device.usable_memory_bytes) for device in evaluator.cluster.devices]
         )
@@ -180,8 +181,10 @@ class _ShareSolver:
 
     def _within(self, devices: Sequence[int], limits: FloatArray, seconds: float) -> FloatArray:
         """Samples that each device manages in some seconds."""
-        done = np.array([
-            np.interp(seconds, self.seconds[self.type_of[d]], self.samples, left=0.0)
-            for d in devices
-        ])
-        return np.minimum(done, limits)
+        done = np.array(
+            [
+                np.interp(seconds, self.seconds[self.type_of[d]], self.samples, left=0.0)
+                for d in devices
+            ]
+        )
+        return np.asarray(np.minimum(done, limits), np.float64)

@@ -34,7 +34,7 @@ class ClusterRange:
 
     min_devices: int = 2
     max_devices: int = 32
-    traffic: tuple[float, float] = (0.1, 12.0)
+    traffic: tuple[float, float] = (0.1, 10.0)
     nic_spread: float = 2.5
     speed_spread: float = 1.5
     tight: float = 0.3

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster
 from heterog.envs.candidates import ModelMemory
 from heterog.envs.coarse import CoarseEvaluator
+from heterog.envs.merging import sums
 from heterog.strategy.channels import ChannelKind
 from heterog.strategy.strategy import Decision, Sync, split_evenly
 
@@ -29,6 +30,10 @@ NUM_BLOCK_DEVICE_FEATURES = 2
 NUM_CANDIDATE_FEATURES = 17
 NUM_PAIR_FEATURES = 6
 NUM_SYNCS = 4
+WHOLE_SLOWER, WHOLE_SUM = 5, 6
+"""Columns of ``candidates``: the whole model's slower of compute and synchronisation; the sum."""
+PAIR_SLOWER = 4
+"""Column of ``pairs``: the same of one block."""
 
 _KINDS = (
     ("mm", "addmm", "bmm", "baddbmm", "linear"),
@@ -50,7 +55,7 @@ class Observation:
         devices: speed, memory and NIC of each device.  # [D, 8]
         links: rate, latency, and whether two devices share a host.  # [D, D, 3]
         block_devices: seconds of each block on each device.  # [G, D, 2]
-        candidates: reach, compute, synchronisation and memory if the whole model did so.  # [C, 17]
+        candidates: reach, compute, synchronisation, memory if the whole model did so.  # [C, 17]
         shares: part of the batch on each device.  # [C, D]
         pairs: compute, synchronisation and memory of each block under each candidate.  # [G, C, 6]
         overlap: part of the batch that two candidates have on the same devices.  # [C, C]
@@ -109,9 +114,9 @@ class _Observer:
         for number, decision in enumerate(table):
             self.counts[number, list(decision.devices)] = decision.shares
             self.member[number, list(decision.devices)] = True
-        self.whole = np.stack([
-            self._block_seconds(kind, self.batch) for kind in range(len(cluster.device_types))
-        ])[self.type_of]  # seconds of each block with the whole batch  # [D, G]
+        self.whole = np.stack(
+            [self._block_seconds(kind, self.batch) for kind in range(len(cluster.device_types))]
+        )[self.type_of]  # seconds of each block with the whole batch  # [D, G]
         self.bound_s = 1.0 / (1.0 / self.whole.sum(axis=1)).sum()
         self.nic = np.array([
             cluster.nic_bandwidth_bytes_per_s(host) if cluster.num_hosts > 1
@@ -123,7 +128,7 @@ class _Observer:
     def _block_seconds(self, kind: int, samples: int) -> npt.NDArray[np.float64]:
         group = self.evaluator.tables.op_group
         seconds = self.evaluator.group_seconds(kind, samples)
-        return np.bincount(group[group >= 0], seconds[group >= 0], self.num_blocks)
+        return sums(group[group >= 0], seconds[group >= 0], self.num_blocks)
 
     def observe(self) -> Observation:
         edges, edge_bytes = self._edges()
@@ -158,7 +163,7 @@ class _Observer:
         real = (maker >= 0) & (maker != tables.slot_group)
         key = maker[real].astype(np.int64) * blocks + tables.slot_group[real]
         unique, inverse = np.unique(key, return_inverse=True)
-        return np.stack([unique // blocks, unique % blocks]), np.bincount(
+        return np.stack([unique // blocks, unique % blocks]), sums(
             inverse, moved[real], len(unique)
         )
 
@@ -168,12 +173,12 @@ class _Observer:
         tables, memory, num = self.evaluator.tables, self.memory, self.num_blocks
         compute = (1.0 / (1.0 / np.maximum(self.whole, 1e-15)).sum(axis=0)) / self.bound_s
         parameters = memory.gradient_bytes / max(memory.gradient_bytes.sum(), 1.0)
-        out = np.bincount(edges[0], edge_bytes, num)
+        out = sums(edges[0], edge_bytes, num)
         saved = memory.saved_bytes + self.batch * memory.saved_bytes_per_sample
         phase = np.array([int(self.evaluator.graph.ops[op].phase) for op in tables.op_id])
         seconds = self.evaluator.group_seconds(0, self.batch)
         forward = (tables.op_group >= 0) & (phase == 0)
-        forward_s = np.bincount(tables.op_group[forward], seconds[forward], num)
+        forward_s = sums(tables.op_group[forward], seconds[forward], num)
         rate_s = num / self.mean_rate / self.bound_s
         position = np.arange(num) / max(num - 1, 1)
         return np.column_stack([
@@ -208,7 +213,7 @@ class _Observer:
         family = np.array([known[graph.ops[op].kind] for op in fine])
         real = block >= 0
         width = len(_KINDS) + 1
-        mixed = np.bincount(
+        mixed = sums(
             block[real] * width + family[real], work[real], self.num_blocks * width
         ).reshape(self.num_blocks, width)
         return np.asarray(mixed / np.maximum(mixed.sum(axis=1, keepdims=True), 1e-12))
@@ -275,7 +280,9 @@ class _Observer:
         speed = self.bound_s / self.whole.sum(axis=1)
         total, total_sync = compute.sum(axis=0), sync.sum(axis=0)
         peak = (held.sum(axis=0) / usable).max(axis=1)
-        slowest = np.array([min(self.nic[self.cluster.host_of[d]] for d in c.devices) for c in table])
+        slowest = np.array(
+            [min(self.nic[self.cluster.host_of[d]] for d in c.devices) for c in table]
+        )
         kinds = np.zeros((len(table), NUM_SYNCS))
         for number, decision in enumerate(table):
             if len(decision.devices) > 1:
@@ -362,6 +369,6 @@ class _Observer:
             + (memory.saved_bytes_per_sample + memory.inner_bytes_per_sample)[:, None, None]
             * self.counts
         )
-        fits = (held <= memory.usable_bytes).all(axis=2)
+        fits = np.asarray((held <= memory.usable_bytes).all(axis=2), np.bool_)
         # A block that fits nowhere may go anywhere: the outcome tells.
         return np.asarray(fits | ~fits.any(axis=1, keepdims=True))

@@ -129,15 +129,16 @@ class RunningMemory:
     """Memory used while a row is filled block by block, for many rows at once.
 
     A device holds the state of its blocks, and at the height of the step either what forward has
-    kept or the gradients, whichever is more, and the largest value inside an op on top. The rest
-    of the model must still fit into what is left on all devices together.
+    kept or the gradients, whichever is more, and on top what one op makes for the moment, its
+    gradient included. The rest of the model must still fit into what is left on all devices
+    together.
 
     Args:
         pair: model and cluster.
         num_rows: rows that are filled side by side.
     """
 
-    MARGIN = 0.96
+    MARGIN = 0.95
     """Part of the memory that may be filled: this estimate leaves out small things."""
 
     def __init__(self, pair: Pair, num_rows: int) -> None:
@@ -189,7 +190,7 @@ class RunningMemory:
             self._saved[:, None] + saved * self._counts,
             self._gradient[:, None] + gradient * self._holds,
         )
-        total += np.maximum(self._inner[:, None], inner * self._counts)
+        total += np.maximum(self._inner[:, None], inner * self._counts + gradient * self._holds)
         total += self._start[None, None].astype(np.float32)
         free = np.maximum(1.0 - total, 0.0) @ self._room
         fits = (total <= 1.0).all(axis=2) & self._observation.fits[block]
@@ -197,7 +198,7 @@ class RunningMemory:
         # Rather too little room for the rest than a device that is surely too small.
         fits = np.where(roomy.any(axis=1, keepdims=True), roomy, fits)
         least = total.max(axis=2) <= total.max(axis=2).min(axis=1, keepdims=True) + 1e-6
-        return np.where(fits.any(axis=1, keepdims=True), fits, least)
+        return np.asarray(np.where(fits.any(axis=1, keepdims=True), fits, least), np.bool_)
 
     def add(self, candidates: Sequence[int] | IntArray) -> None:
         """Decide the next block of every row."""
@@ -207,5 +208,6 @@ class RunningMemory:
         self._saved += np.float32(memory.saved_bytes_per_sample[block]) * self._counts[chosen]
         self._gradient += np.float32(memory.gradient_bytes[block]) * self._holds[chosen]
         inner = np.float32(memory.inner_bytes_per_sample[block]) * self._counts[chosen]
+        inner = inner + np.float32(memory.gradient_bytes[block]) * self._holds[chosen]
         np.maximum(self._inner, inner, out=self._inner)
         self._block += 1

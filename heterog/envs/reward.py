@@ -10,6 +10,7 @@ better than more.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from heterog.envs.pair import Pair, Score
@@ -34,6 +35,10 @@ class Reward:
     step_time_s: float
     speedup: float
     overflow: float
+
+
+RewardFunction = Callable[["Pair", "Score"], Reward]
+"""What environments and learners take for a reward: of a scored row of a pair."""
 
 
 def reward_of(pair: Pair, score: Score) -> Reward:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 # Registers the baselines that rewards are relative to.
 import heterog.planners.portfolio  # noqa: F401
 from heterog.envs.pair import Pair, RunningMemory
-from heterog.envs.reward import reward_of
+from heterog.envs.reward import RewardFunction, reward_of
 from heterog.envs.spaces import LIMIT, Padded, Padding, pad_pair, pair_space, read_action
 from heterog.envs.toy import chain_graph, toy_cluster
 
@@ -24,8 +24,12 @@ class _StrategyEnv(gym.Env[Padded, Any]):
     metadata = {"render_modes": []}  # noqa: RUF012  (as Gymnasium declares it)
 
     def __init__(
-        self, pairs: Sequence[Pair] | None = None, padding: Padding | None = None
+        self,
+        pairs: Sequence[Pair] | None = None,
+        padding: Padding | None = None,
+        reward: RewardFunction = reward_of,
     ) -> None:
+        self._reward = reward
         self.pairs = list(pairs or [Pair(chain_graph(), toy_cluster())])
         self.padding = padding or Padding.of(self.pairs)
         self._padded = [
@@ -49,7 +53,7 @@ class _StrategyEnv(gym.Env[Padded, Any]):
 
     def _finish(self, row: npt.ArrayLike, masked: int) -> tuple[float, Info]:
         """Reward of a whole row, and its terms."""
-        found = reward_of(self.pair, self.pair.score(row))
+        found = self._reward(self.pair, self.pair.score(row))
         self.pair.forget()
         return found.reward, {
             "step_time_s": found.step_time_s,
@@ -67,8 +71,8 @@ class StrategyOneShotEnv(_StrategyEnv):
 
     ## Description
     A *pair* is a captured training step and a cluster. The step's groups of ops are joined into at
-    most 48 *blocks* in the order of the forward pass. An action names for each block one row of the
-    pair's candidate table: a device set, shares of the batch on it, and a synchronisation of
+    most 48 *blocks* in the order of the forward pass. An action names for each block one row of
+    the pair's candidate table: a device set, shares of the batch on it, and a synchronisation of
     gradients. The coarse simulator answers with the seconds of a step.
 
     ## Action space
@@ -88,7 +92,7 @@ class StrategyOneShotEnv(_StrategyEnv):
     | devices, device_mask | D x 8, D | speed, memory, NIC |
     | links | D x D x 3 | rate, latency, same host |
     | block_devices | G x D x 2 | predicted seconds of each block on each device |
-    | candidates, candidate_mask | C x 17, C | reach, compute, synchronisation, memory of each row |
+    | candidates, candidate_mask | C x 17, C | reach, compute, synchronisation, memory of rows |
     | shares | C x D | part of the batch on each device |
     | action_mask | G x C | rows that can hold a block if it were alone |
 
@@ -101,17 +105,21 @@ class StrategyOneShotEnv(_StrategyEnv):
     ``reset`` draws a pair (or takes ``options={"pair": number}``); one step ends it.
 
     ## Arguments
-    ``pairs``: what to draw from; a toy if none is given. ``padding``: sizes to pad to.
+    ``pairs``: what to draw from; a toy if none is given. ``padding``: sizes to pad to. ``reward``:
+    another function of pair and score.
 
     ## Version
     v0: observation version 1.
     """
 
     def __init__(
-        self, pairs: Sequence[Pair] | None = None, padding: Padding | None = None
+        self,
+        pairs: Sequence[Pair] | None = None,
+        padding: Padding | None = None,
+        reward: RewardFunction = reward_of,
     ) -> None:
-        super().__init__(pairs, padding)
-        self.observation_space = gym.spaces.Dict(pair_space(self.padding))
+        super().__init__(pairs, padding, reward)
+        self.observation_space: gym.Space[Any] = gym.spaces.Dict(pair_space(self.padding))
         self.action_space = gym.spaces.MultiDiscrete(
             [self.padding.candidates] * self.padding.blocks
         )
@@ -143,8 +151,8 @@ class StrategyEnv(_StrategyEnv):
     ``info["masked_actions"]`` grows.
 
     ## Observation space
-    That of ``heterog/StrategyOneShot-v0``, where the mask of the current block also leaves out what
-    no longer fits beside the blocks decided so far, and
+    That of ``heterog/StrategyOneShot-v0``, where the mask of the current block also leaves out
+    what no longer fits beside the blocks decided so far, and
 
     | key | shape | what |
     |---|---|---|
@@ -161,18 +169,22 @@ bound, and the part of the batch that changed devices |
     Ends when every block is decided; is truncated after four times as many steps.
 
     ## Arguments
-    ``pairs``: what to draw from; a toy if none is given. ``padding``: sizes to pad to.
+    ``pairs``: what to draw from; a toy if none is given. ``padding``: sizes to pad to. ``reward``:
+    another function of pair and score.
 
     ## Version
     v0: observation version 1.
     """
 
     def __init__(
-        self, pairs: Sequence[Pair] | None = None, padding: Padding | None = None
+        self,
+        pairs: Sequence[Pair] | None = None,
+        padding: Padding | None = None,
+        reward: RewardFunction = reward_of,
     ) -> None:
-        super().__init__(pairs, padding)
+        super().__init__(pairs, padding, reward)
         blocks, candidates = self.padding.blocks, self.padding.candidates
-        self.observation_space = gym.spaces.Dict(
+        self.observation_space: gym.Space[Any] = gym.spaces.Dict(
             pair_space(self.padding)
             | {
                 "block": gym.spaces.Box(0, blocks, (1,), np.int64),
