@@ -303,14 +303,14 @@ class _Merger:
         last_reader = np.repeat(position, np.diff(fine.value_start))
         np.maximum.at(last_reader, fine.read_value, np.repeat(position, np.diff(fine.read_start)))
         dying: list[list[int]] = [[] for _ in fine.op_id]
-        for value in np.flatnonzero(~is_kept):
-            dying[self.sequence[last_reader[value]]].append(int(value))
+        for passing in np.flatnonzero(~is_kept).tolist():
+            dying[self.sequence[last_reader[passing]]].append(passing)
         left = sums(self.coarse_of[fine.value_op], np.where(is_kept, whole, 0.0), self.num_ops)
         excess = np.zeros(self.num_ops)
         split = np.zeros(self.num_ops)
         live = inner = inner_split = 0.0
         before = -1
-        for op in self.sequence:
+        for op in self.sequence.tolist():
             run = int(self.coarse_of[op])
             if run != before:
                 live = inner = inner_split = 0.0

@@ -30,8 +30,21 @@ def test_every_candidate_is_legal_and_different() -> None:
     assert set(inside) == {Sync.RING, Sync.PARAMETER_SERVER}
 
 
-def test_solved_shares_mind_memory() -> None:
+def test_solved_shares_shorten_the_slowest_device_and_mind_memory() -> None:
     graph, roomy = language_graph(), language_pair()
+    everywhere = {d.shares for d in roomy.table if d.devices == (0, 1, 2, 3)}
+    assert len(everywhere) == 3  # even, proportional, solved
+
+    def slowest_s(shares: tuple[int, ...]) -> float:
+        kinds = roomy.cluster.type_index
+        return max(
+            float(roomy.evaluator.group_seconds(kinds[device], samples).sum())
+            for device, samples in enumerate(shares)
+        )
+
+    solved = min(everywhere, key=slowest_s)
+    assert max(solved) == 15
+    # Room for the state and 13.5 samples on each device: the solved shares are others.
     memory = roomy.memory
     fixed = memory.state_bytes.sum() + memory.saved_bytes.sum() + memory.common_bytes
     per_sample = (
@@ -39,14 +52,10 @@ def test_solved_shares_mind_memory() -> None:
         + memory.inner_bytes_per_sample.max()
         + memory.input_bytes_per_sample
     )
-    # Room for the state and 13.5 of 48 samples; a V100's proportional share is more than 14.
     gib = float(fixed + 13.5 * per_sample) / 0.95 / 2**30
     tight = Pair(graph, mixed_cluster(memory_gib=gib))
-    everywhere = {d.shares for d in tight.table if d.devices == (0, 1, 2, 3)}
-    proportional = {d.shares for d in roomy.table if d.devices == (0, 1, 2, 3)}
-    assert max(max(shares) for shares in proportional) > 14
-    (solved,) = everywhere - proportional
-    assert max(solved) <= 13
+    assert tight.memory.most_samples(0) == pytest.approx(13.5, rel=1e-3)
+    assert solved not in {d.shares for d in tight.table}
 
 
 def test_observation_holds_ratios_only() -> None:
@@ -77,7 +86,7 @@ def test_running_memory_is_near_the_simulated_peak() -> None:
     rows[20:, pair.num_blocks // 2 :] = rng.integers(pair.num_candidates, size=(20, 1))
     memory = RunningMemory(pair, len(rows))
     for block in range(pair.num_blocks):
-        memory.add(rows[:, block])
+        memory.add(rows[:, block].tolist())
     for row, used in zip(rows, memory.used, strict=True):
         choice = pair.space.encode(row.astype(np.int32), bucket_bytes=0, num_steps=1)
         evaluation = pair.evaluator.evaluate_choice(choice, Order.RANK)
@@ -95,7 +104,7 @@ def test_draws_stay_within_memory_where_replicas_do_not_fit() -> None:
     rows = draw(rule_of_thumb(pair), pair, 32, np.random.default_rng(0)).rows
     overflow = np.array([pair.score(row).overflow for row in rows])
     assert (overflow == 0.0).any()
-    assert np.mean(overflow < 0.06) > 0.9  # the estimate is off by a few percent at most
+    assert overflow.max() < 0.12  # the estimate is off by a few percent
 
 
 def test_reward_is_the_log_of_the_speedup_and_grades_overrun() -> None:
