@@ -1,9 +1,11 @@
 """Policies as planners: ``agent`` answers alone, ``agent+search`` leads a local search.
 
 ``agent`` makes one pass of the network and at most 64 draws (the first one greedy), scores them
-coarsely, scores the best eight at the op level and hands the best four over. No baseline is among
-them and none is improved. ``agent+search`` gives the same proposals to local search as seeds, and
-lets its moves take over parts of further draws, so that the policy's probabilities order them.
+coarsely, scores the best eight at the op level (the best three of them with micro-batches and
+recomputation too, which are no part of what a policy decides) and hands the best four over. No
+baseline is among them and none is improved. ``agent+search`` gives the same proposals to local
+search as seeds, and lets its moves take over parts of further draws, so that the policy's
+probabilities order them.
 
 Importing this registers both; torch is imported when one is asked to plan.
 """
@@ -34,6 +36,9 @@ NUM_RESCORED = 8
 NUM_RETURNED = 4
 NUM_PROPOSALS = 256
 BUCKETS = (0, DEFAULT_BUCKET_BYTES)
+NUM_VARIED = 3
+VARIANTS = ((1, True), (2, False), (2, True), (4, False), (4, True), (8, False), (8, True))
+"""Micro-batches, and whether every group recomputes."""
 
 _log = logging.getLogger(__name__)
 
@@ -119,6 +124,9 @@ def rescore(
 ) -> tuple[tuple[Candidate, ...], int]:
     """Score the first rows at the op level, in both bucket sizes.
 
+    What holds for the whole step is no part of a row: for the best three, micro-batches and
+    recomputation are tried as well.
+
     Args:
         task: what the rows are for.
         pair: its model and cluster.
@@ -142,25 +150,57 @@ def rescore(
     count = NUM_RESCORED
     if task.budget.evaluations is not None:
         count = max(min(count, (task.budget.evaluations - spent) // len(BUCKETS)), 1)
-    scored = []
-    for number, coarse in enumerate(rows[:count]):
+    again = [space.add(replace(decision, recompute=True)) for decision in pair.table]
+    scored: list[tuple[tuple[float, float], _Whole]] = []
+
+    def row_of(whole: _Whole) -> IntArray:
+        row = pair.groups(rows[whole.number])
+        return np.array(again, np.int32)[row] if whole.recompute else row
+
+    def score(whole: _Whole) -> None:
+        choice = space.encode(
+            row_of(whole),
+            bucket_bytes=whole.bucket_bytes,
+            num_steps=steps,
+            num_micro=whole.num_micro,
+        )
+        scored.append((evaluator.evaluate_choice(choice, judge).preference, whole))
+
+    for number in range(min(count, len(rows))):
         for bucket_bytes in BUCKETS:
-            choice = space.encode(pair.groups(coarse), bucket_bytes=bucket_bytes, num_steps=steps)
-            evaluation = evaluator.evaluate_choice(choice, judge)
-            scored.append((evaluation.preference, number, bucket_bytes))
+            score(_Whole(number=number, bucket_bytes=bucket_bytes))
+    scored.sort()
+    for whole in [whole for _, whole in scored[:NUM_VARIED]]:
+        for num_micro, recompute in VARIANTS:
+            allowed = task.budget.evaluations
+            if allowed is not None and spent + len(scored) >= allowed:
+                break
+            if num_micro <= pair.graph.batch_size:
+                score(replace(whole, num_micro=num_micro, recompute=recompute))
     scored.sort()
     candidates = tuple(
         Candidate(
             strategy=space.decode(
-                pair.groups(rows[number]),
-                bucket_bytes=bucket_bytes,
+                row_of(whole),
+                bucket_bytes=whole.bucket_bytes,
                 step_barrier=task.step_barrier,
+                num_micro=whole.num_micro,
             ),
             orders=task.orders,
         )
-        for _, number, bucket_bytes in scored[:NUM_RETURNED]
+        for _, whole in scored[:NUM_RETURNED]
     )
     return candidates, len(scored)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class _Whole:
+    """A row of the policy's, by its number, and what holds for the whole step."""
+
+    number: int
+    bucket_bytes: int
+    num_micro: int = 1
+    recompute: bool = False
 
 
 class Agent:

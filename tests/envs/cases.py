@@ -94,4 +94,4 @@ def language_pair() -> Pair:
 @cache
 def toy_pair() -> Pair:
     """Four layers on two devices: 4 candidates per block, 256 rows in all."""
-    return Pair(chain_graph(4, 2048, 32), toy_cluster(5.0))
+    return Pair(chain_graph(4, 512, 1024), toy_cluster(5.0))
