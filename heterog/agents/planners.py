@@ -37,6 +37,8 @@ NUM_RETURNED = 4
 NUM_PROPOSALS = 256
 BUCKETS = (0, DEFAULT_BUCKET_BYTES)
 NUM_VARIED = 3
+TIGHT = 0.5
+"""Part of the candidates that cannot hold the whole model from which memory counts as scarce."""
 VARIANTS = ((1, True), (2, False), (2, True), (4, False), (4, True), (8, False), (8, True))
 """Micro-batches, and whether every group recomputes."""
 
@@ -89,6 +91,7 @@ def propose(task: Task, policy: str, num_samples: int = NUM_SAMPLES) -> Proposed
         num_samples: draws, the greedy one included.
     """
     from heterog.agents.policy import draw, score_pairs
+    from heterog.envs.observation import WHOLE_OVERFLOWS
     from heterog.envs.pair import Pair
 
     loaded = _policies.get(policy)
@@ -100,11 +103,19 @@ def propose(task: Task, policy: str, num_samples: int = NUM_SAMPLES) -> Proposed
     scores = score_pairs(loaded.policy, [pair])[0]
     rng = np.random.default_rng([task.seed, 64])
     greedy = draw(scores, pair, 1, rng, greedy=True).rows
-    drawn = draw(scores, pair, num_samples - 1, rng).rows if num_samples > 1 else greedy[:0]
-    rows = np.unique(np.concatenate([greedy, drawn]), axis=0)
+    # Where memory is scarce, half of the draws may recompute.
+    tight = bool((pair.observation.candidates[:, WHOLE_OVERFLOWS] > 0.5).mean() > TIGHT)
+    loose = (num_samples - 1) // 2 if tight else 0
+    drawn = draw(scores, pair, num_samples - 1 - loose, rng).rows
+    recomputed = draw(scores, pair, loose, rng, recompute=True).rows
+    rows = np.unique(np.concatenate([greedy, drawn, recomputed]), axis=0)
     found = [pair.score(row) for row in rows]
     order = sorted(range(len(rows)), key=lambda n: found[n].preference)
-    candidates, rescored = rescore(task, pair, rows[order], spent=len(rows))
+    # Those that do not fit as they are follow by their seconds alone: recomputing, they may.
+    loosely = sorted(range(len(rows)), key=lambda n: found[n].step_time_s)
+    candidates, rescored = rescore(
+        task, pair, rows[order], spent=len(rows), recomputing=rows[loosely] if tight else rows[:0]
+    )
     out_of_memory = float(np.mean([each.overflow > 0.0 for each in found]))
     _log.info(
         "policy %s, seed %d: %d draws for %s, %d different, %.0f %% do not fit",
@@ -120,7 +131,7 @@ def propose(task: Task, policy: str, num_samples: int = NUM_SAMPLES) -> Proposed
 
 
 def rescore(
-    task: Task, pair: "Pair", rows: IntArray, *, spent: int
+    task: Task, pair: "Pair", rows: IntArray, *, spent: int, recomputing: IntArray | None = None
 ) -> tuple[tuple[Candidate, ...], int]:
     """Score the first rows at the op level, in both bucket sizes.
 
@@ -132,6 +143,7 @@ def rescore(
         pair: its model and cluster.
         rows: best first by the coarse evaluator.
         spent: evaluations of the task's budget that are gone.
+        recomputing: rows to be tried with recomputation first, best first.
 
     Returns:
         The best candidates, best first, and the evaluations made.
@@ -166,9 +178,14 @@ def rescore(
         )
         scored.append((evaluator.evaluate_choice(choice, judge).preference, whole))
 
-    for number in range(min(count, len(rows))):
+    plain = min(count, len(rows))
+    for number in range(plain):
         for bucket_bytes in BUCKETS:
             score(_Whole(number=number, bucket_bytes=bucket_bytes))
+    if recomputing is not None and len(recomputing):
+        rows = np.concatenate([rows[:plain], recomputing[:count]])
+        for number in range(plain, len(rows)):
+            score(_Whole(number=number, bucket_bytes=DEFAULT_BUCKET_BYTES, recompute=True))
     scored.sort()
     for whole in [whole for _, whole in scored[:NUM_VARIED]]:
         for num_micro, recompute in VARIANTS:

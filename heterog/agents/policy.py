@@ -202,6 +202,7 @@ def draw(
     *,
     greedy: bool = False,
     keep_masks: bool = False,
+    recompute: bool = False,
 ) -> Samples:
     """Draw strategies block by block, never beyond the memory that is left.
 
@@ -212,8 +213,9 @@ def draw(
         rng: for the draws.
         greedy: take the best candidate at each block instead of drawing.
         keep_masks: return what could be chosen, for exact log-probabilities.
+        recompute: mind the memory as if every block recomputed.
     """
-    memory = RunningMemory(pair, num_rows)
+    memory = RunningMemory(pair, num_rows, recompute=recompute)
     rows = np.zeros((num_rows, pair.num_blocks), np.int32)
     shape = (num_rows, pair.num_blocks, pair.num_candidates) if keep_masks else (0, 0, 0)
     masks = np.zeros(shape, np.bool_)

@@ -106,6 +106,8 @@ class ModelMemory:
         gradient_bytes: of each block.  # [num_blocks]
         saved_bytes: kept from forward to backward whatever the share.  # [num_blocks]
         saved_bytes_per_sample: kept per sample of the share.  # [num_blocks]
+        passed_bytes_per_sample: of those, what other blocks read as well: it stays if the block
+            recomputes the rest.  # [num_blocks]
         inner_bytes_per_sample: most that one op of a block makes for the moment, per sample.
         usable_bytes: of each device.  # [num_devices]
     """
@@ -125,6 +127,10 @@ class ModelMemory:
         self.saved_bytes = np.bincount(block[kept], tables.value_bytes[kept], blocks)
         self.saved_bytes_per_sample = np.bincount(
             block[kept], tables.value_bytes_per_sample[kept], blocks
+        )
+        is_passed = kept & (np.diff(tables.value_slot_start) > 0)
+        self.passed_bytes_per_sample = np.bincount(
+            block[is_passed], tables.value_bytes_per_sample[is_passed], blocks
         )
         # What an op makes and nobody keeps is alive together while it runs.
         passing = np.where(is_saved, 0.0, tables.value_bytes_per_sample)

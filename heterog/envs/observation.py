@@ -32,6 +32,8 @@ NUM_PAIR_FEATURES = 6
 NUM_SYNCS = 4
 WHOLE_SLOWER, WHOLE_SUM = 5, 6
 """Columns of ``candidates``: the whole model's slower of compute and synchronisation; the sum."""
+WHOLE_OVERFLOWS = 8
+"""Column of ``candidates``: 1 where some device cannot hold its part of the whole model."""
 PAIR_SLOWER = 4
 """Column of ``pairs``: the same of one block."""
 

@@ -136,16 +136,24 @@ class RunningMemory:
     Args:
         pair: model and cluster.
         num_rows: rows that are filled side by side.
+        recompute: whether every block lets go of what only its own backward pass reads.
     """
 
     MARGIN = 0.95
     """Part of the memory that may be filled: this estimate leaves out small things."""
 
-    def __init__(self, pair: Pair, num_rows: int) -> None:
+    def __init__(self, pair: Pair, num_rows: int, *, recompute: bool = False) -> None:
         memory, table = pair.memory, pair.table
+        # A block that recomputes keeps what others read, and makes the rest anew for the moment.
+        self._kept = (
+            memory.passed_bytes_per_sample if recompute else memory.saved_bytes_per_sample
+        )
+        self._passing = memory.inner_bytes_per_sample + (
+            memory.saved_bytes_per_sample - self._kept
+        )
+        self._is_alone = None if recompute else pair.observation.fits
         usable = memory.usable_bytes
         devices, batch = len(usable), pair.graph.batch_size
-        self._observation = pair.observation
         self._state = np.zeros((num_rows, devices), np.float32)
         self._saved = np.zeros((num_rows, devices), np.float32)
         self._gradient = np.zeros((num_rows, devices), np.float32)
@@ -166,7 +174,7 @@ class RunningMemory:
         self._holds = (holds * scale).astype(np.float32)
         self._memory = memory
         self._room = (self.MARGIN * usable).astype(np.float32)
-        rest = memory.state_bytes + batch * memory.saved_bytes_per_sample
+        rest = memory.state_bytes + batch * self._kept
         self._rest = np.append(np.cumsum(rest[::-1])[::-1][1:], 0.0)  # after each block
         self._start = memory.common_bytes / usable
 
@@ -181,9 +189,9 @@ class RunningMemory:
     def fits(self) -> npt.NDArray[np.bool_]:
         """Which candidates the next block may take; all if none fits.  # [num_rows, C]"""
         memory, block = self._memory, self._block
-        saved = np.float32(memory.saved_bytes_per_sample[block])
+        saved = np.float32(self._kept[block])
         gradient = np.float32(memory.gradient_bytes[block])
-        inner = np.float32(memory.inner_bytes_per_sample[block])
+        inner = np.float32(self._passing[block])
         state = np.float32(memory.state_bytes[block])
         total = self._state[:, None] + state * self._state_of
         total += np.maximum(
@@ -193,7 +201,9 @@ class RunningMemory:
         total += np.maximum(self._inner[:, None], inner * self._counts + gradient * self._holds)
         total += self._start[None, None].astype(np.float32)
         free = np.maximum(1.0 - total, 0.0) @ self._room
-        fits = (total <= 1.0).all(axis=2) & self._observation.fits[block]
+        fits = (total <= 1.0).all(axis=2)
+        if self._is_alone is not None:
+            fits &= self._is_alone[block]
         roomy = fits & (free >= self._rest[block])
         # Rather too little room for the rest than a device that is surely too small.
         fits = np.where(roomy.any(axis=1, keepdims=True), roomy, fits)
@@ -205,9 +215,9 @@ class RunningMemory:
         memory, block = self._memory, self._block
         chosen = np.asarray(candidates)
         self._state += np.float32(memory.state_bytes[block]) * self._state_of[chosen]
-        self._saved += np.float32(memory.saved_bytes_per_sample[block]) * self._counts[chosen]
+        self._saved += np.float32(self._kept[block]) * self._counts[chosen]
         self._gradient += np.float32(memory.gradient_bytes[block]) * self._holds[chosen]
-        inner = np.float32(memory.inner_bytes_per_sample[block]) * self._counts[chosen]
+        inner = np.float32(self._passing[block]) * self._counts[chosen]
         inner = inner + np.float32(memory.gradient_bytes[block]) * self._holds[chosen]
         np.maximum(self._inner, inner, out=self._inner)
         self._block += 1
