@@ -126,14 +126,14 @@ class ModelMemory:
         self.state_bytes = self.gradient_bytes * (1.0 + tables.state_ratio)
         self.saved_bytes = np.bincount(block[kept], tables.value_bytes[kept], blocks)
         self.saved_bytes_per_sample = np.bincount(
-            block[kept], tables.value_bytes_per_sample[kept], blocks
+            block[kept], tables.value_bytes_per_unit[kept], blocks
         )
         is_passed = kept & (np.diff(tables.value_slot_start) > 0)
         self.passed_bytes_per_sample = np.bincount(
-            block[is_passed], tables.value_bytes_per_sample[is_passed], blocks
+            block[is_passed], tables.value_bytes_per_unit[is_passed], blocks
         )
         # What an op makes and nobody keeps is alive together while it runs.
-        passing = np.where(is_saved, 0.0, tables.value_bytes_per_sample)
+        passing = np.where(is_saved, 0.0, tables.value_bytes_per_unit)
         by_op = np.bincount(tables.value_op, passing, len(tables.op_id))
         self.inner_bytes_per_sample = np.zeros(blocks)
         owned = tables.op_group >= 0

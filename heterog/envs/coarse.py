@@ -36,7 +36,10 @@ class CoarseEvaluator(Evaluator):
         self.block_of = merged.block_of
         self.fine_block = merged.tables.op_group[merged.run_of]
         num_parameters = len(self.tables.parameter_bytes)
-        self._scratch = make_scratch(self.tables, cluster.num_devices)
+        plain = self._rule_sets[0]
+        plain.tables = self.tables
+        plain.scratch = make_scratch(self.tables, cluster.num_devices)
+        plain.has_rule = np.zeros(len(self.tables.op_id), np.bool_)
         self._tape = make_tape(1024, num_parameters)
         shape = (len(cluster.device_types), graph.batch_size + 1, len(self.tables.op_id))
         self._op_seconds = np.zeros(shape)

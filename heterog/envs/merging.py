@@ -148,8 +148,8 @@ class _Merger:
         kept = np.flatnonzero(value_of >= 0)
         num_values = len(made_by)
         sizes = sums(value_of[kept], fine.value_bytes[kept], num_values)
-        per_sample = sums(value_of[kept], fine.value_bytes_per_sample[kept], num_values)
-        whole = fine.value_bytes[kept] + fine.batch_size * fine.value_bytes_per_sample[kept]
+        per_sample = sums(value_of[kept], fine.value_bytes_per_unit[kept], num_values)
+        whole = fine.value_bytes[kept] + fine.batch_size * fine.value_bytes_per_unit[kept]
         moved = sums(
             value_of[kept], fine.value_moved_fraction[kept] * whole, num_values
         ) / np.maximum(sums(value_of[kept], whole, num_values), 1.0)
@@ -167,7 +167,12 @@ class _Merger:
             for _, group, needs_whole in self.readers[value]
             if needs_whole >= 0
         }
-        ordered = sorted(slots)
+        whole_at = {
+            (int(value_of[fine.slot_value[slot]]), int(fine.slot_group[slot]), 1): None
+            for slot in fine.gradient_slot
+            if slot >= 0
+        }
+        ordered = sorted(slots | set(whole_at))
         number = {slot: index for index, slot in enumerate(ordered)}
         reads: list[dict[tuple[int, int], None]] = [{} for _ in range(num_ops)]
         for value in kept:
@@ -190,6 +195,7 @@ class _Merger:
         tables = fine._replace(
             op_id=fine.op_id[first_op],
             op_group=fine.op_group[first_op],
+            op_axis=fine.op_axis[first_op],
             value_start=value_start,
             read_start=_starts([len(entries) for entries in reads]),
             read_value=_ints([value for entries in reads for value, _ in entries]),
@@ -207,7 +213,7 @@ class _Merger:
             value_tensor=fine.value_tensor[first],
             value_kind=kinds,
             value_bytes=sizes,
-            value_bytes_per_sample=per_sample,
+            value_bytes_per_unit=per_sample,
             value_moved_fraction=np.where(moved > 0.0, moved, 1.0),
             value_is_outermost=outermost,
             value_is_early=early,
@@ -217,6 +223,7 @@ class _Merger:
             slot_value=_ints([slot[0] for slot in ordered]),
             slot_group=_ints([slot[1] for slot in ordered]),
             slot_whole=_ints([slot[2] for slot in ordered]),
+            slot_axis=np.zeros(len(ordered), np.int32),
             parameter_group=fine.parameter_group[leaders],
             parameter_bytes=sums(parameter_of, fine.parameter_bytes, len(parameters)),
             parameter_gradient=value_of[fine.parameter_gradient[leaders]].astype(np.int32),
@@ -224,6 +231,21 @@ class _Merger:
                 np.int32
             ),
             gradient_is_partial=fine.gradient_is_partial[leaders],
+            # Rows split the batch alone: no op has a rule of its own.
+            reader_start=np.zeros(len(leaders) + 1, np.int32),
+            reader_value=np.empty(0, np.int32),
+            gradient_slot=_ints(
+                [
+                    number.get((int(value_of[fine.parameter_gradient[leader]]), group, 1), -1)
+                    if fine.gradient_slot[leader] >= 0
+                    else -1
+                    for leader, group in zip(
+                        leaders.tolist(), fine.parameter_group[leaders].tolist(), strict=True
+                    )
+                ]
+            ),
+            parameter_axis=fine.parameter_axis[leaders],
+            parameter_units=fine.parameter_units[leaders],
             parameter_tensor=fine.parameter_tensor[leaders],
         )
         return CoarseTables(
@@ -297,7 +319,7 @@ class _Merger:
     def _inner_bytes(self, is_kept: npt.NDArray[np.bool_]) -> tuple[FloatArray, FloatArray]:
         """Most bytes alive inside each run beyond what it leaves: (fixed, per sample)."""
         fine = self.fine
-        split_bytes = fine.batch_size * fine.value_bytes_per_sample
+        split_bytes = fine.batch_size * fine.value_bytes_per_unit
         whole = fine.value_bytes + split_bytes
         position = np.argsort(self.sequence)  # of each op in the order of runs
         last_reader = np.repeat(position, np.diff(fine.value_start))

@@ -160,7 +160,7 @@ class _Observer:
         """Which block feeds which, and the bytes at the whole batch."""
         tables, blocks = self.evaluator.tables, self.num_blocks
         maker = tables.op_group[tables.value_op[tables.slot_value]]
-        size = tables.value_bytes + self.batch * tables.value_bytes_per_sample
+        size = tables.value_bytes + self.batch * tables.value_bytes_per_unit
         moved = (size * tables.value_moved_fraction)[tables.slot_value]
         real = (maker >= 0) & (maker != tables.slot_group)
         key = maker[real].astype(np.int64) * blocks + tables.slot_group[real]

@@ -145,9 +145,7 @@ class RunningMemory:
     def __init__(self, pair: Pair, num_rows: int, *, recompute: bool = False) -> None:
         memory, table = pair.memory, pair.table
         # A block that recomputes keeps what others read, and makes the rest anew for the moment.
-        self._kept = (
-            memory.passed_bytes_per_sample if recompute else memory.saved_bytes_per_sample
-        )
+        self._kept = memory.passed_bytes_per_sample if recompute else memory.saved_bytes_per_sample
         self._passing = memory.inner_bytes_per_sample + (
             memory.saved_bytes_per_sample - self._kept
         )
