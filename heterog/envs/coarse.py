@@ -12,8 +12,9 @@ from heterog.envs.merging import merge_tables, sums
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.lowering import Choice, make_scratch, make_tape
+from heterog.strategy.lowering import Choice, make_scratch
 from heterog.strategy.program import FloatArray
+from heterog.strategy.tape import make_tape
 
 
 class CoarseEvaluator(Evaluator):

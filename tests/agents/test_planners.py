@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -131,13 +132,13 @@ def test_heldout_beats_an_untrained_policy_and_random_draws() -> None:
         rng = np.random.default_rng([seed, 11])
         pair = Pair(language_graph(), random_cluster(rng, language_graph(), wanted))
         shape = (16, pair.num_blocks)
-        rows = {
+        rows: dict[str, npt.NDArray[np.integer]] = {
             "trained": draw(score_pairs(trained, [pair])[0], pair, 16, rng).rows,
             "untrained": draw(score_pairs(untrained, [pair])[0], pair, 16, rng).rows,
             "random": rng.integers(pair.num_candidates, size=shape),
         }
         for name, drawn in rows.items():
-            best = min(pair.score(row).preference for row in drawn)
+            best = min(pair.score(row).preference for row in np.asarray(drawn))
             logs[name].append(float(np.log(best[1])))
     mean = {name: np.mean(values) for name, values in logs.items()}
     assert mean["trained"] < mean["untrained"] < mean["random"]
