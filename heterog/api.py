@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from heterog.agents.planners import use_policy
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
@@ -19,6 +20,7 @@ def plan(
     seed: int = 0,
     order: str = BEST,
     step_barrier: bool = True,
+    policy: str = "default",
 ) -> Plan:
     """Find how to run one training step of a workload on a cluster.
 
@@ -30,11 +32,13 @@ def plan(
         seed: of everything random.
         order: ``"best"``, or the one order that searching methods may use.
         step_barrier: whether a step ends with all updates.
+        policy: what ``agent`` and ``agent+search`` ask: ``"default"``, ``"heldout"`` or a file.
 
     Returns:
         The best plan; ``plan.outcome`` says whether it fits.
     """
     graph = workload if isinstance(workload, OpGraph) else capture(workload)
+    use_policy(policy)
     methods = method.split(",") if isinstance(method, str) else method
     return make_plan(
         graph,

@@ -32,6 +32,8 @@ ROOMS = {
         "simulator/",
     ),
     "gymnasium": ("envs/", "agents/"),
+    "stable_baselines3": ("agents/",),
+    "tensorboard": ("agents/",),
     "typer": ("cli/",),
     "pydantic": ("cluster/spec.py", "graph/serialize.py"),
 }

@@ -14,12 +14,14 @@ from heterog.cli import (
     capture,
     cluster,
     compare,
+    evaluate,
     export,
     listing,
     plan,
     profile,
     report,
     run,
+    train,
 )
 from heterog.errors import HeterogError
 
@@ -35,6 +37,8 @@ app.command()(listing.clusters)
 app.command()(capture.capture)
 app.command()(plan.plan)
 app.command()(compare.compare)
+app.command()(train.train)
+app.command()(evaluate.evaluate)
 app.command()(run.run)
 app.command()(profile.profile)
 app.command()(calibrate.calibrate)

@@ -27,6 +27,9 @@ ClusterOption = Annotated[str, typer.Option("--cluster", help="preset name or YA
 BatchOption = Annotated[int | None, typer.Option("--batch-size", help="global batch size")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 BudgetOption = Annotated[str, typer.Option("--budget", help="30s, 2m, or 5000e (evaluations)")]
+PolicyOption = Annotated[
+    str, typer.Option("--policy", help="default, heldout, or policy.pt: what agents ask")
+]
 SeedOption = Annotated[int, typer.Option("--seed")]
 
 
@@ -75,6 +78,7 @@ def split_names(text: str) -> list[str]:
 
 def method_names(text: str) -> list[str]:
     """Names of methods, checked before anything slow happens."""
+    import heterog.agents.planners  # noqa: F401  registers the policies as methods
     from heterog.planners import portfolio
     from heterog.planners.planner import planners
 

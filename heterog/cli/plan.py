@@ -11,6 +11,7 @@ from heterog.cli.common import (
     ClusterOption,
     JsonOption,
     ModelArgument,
+    PolicyOption,
     SeedOption,
     load_cluster,
     load_model_graph,
@@ -44,6 +45,7 @@ def plan(
     slow_down: Annotated[
         float, typer.Option("--slow-down", help="most that it may lengthen a step, as a factor")
     ] = 1.1,
+    policy: PolicyOption = "",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="plan.json")] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="trace.json for ui.perfetto.dev")
@@ -75,6 +77,10 @@ def plan(
     parsed = Budget.parse(budget)
     parse_orders(order)
     methods = method_names(method)
+    if policy:
+        from heterog.agents.planners import use_policy
+
+        use_policy(policy)
     target = load_cluster(cluster)
     with progress_line(as_json) as progress:
         progress("capture", 0.0, float("inf"))

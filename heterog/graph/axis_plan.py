@@ -66,7 +66,7 @@ class AxisPlan:
         return given.kind in "SP" and given != needed
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
     """Propagate the batch and the rules of a strategy through a graph.
 

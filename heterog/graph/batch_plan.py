@@ -42,7 +42,7 @@ class BatchPlan:
     bytes_per_sample: FloatArray
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def batch_plan(graph: OpGraph) -> BatchPlan:
     """Propagate the batch through a graph.
 

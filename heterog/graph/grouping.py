@@ -44,7 +44,7 @@ class Grouping:
         return len(self.names)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def group_ops(graph: OpGraph) -> Grouping:
     """Cut a graph into groups; see the module docstring for the rule."""
     plan = batch_plan(graph)

@@ -46,6 +46,7 @@ _LEAST_SPEED = 0.25  # of the cluster's, for the devices of a uniform row
 _MOST_REPAIRED = 3  # of the seeds that do not fit
 _REPAIR_SHARE = 0.1  # of the budget, for each
 _NUM_MOVES = 300  # of one annealing run
+_PROPOSED = 0.4  # of the changes to groups, where a policy has proposed some
 _HOT, _COLD = 0.02, 0.0005  # temperatures as parts of the start's cost
 
 
@@ -112,6 +113,10 @@ class _Search:
         self.num_named = len(self.space.candidates)
         self.num_groups = task.evaluator.tables.num_groups
         self.num_steps = 1 if task.step_barrier else UNROLLED_STEPS
+        self.proposals = [
+            np.array([self.space.add(decision) for decision in proposal], np.int32)
+            for proposal in task.proposals
+        ]
         self.alike = alike_groups(task.evaluator.graph)
         self.by_engine: dict[_Key, float] = {}
         self.by_referee: dict[_Key, float] = {}
@@ -286,7 +291,9 @@ class _Search:
             self._shift_boundary(row)
         else:
             chosen = self._some_groups(row)
-            if kind < 0.50:  # a neighbour's decision: moves or removes boundaries
+            if self.proposals and self.rng.random() < _PROPOSED:
+                row[chosen] = self.proposals[self.rng.integers(len(self.proposals))][chosen]
+            elif kind < 0.50:  # a neighbour's decision: moves or removes boundaries
                 near = chosen[0] - 1 if self.rng.random() < 0.5 else chosen[-1] + 1
                 row[chosen] = row[min(max(near, 0), self.num_groups - 1)]
             elif kind < 0.65:

@@ -9,7 +9,7 @@ from typing import Protocol
 from heterog.errors import BudgetError, UnknownNameError
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
-from heterog.strategy.strategy import Strategy
+from heterog.strategy.strategy import Decision, Strategy
 
 _BUDGET = re.compile(r"(\d+(?:\.\d*)?)\s*(ms|s|m|min|h|e)")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -143,6 +143,8 @@ class Task:
         step_barrier: whether a step ends with all updates.
         orders: the orders that a searching method may choose from.
         seeds: strategies of other methods to start from.
+        proposals: decisions of every group in strategies that a policy drew; a search may take
+            parts of them over.
         report: called with (fraction of the budget spent, best seconds so far).
     """
 
@@ -152,6 +154,7 @@ class Task:
     step_barrier: bool = True
     orders: tuple[Order, ...] = tuple(Order)
     seeds: tuple[Candidate, ...] = ()
+    proposals: tuple[tuple[Decision, ...], ...] = ()
     report: Callable[[float, float], None] = field(default=lambda fraction, best: None)
 
 
@@ -195,7 +198,8 @@ class Planner(Protocol):
 
     name: str
     stage: str
-    """``"baseline"`` for methods without search, ``"search"`` for others."""
+    """``"baseline"`` for methods without search, ``"zero_shot"`` for a policy alone, ``"search"``
+    for others."""
 
     def plan(self, task: Task) -> PlanResult:
         """Find strategies for the task's graph and cluster."""
@@ -222,8 +226,9 @@ def planner_by_name(name: str) -> Planner:
 
 
 def planners() -> Iterator[Planner]:
-    """All registered planners, baselines first, in the order of registration."""
-    yield from sorted(_REGISTRY.values(), key=lambda planner: planner.stage != "baseline")
+    """All registered planners: baselines, policies, searches; each in order of registration."""
+    stages = ("baseline", "zero_shot", "search")
+    yield from sorted(_REGISTRY.values(), key=lambda planner: stages.index(planner.stage))
 
 
 def best_of(evaluations: list[Evaluation]) -> int:

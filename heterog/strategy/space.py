@@ -5,6 +5,7 @@ A candidate is a named device set, a rule for the shares, and a synchronisation.
 arrays takes microseconds, because everything about a candidate is looked up.
 """
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
@@ -79,6 +80,7 @@ class StrategySpace:
         tables: the graph's tables.
         channels: the evaluator's channel table; candidates register their channels there.
         speeds: samples per second of each device, for proportional shares.
+        decisions: the candidates to begin with; by default those on all named device sets.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class StrategySpace:
         tables: GraphTables,
         channels: ChannelTable,
         speeds: tuple[float, ...],
+        decisions: Sequence[Decision] | None = None,
     ) -> None:
         self.graph = graph
         self.cluster = cluster
@@ -108,9 +111,10 @@ class StrategySpace:
         self._part: FloatArray = np.zeros((16, cluster.num_devices))
         self._homes: dict[tuple[int, ...], IntArray] = {}
         self._micro: dict[tuple[int, int], IntArray] = {}
-        for devices in device_sets(cluster):
-            for decision in self.decisions_on(devices):
-                self.add(decision)
+        if decisions is None:
+            decisions = [d for devices in device_sets(cluster) for d in self.decisions_on(devices)]
+        for decision in decisions:
+            self.add(decision)
 
     def decisions_on(self, devices: tuple[int, ...]) -> list[Decision]:
         """The candidate decisions on one device set."""

@@ -84,7 +84,7 @@ class GraphTables(NamedTuple):
     state_ratio: float
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def graph_tables(graph: OpGraph, op_rules: OpRules = ()) -> GraphTables:
     """Build the tables of a graph whose ops run by some rules."""
     return _Builder(graph, axis_plan(graph, op_rules), group_ops(graph)).build()

@@ -1,0 +1,158 @@
+"""Search for good rows of a pair: what imitation learns from.
+
+Uniform rows first (the most promising by their analytic times), then annealing over segments of
+blocks with the coarse evaluator. The best rows that differ are the *elites*.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.envs.observation import WHOLE_SLOWER, WHOLE_SUM
+from heterog.envs.pair import Pair, Score
+from heterog.strategy.program import IntArray
+
+NUM_ELITES = 6
+CLOSE = 0.01
+"""Elites are within this part of the best."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elites:
+    """What a search of one pair found.
+
+    Attributes:
+        rows: the best rows, best first.  # [num_elites, G]
+        step_time_s: of the best row.
+        overflow: of the best row, 0 if it fits.
+        uniform_s: of the best uniform row that fits; infinite if none does.
+        num_evaluations: rows simulated.
+    """
+
+    rows: IntArray
+    step_time_s: float
+    overflow: float
+    uniform_s: float
+    num_evaluations: int
+
+    @property
+    def headroom(self) -> float:
+        """Natural logarithm of the gain over the best uniform row; 1 where none fits."""
+        if self.overflow > 0.0:
+            return 0.0
+        return min(math.log(self.uniform_s / self.step_time_s), 1.0)
+
+
+def find_elites(
+    pair: Pair,
+    num_evaluations: int,
+    rng: np.random.Generator,
+    starts: Sequence[npt.NDArray[np.integer]] = (),
+) -> Elites:
+    """Search a pair.
+
+    Args:
+        pair: model and cluster.
+        num_evaluations: rows that may be simulated.
+        rng: for every draw.
+        starts: rows to start from beside the uniform ones (a policy's own samples, say).
+    """
+    return _Search(pair, num_evaluations, rng).run(starts)
+
+
+class _Search:
+    def __init__(self, pair: Pair, num_evaluations: int, rng: np.random.Generator) -> None:
+        self.pair, self.rng = pair, rng
+        self.budget, self.spent = num_evaluations, 0
+        self.cost: dict[bytes, float] = {}
+        self.best: list[tuple[float, bytes]] = []
+        self.seen: dict[bytes, Score] = {}
+
+    def run(self, starts: Sequence[npt.NDArray[np.integer]]) -> Elites:
+        pair = self.pair
+        promise = pair.observation.candidates
+        # Analytic time of the slower of compute and synchronisation, behind what does not fit.
+        order = np.argsort(
+            promise[:, WHOLE_SLOWER] + 0.5 * promise[:, WHOLE_SUM] + 5.0 * promise[:, 8]
+        )
+        num_uniform = max(min(self.budget // 5, pair.num_candidates), 1)
+        uniform_s = math.inf
+        for number in order[:num_uniform]:
+            row = np.full(pair.num_blocks, number, np.int32)
+            self._cost(row)
+            score = self.seen[row.tobytes()]
+            if score.overflow == 0.0:
+                uniform_s = min(uniform_s, score.step_time_s)
+        for start in starts:
+            self._cost(np.asarray(start, np.int32))
+        favourites = order[: max(num_uniform // 2, 4)].astype(np.int32)
+        while self.spent < self.budget:
+            rank = min(int(self.rng.exponential(2.0)), len(self.best) - 1)
+            row = np.frombuffer(self.best[rank][1], np.int32)
+            self._anneal(row, favourites, min(self.budget - self.spent, max(self.budget // 4, 50)))
+        best = self.seen[self.best[0][1]]
+        limit = self.best[0][0] * (1.0 + CLOSE)
+        rows = [np.frombuffer(key, np.int32) for cost, key in self.best if cost <= limit]
+        return Elites(
+            rows=np.array(rows[:NUM_ELITES]),
+            step_time_s=best.step_time_s,
+            overflow=best.overflow,
+            uniform_s=uniform_s,
+            num_evaluations=self.spent,
+        )
+
+    def _cost(self, row: IntArray) -> float:
+        key = row.tobytes()
+        if key not in self.cost:
+            score = self.pair.score(row)
+            self.spent += 1
+            self.seen[key] = score
+            charge = 1.0 if score.overflow == 0.0 else 10.0 * (1.0 + score.overflow)
+            self.cost[key] = cost = score.step_time_s * charge
+            if len(self.best) < 4 * NUM_ELITES or cost < self.best[-1][0]:
+                self.best.append((cost, key))
+                self.best.sort()
+                del self.best[4 * NUM_ELITES :]
+        return self.cost[key]
+
+    def _anneal(self, start: IntArray, favourites: IntArray, num_moves: int) -> None:
+        """One run of simulated annealing, cooling from 3 % to 0.1 % of the cost."""
+        row, cost = start, self._cost(start)
+        stop = self.spent + num_moves
+        move, repeats = 0, 0
+        while self.spent < stop and repeats < 20 * num_moves:
+            temperature = 0.03 * cost * 0.03 ** (move / num_moves)
+            neighbour = self._neighbour(row, favourites)
+            spent = self.spent
+            new = self._cost(neighbour)
+            repeats += 1
+            move += self.spent - spent
+            if new < cost or self.rng.random() < math.exp((cost - new) / temperature):
+                row, cost = neighbour, new
+        if self.spent == spent:  # nothing new around here
+            self.spent += 1
+
+    def _neighbour(self, row: IntArray, favourites: IntArray) -> IntArray:
+        """Change the candidate of a segment of blocks."""
+        num_blocks, rng = len(row), self.rng
+        length = min(max(int(math.exp(rng.uniform(0.0, math.log(num_blocks + 1)))), 1), num_blocks)
+        first = int(rng.integers(num_blocks - length + 1))
+        last = first + length
+        changed = row.copy()
+        kind = rng.random()
+        if kind < 0.45:  # that of a neighbouring block: shifts or removes a boundary
+            near = first - 1 if (rng.random() < 0.5 and first > 0) else last
+            changed[first:last] = row[min(near, num_blocks - 1)]
+        elif kind < 0.65:  # another way on the same devices
+            table = self.pair.table
+            devices = table[row[first]].devices
+            alike = [n for n, decision in enumerate(table) if decision.devices == devices]
+            changed[first:last] = alike[rng.integers(len(alike))]
+        elif kind < 0.85:
+            changed[first:last] = favourites[rng.integers(len(favourites))]
+        else:
+            changed[first:last] = rng.integers(self.pair.num_candidates)
+        return changed

@@ -1,0 +1,184 @@
+"""Networks that look at a pair: embeddings of every block and every candidate.
+
+``HeteroEncoder`` is ours: messages between blocks that feed one another, between blocks and the
+devices that could run them, and along links; candidates are what their devices are; then blocks
+and candidates attend to themselves and to each other. ``PaperEncoder`` follows HeteroG (section
+4.1): graph attention over ops alone, then a sequence model over groups.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GATConv, HeteroConv, TransformerConv
+from torch_geometric.utils import scatter, to_dense_batch
+
+from heterog.agents.config import PolicyConfig
+from heterog.agents.graph_data import FED_BY, FEEDS, IN, LINK, ON, RUNS
+from heterog.envs.observation import (
+    NUM_BLOCK_DEVICE_FEATURES,
+    NUM_BLOCK_FEATURES,
+    NUM_CANDIDATE_FEATURES,
+    NUM_DEVICE_FEATURES,
+    NUM_LINK_FEATURES,
+)
+from heterog.errors import UnknownNameError
+
+_EDGE_FEATURES = {
+    FEEDS: 1,
+    FED_BY: 1,
+    RUNS: NUM_BLOCK_DEVICE_FEATURES,
+    ON: NUM_BLOCK_DEVICE_FEATURES,
+    LINK: NUM_LINK_FEATURES,
+}
+
+
+ENCODERS: dict[str, Callable[[PolicyConfig], nn.Module]] = {}
+"""Networks by name. Each maps a batch of graphs to padded embeddings of blocks ``[B, G, width]``
+and candidates ``[B, C, width]``."""
+
+
+def make_encoder(config: PolicyConfig) -> nn.Module:
+    """The encoder that a configuration names.
+
+    Raises:
+        UnknownNameError: there is none of that name.
+    """
+    if config.encoder not in ENCODERS:
+        raise UnknownNameError("encoder", config.encoder, ENCODERS)
+    return ENCODERS[config.encoder](config)
+
+
+def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
+    """Two linear layers."""
+    return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, outputs))
+
+
+class _Attention(nn.Module):
+    """Attention to itself or to another sequence, then a feed-forward layer; pre-norm."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.other_norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, num_heads, batch_first=True)
+        self.out_norm = nn.LayerNorm(width)
+        self.feed_forward = mlp(width, 2 * width, width)
+
+    def forward(self, x: Tensor, other: Tensor, is_real: Tensor) -> Tensor:
+        source = self.other_norm(other)
+        found, _ = self.attention(
+            self.norm(x), source, source, key_padding_mask=~is_real, need_weights=False
+        )
+        x = x + found
+        out: Tensor = x + self.feed_forward(self.out_norm(x))
+        return out
+
+
+class _Round(nn.Module):
+    """One round of message passing over all edge types."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__()
+        width, heads = config.width, config.num_heads
+        self.norms = nn.ModuleDict({kind: nn.LayerNorm(width) for kind in ("block", "device")})
+        self.convolve = HeteroConv(
+            {
+                edge: TransformerConv(
+                    width, width // heads, heads, edge_dim=size, root_weight=False
+                )
+                for edge, size in _EDGE_FEATURES.items()
+            },
+            aggr="sum",
+        )
+        self.out_norms = nn.ModuleDict({kind: nn.LayerNorm(width) for kind in self.norms})
+        self.feed_forward = nn.ModuleDict({kind: mlp(width, width, width) for kind in self.norms})
+
+    def forward(self, x: dict[str, Tensor], graphs: Any) -> dict[str, Tensor]:
+        normed = {kind: self.norms[kind](value) for kind, value in x.items()}
+        edges = {edge: graphs[edge].edge_index for edge in _EDGE_FEATURES}
+        features = {edge: graphs[edge].edge_attr for edge in _EDGE_FEATURES}
+        messages = self.convolve(normed, edges, features)
+        summed = {kind: value + messages[kind] for kind, value in x.items()}
+        return {
+            kind: value + self.feed_forward[kind](self.out_norms[kind](value))
+            for kind, value in summed.items()
+        }
+
+
+class HeteroEncoder(nn.Module):
+    """Blocks, devices, links and candidates; see the module docstring."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__()
+        width, heads = config.width, config.num_heads
+        self.blocks = mlp(NUM_BLOCK_FEATURES, width, width)
+        self.devices = mlp(NUM_DEVICE_FEATURES, width, width)
+        self.rounds = nn.ModuleList(_Round(config) for _ in range(config.num_rounds))
+        self.candidates = mlp(NUM_CANDIDATE_FEATURES + 2 * width, width, width)
+        self.block_self = _Attention(width, heads)
+        self.candidate_self = _Attention(width, heads)
+        self.block_cross = _Attention(width, heads)
+        self.candidate_cross = _Attention(width, heads)
+
+    def forward(self, graphs: Any) -> tuple[Tensor, Tensor]:
+        """Embeddings of blocks and candidates, padded."""
+        x = {
+            "block": self.blocks(graphs["block"].x),
+            "device": self.devices(graphs["device"].x),
+        }
+        for each in self.rounds:
+            x = each(x, graphs)
+        device, candidate = graphs[IN].edge_index
+        count = graphs["candidate"].num_nodes
+        members = x["device"][device]
+        reach = [
+            scatter(members, candidate, 0, count, "mean"),
+            scatter(members * graphs[IN].edge_attr, candidate, 0, count, "sum"),
+        ]
+        candidates = self.candidates(torch.cat([graphs["candidate"].x, *reach], dim=1))
+        b, b_real = to_dense_batch(x["block"], graphs["block"].batch)
+        c, c_real = to_dense_batch(candidates, graphs["candidate"].batch)
+        b = self.block_self(b, b, b_real)
+        c = self.candidate_self(c, c, c_real)
+        return self.block_cross(b, c, c_real), self.candidate_cross(c, b, b_real)
+
+
+class PaperEncoder(nn.Module):
+    """Graph attention over ops, then a sequence model; no device graph.
+
+    Unlike the paper's fixed softmax over M + 4 actions, candidates are scored by their features,
+    so that one set of weights serves any cluster; and it is smaller (the paper: 12 layers of 8
+    heads, then 8 layers of Transformer-XL, for whole op graphs of 2,000 groups).
+    """
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__()
+        width, heads = config.width, config.num_heads
+        self.blocks = mlp(NUM_BLOCK_FEATURES, width, width)
+        self.layers = nn.ModuleList(
+            GATConv(width, width // heads, heads) for _ in range(2 * config.num_rounds)
+        )
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.sequence = nn.TransformerEncoder(
+            layer, config.num_rounds, nn.LayerNorm(width), enable_nested_tensor=False
+        )
+        self.candidates = mlp(NUM_CANDIDATE_FEATURES, width, width)
+
+    def forward(self, graphs: Any) -> tuple[Tensor, Tensor]:
+        """Embeddings of blocks and candidates, padded."""
+        x = self.blocks(graphs["block"].x)
+        edges = graphs[FED_BY].edge_index  # an op attends to its inputs
+        for layer in self.layers:
+            x = x + nn.functional.elu(layer(x, edges))
+        b, b_real = to_dense_batch(x, graphs["block"].batch)
+        b = self.sequence(b, src_key_padding_mask=~b_real)
+        c, _ = to_dense_batch(self.candidates(graphs["candidate"].x), graphs["candidate"].batch)
+        return b, c
+
+
+ENCODERS["hetero"] = HeteroEncoder
+ENCODERS["paper"] = PaperEncoder

@@ -1,0 +1,102 @@
+"""A policy on models and clusters: zero-shot and fine-tuned, beside baselines and long search.
+
+Every row is the referee's. The searches do not see what the policy proposes.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from heterog.agents.checkpoint import Checkpoint
+from heterog.agents.finetune import FineTuned
+from heterog.agents.planners import Agent, AgentSearch
+from heterog.cluster import Cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.compare import Comparison
+from heterog.planners.planner import Budget, MethodRow, Planner, Task, planners
+from heterog.planners.portfolio import best_row, run_method, run_methods
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.lower_bound import lower_bound_s
+
+Progress = Callable[[str, float, float], None]
+LONG_SEARCH = "search"
+"""Method of the row that holds the best of all searches without the policy."""
+
+
+def evaluate_policy(
+    policy: str,
+    checkpoint: Checkpoint,
+    graph: OpGraph,
+    cluster: Cluster,
+    *,
+    budget: Budget,
+    finetune: Budget | None = None,
+    seed: int = 0,
+    progress: Progress = lambda method, fraction, best: None,
+) -> Comparison:
+    """Rows of one model on one cluster.
+
+    Args:
+        policy: its name or file.
+        checkpoint: the same, loaded.
+        graph: the model.
+        cluster: where it runs.
+        budget: of each search.
+        finetune: of fine-tuning, none if ``None``.
+        seed: of everything random.
+        progress: told about every method's progress.
+
+    Returns:
+        Baselines, ``agent_greedy``, ``agent_16``, ``agent`` (64 draws), ``agent_finetuned``,
+        ``agent+search``, every search without the policy, and ``search``, the best of those.
+    """
+    evaluator = Evaluator(graph, cluster)
+    others = [p.name for p in planners() if not isinstance(p, Agent | AgentSearch)]
+    rows = run_methods(evaluator, others, budget=budget, seed=seed, progress=progress)
+    best = best_row([row for row in rows if row.stage == "search"])
+    searches = [row for row in rows if row.stage == "search"]
+    rows.append(
+        replace(
+            best,
+            method=LONG_SEARCH,
+            num_evaluations=sum(row.num_evaluations for row in searches),
+            search_seconds=sum(row.search_seconds for row in searches),
+        )
+    )
+    asked: list[Planner] = [
+        Agent(policy, name="agent_greedy", num_samples=1),
+        Agent(policy, name="agent_16", num_samples=16),
+        Agent(policy),
+    ]
+    if finetune is not None:
+        asked.append(FineTuned(checkpoint.policy, finetune))
+    asked.append(AgentSearch(policy))
+    seeds = tuple(
+        row.candidate for row in rows if row.stage == "baseline" and row.candidate is not None
+    )
+    for planner in asked:
+        progress(planner.name, 0.0, math.inf)
+        task = Task(evaluator=evaluator, budget=budget, seed=seed, seeds=seeds)
+        rows.append(run_method(planner, task))
+    return Comparison(
+        graph=graph,
+        cluster=cluster,
+        rows=tuple(rows),
+        lower_bound_s=lower_bound_s(graph, cluster, evaluator.cost_model).seconds,
+        seed=seed,
+    )
+
+
+def summary(rows: Sequence[MethodRow]) -> dict[str, float | None]:
+    """Step times over the long search's: each of the policy's rows, and the best baseline."""
+    by_name = {row.method: row.step_time_s for row in rows}
+    reference = by_name.get(LONG_SEARCH)
+    baselines = [
+        row.step_time_s for row in rows if row.stage == "baseline" and row.step_time_s is not None
+    ]
+    found = {row.method: row.step_time_s for row in rows if row.method.startswith("agent")}
+    found["best_baseline"] = min(baselines, default=None)
+    return {
+        name: None if seconds is None or reference is None else seconds / reference
+        for name, seconds in found.items()
+    }

@@ -1,0 +1,172 @@
+"""Imitation of search elites: raise the probability of the best rows that a search found.
+
+    loss = - mean over pairs and elites of log p(elite) / G
+
+Pairs with headroom over the best uniform row come more often. A policy's own samples that beat
+a pair's elites take their place (expert iteration), if another learner draws samples as well.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from heterog.agents.elites import NUM_ELITES, Elites, find_elites
+from heterog.agents.graph_data import PairBatch
+from heterog.agents.policy import Policy, Scores, draw, log_probabilities, rule_of_thumb
+from heterog.agents.sources import PairSource
+from heterog.envs.observation import Observation
+from heterog.envs.pair import Pair
+from heterog.strategy.program import IntArray
+
+_NUM_STARTS = 12
+
+
+@dataclass(slots=True, kw_only=True)
+class Example:
+    """A training pair: what a policy sees, and what it should do.
+
+    Attributes:
+        index: number of the pair in its source.
+        name: of model and cluster.
+        observation: of the pair.
+        elites: the best rows known.  # [num_elites, G]
+        best_s: step time of the first of them.
+        uniform_s: step time of the best uniform row.
+        headroom: logarithm of the gain of the best elite over the best uniform row.
+        num_evaluations: what the search spent.
+    """
+
+    index: int
+    name: str
+    observation: Observation
+    elites: IntArray
+    best_s: float
+    uniform_s: float
+    headroom: float
+    num_evaluations: int
+
+    def improve(self, row: IntArray, step_time_s: float) -> None:
+        """Take in a row that fits and is better than the best elite."""
+        if step_time_s < self.best_s:
+            self.best_s = step_time_s
+            self.elites = np.concatenate([row[None], self.elites])[:NUM_ELITES]
+
+
+def search_pair(pair: Pair, num_evaluations: int, rng: np.random.Generator) -> Elites:
+    """Search from uniform rows and from a rule of thumb that minds the memory."""
+    starts = draw(rule_of_thumb(pair), pair, _NUM_STARTS, rng).rows
+    found = find_elites(pair, num_evaluations, rng, list(starts))
+    pair.forget()
+    return found
+
+
+def make_example(source: PairSource, index: int, num_evaluations: int) -> Example | None:
+    """Search one pair of a source; ``None`` if nothing was found that fits."""
+    pair = source.pair(index)
+    found = search_pair(pair, num_evaluations, source.rng(index))
+    if found.overflow > 0.0:
+        return None
+    return Example(
+        index=index,
+        name=pair.name,
+        observation=pair.observation,
+        elites=found.rows,
+        best_s=found.step_time_s,
+        uniform_s=found.uniform_s,
+        headroom=found.headroom,
+        num_evaluations=found.num_evaluations,
+    )
+
+
+def make_examples(
+    source: PairSource,
+    num_pairs: int,
+    num_evaluations: int,
+    *,
+    workers: int = 1,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[Example]:
+    """Search pairs 0, 1, ... of a source; the result does not depend on the workers."""
+    found: list[Example] = []
+    for done, example in enumerate(_examples(source, num_pairs, num_evaluations, workers), 1):
+        if example is not None:
+            found.append(example)
+        progress(done)
+    return found
+
+
+def _examples(
+    source: PairSource, num_pairs: int, num_evaluations: int, workers: int
+) -> Iterator[Example | None]:
+    if workers <= 1:
+        for index in range(num_pairs):
+            yield make_example(source, index, num_evaluations)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _begin, (source, num_evaluations)) as pool:
+        yield from pool.map(_work, range(num_pairs))
+
+
+_shared: tuple[PairSource, int] | None = None
+
+
+def _begin(source: PairSource, num_evaluations: int) -> None:
+    global _shared  # a worker's own copy: sent once, not with every pair
+    _shared = source, num_evaluations
+    torch.set_num_threads(1)
+
+
+def _work(index: int) -> Example | None:
+    assert _shared is not None
+    return make_example(_shared[0], index, _shared[1])
+
+
+class Imitation:
+    """The loss over examples; see the module docstring.
+
+    Args:
+        examples: pairs with elites.
+        elites_per_pair: elites drawn per pair and step.
+    """
+
+    def __init__(self, examples: Sequence[Example], elites_per_pair: int = 4) -> None:
+        self.examples = list(examples)
+        self._per_pair = elites_per_pair
+
+    def weights(self) -> npt.NDArray[np.float64]:
+        """How often each pair is drawn: the more the more there is to gain."""
+        headroom = np.array([example.headroom for example in self.examples])
+        weights = 0.3 + np.minimum(6.0 * headroom, 1.0)
+        return np.asarray(weights / weights.sum())
+
+    def choose(self, count: int, rng: np.random.Generator) -> list[Example]:
+        """Draw examples, sorted by the size of their tables so that little is padded."""
+        count = min(count, len(self.examples))
+        numbers = rng.choice(len(self.examples), count, replace=False, p=self.weights())
+        chosen = [self.examples[number] for number in numbers]
+        return sorted(chosen, key=lambda example: len(example.observation.candidates))
+
+    def loss(
+        self, policy: Policy, chosen: Sequence[Example], rng: np.random.Generator
+    ) -> tuple[Tensor, Scores]:
+        """The loss of some pairs, and the scores it was computed from."""
+        scores = policy(PairBatch([example.observation for example in chosen]))
+        num_blocks = scores.unary.shape[1]
+        which, actions, weights = [], [], []
+        for index, example in enumerate(chosen):
+            count = min(self._per_pair, len(example.elites))
+            for row in example.elites[rng.choice(len(example.elites), count, replace=False)]:
+                which.append(index)
+                actions.append(np.pad(row, (0, num_blocks - len(row))))
+                weights.append(1.0 / (count * len(row)))
+        log_p, _ = log_probabilities(
+            scores, torch.tensor(which), torch.from_numpy(np.array(actions)).long()
+        )
+        loss = -(log_p * torch.tensor(weights)).sum() / len(chosen)
+        return loss, scores

@@ -1,0 +1,264 @@
+"""The policy: scores of (block, candidate) with transitions, exact probabilities, samples.
+
+The decoder is a first-order Markov chain over the blocks in the order of the forward pass:
+
+    p(a) = prod_g softmax_c( unary[g, c] + pair[a_{g-1}, c] + cut_g overlap[a_{g-1}, c]
+                             + stay_g [c = a_{g-1}] )
+
+so log-probabilities are exact, one pass of the network serves any number of samples, and drawing
+one costs a table look-up per block. Candidates that cannot hold a block are masked; while
+sampling, so are those for which the devices have no memory left.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from heterog.agents.config import PolicyConfig
+from heterog.agents.encoder import make_encoder, mlp
+from heterog.agents.graph_data import PairBatch
+from heterog.envs.observation import NUM_PAIR_FEATURES, PAIR_SLOWER
+from heterog.envs.pair import Pair, RunningMemory
+from heterog.strategy.program import IntArray
+
+FloatArray32 = npt.NDArray[np.float32]
+_PAIR_WIDTH = 16
+_MASKED = -1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a policy says about a batch of pairs; padded as ``PairBatch``."""
+
+    unary: Tensor  # [B, G, C], masked
+    pair: Tensor  # [B, C, C]
+    overlap: Tensor  # [B, C, C]
+    cut: Tensor  # [B, G]
+    stay: Tensor  # [B, G]
+    value: Tensor  # [B]
+    block_mask: Tensor  # [B, G]
+
+    def of(self, index: int, pair: Pair) -> "PairScores":
+        """The scores of one pair without padding, for sampling."""
+        blocks, candidates = pair.num_blocks, pair.num_candidates
+
+        def cut(tensor: Tensor, *sizes: int) -> FloatArray32:
+            part = tensor[index][tuple(slice(size) for size in sizes)]
+            array: FloatArray32 = part.detach().numpy().astype(np.float32)
+            return array
+
+        return PairScores(
+            unary=cut(self.unary, blocks, candidates),
+            pair=cut(self.pair, candidates, candidates),
+            overlap=cut(self.overlap, candidates, candidates),
+            cut=cut(self.cut, blocks),
+            stay=cut(self.stay, blocks),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PairScores:
+    """Scores of one pair in numpy."""
+
+    unary: FloatArray32  # [G, C]
+    pair: FloatArray32  # [C, C]
+    overlap: FloatArray32  # [C, C]
+    cut: FloatArray32  # [G]
+    stay: FloatArray32  # [G]
+
+    def logits(self, block: int, previous: IntArray | None, num_rows: int) -> FloatArray32:
+        """Logits of a block given the candidates of the block before.  # [num_rows, C]"""
+        if previous is None:
+            return np.repeat(self.unary[block : block + 1], num_rows, axis=0)
+        logits = self.unary[block] + self.pair[previous]
+        logits += self.cut[block] * self.overlap[previous]
+        logits[np.arange(num_rows), previous] += self.stay[block]
+        return np.asarray(logits, np.float32)
+
+
+class Policy(nn.Module):
+    """Network and decoder; see the module docstring.
+
+    Args:
+        config: sizes.
+    """
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.encoder = make_encoder(config)
+        self.block_norm, self.candidate_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.from_block = nn.Linear(width, _PAIR_WIDTH)
+        self.from_candidate = nn.Linear(width, _PAIR_WIDTH, bias=False)
+        self.from_pair = nn.Linear(NUM_PAIR_FEATURES, _PAIR_WIDTH, bias=False)
+        self.to_score = nn.Linear(_PAIR_WIDTH, 1)
+        # An untrained policy prefers what is analytically fast; training corrects that.
+        self.prior = nn.Parameter(torch.tensor([1.0, 2.0, 2.0]))
+        self.value = mlp(width, width, 1)
+        self.transition = config.rank > 0
+        if self.transition:
+            self.before = nn.Linear(width, config.rank, bias=False)
+            self.after = nn.Linear(width, config.rank, bias=False)
+            self.chain = nn.Linear(width, 2)
+            nn.init.zeros_(self.chain.weight)
+            with torch.no_grad():
+                self.chain.bias.copy_(torch.tensor([0.0, config.stay_bias]))
+
+    def forward(self, batch: PairBatch) -> Scores:
+        """Score every block and candidate of a batch of pairs."""
+        blocks, candidates = self.encoder(batch.graphs)
+        blocks, candidates = self.block_norm(blocks), self.candidate_norm(candidates)
+        width = self.config.width
+        unary = self.query(blocks) @ self.key(candidates).mT / width**0.5
+        hidden = (
+            self.from_pair(batch.pairs)
+            + self.from_block(blocks)[:, :, None]
+            + self.from_candidate(candidates)[:, None]
+        )
+        unary = unary + self.to_score(nn.functional.gelu(hidden)).squeeze(3)
+        promise = (batch.promise * self.prior[1:]).sum(dim=2)[:, None]
+        unary = unary - self.prior[0] * batch.pairs[..., PAIR_SLOWER] - promise
+        unary = unary.masked_fill(~batch.allowed, _MASKED)
+        real = batch.block_mask[:, :, None]
+        mean = (blocks * real).sum(dim=1) / real.sum(dim=1)
+        if self.transition:
+            pair = self.before(candidates) @ self.after(candidates).mT / self.config.rank**0.5
+            cut, stay = self.chain(blocks).unbind(dim=2)
+            overlap = batch.overlap
+        else:
+            pair = torch.zeros_like(batch.overlap)
+            overlap = pair
+            cut = stay = torch.zeros(unary.shape[:2])
+        return Scores(
+            unary=unary,
+            pair=pair,
+            overlap=overlap,
+            cut=cut,
+            stay=stay,
+            value=self.value(mean).squeeze(1),
+            block_mask=batch.block_mask,
+        )
+
+
+def log_probabilities(
+    scores: Scores, which: Tensor, actions: Tensor, masks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Exact log-probabilities of whole strategies, and entropies along them.
+
+    Args:
+        scores: of a batch of pairs.
+        which: pair of each strategy.  # [N]
+        actions: candidate of each block, padded with 0.  # [N, G]
+        masks: what could be chosen when each action was drawn; the static mask if ``None``. A
+            chosen action is never masked.  # [N, G, C] bool
+
+    Returns:
+        Sum over blocks of log p and of the entropy of each block's choice.  # [N], [N]
+    """
+    previous = actions[:, :-1]
+    rows = which[:, None].expand_as(previous)
+    chain = (
+        scores.pair[rows, previous]
+        + scores.cut[which][:, 1:, None] * scores.overlap[rows, previous]
+    )
+    chain = chain.scatter_add(2, previous[:, :, None], scores.stay[which][:, 1:, None])
+    unary = scores.unary[which]
+    logits = torch.cat([unary[:, :1], unary[:, 1:] + chain], dim=1)
+    if masks is not None:
+        chosen = torch.zeros_like(masks).scatter_(2, actions[:, :, None], value=True)
+        logits = logits.masked_fill(~(masks | chosen), _MASKED)
+    log_p = logits.log_softmax(dim=2)
+    real = scores.block_mask[which]
+    taken = log_p.gather(2, actions[:, :, None]).squeeze(2)
+    entropy = -(log_p.exp() * log_p.clamp_min(-50.0)).sum(dim=2)
+    return (taken * real).sum(dim=1), (entropy * real).sum(dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Strategies drawn from a policy for one pair.
+
+    Attributes:
+        rows: candidate of each block.  # [num_rows, G]
+        masks: what could be chosen at each step; empty unless asked for.  # [num_rows, G, C] bool
+    """
+
+    rows: IntArray
+    masks: npt.NDArray[np.bool_]
+
+
+def draw(
+    scores: PairScores,
+    pair: Pair,
+    num_rows: int,
+    rng: np.random.Generator,
+    *,
+    greedy: bool = False,
+    keep_masks: bool = False,
+    recompute: bool = False,
+) -> Samples:
+    """Draw strategies block by block, never beyond the memory that is left.
+
+    Args:
+        scores: of the pair.
+        pair: the pair itself.
+        num_rows: number of strategies.
+        rng: for the draws.
+        greedy: take the best candidate at each block instead of drawing.
+        keep_masks: return what could be chosen, for exact log-probabilities.
+        recompute: mind the memory as if every block recomputed.
+    """
+    memory = RunningMemory(pair, num_rows, recompute=recompute)
+    rows = np.zeros((num_rows, pair.num_blocks), np.int32)
+    shape = (num_rows, pair.num_blocks, pair.num_candidates) if keep_masks else (0, 0, 0)
+    masks = np.zeros(shape, np.bool_)
+    for block in range(pair.num_blocks):
+        logits = scores.logits(block, rows[:, block - 1] if block else None, num_rows)
+        fits = memory.fits()
+        logits = np.where(fits, logits, np.float32(2.0 * _MASKED))
+        if not greedy:  # the largest of logits plus Gumbel noise is a draw from the softmax
+            logits = logits + rng.gumbel(size=logits.shape).astype(np.float32)
+        rows[:, block] = logits.argmax(axis=1)
+        if keep_masks:
+            masks[:, block] = fits
+        memory.add(rows[:, block])
+    return Samples(rows=rows, masks=masks)
+
+
+def masks_of(pair: Pair, rows: IntArray) -> npt.NDArray[np.bool_]:
+    """What could have been chosen at each block of given rows.  # [num_rows, G, C]"""
+    memory = RunningMemory(pair, len(rows))
+    masks = np.empty((len(rows), pair.num_blocks, pair.num_candidates), np.bool_)
+    for block in range(pair.num_blocks):
+        masks[:, block] = memory.fits()
+        memory.add(rows[:, block])
+    return masks
+
+
+def rule_of_thumb(pair: Pair) -> PairScores:
+    """Scores without a network: analytic times, and a bonus for staying. Starts of a search."""
+    observation = pair.observation
+    slower = observation.pairs[:, :, PAIR_SLOWER]
+    unary = np.where(observation.fits, -2.0 * slower, np.float32(_MASKED))
+    zeros = np.zeros(pair.num_blocks, np.float32)
+    return PairScores(
+        unary=unary.astype(np.float32),
+        pair=np.zeros_like(observation.overlap),
+        overlap=observation.overlap,
+        cut=zeros + 1.0,
+        stay=zeros + 7.0,
+    )
+
+
+@torch.no_grad()
+def score_pairs(policy: Policy, pairs: Sequence[Pair]) -> list[PairScores]:
+    """One pass of the network without gradients."""
+    scores = policy(PairBatch([pair.observation for pair in pairs]))
+    return [scores.of(index, pair) for index, pair in enumerate(pairs)]

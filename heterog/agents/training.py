@@ -1,0 +1,442 @@
+"""Training on many pairs at once: examples, steps, validation, checkpoints, resume.
+
+``imitation``, ``reinforce`` and ``mixed`` (both losses on the same pairs) run here; ``ppo`` is
+``heterog.agents.ppo``. Every random draw comes from one generator whose state is in the
+checkpoint, so a run that was stopped and resumed ends with the same weights as one that was not.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from heterog.agents.config import PolicyConfig
+from heterog.agents.graph_data import PairBatch
+from heterog.agents.imitation import Example, Imitation, make_examples
+from heterog.agents.policy import Policy
+from heterog.agents.reinforce import PairState, Reinforce, ReinforceStep
+from heterog.agents.sources import PairSource
+from heterog.agents.validation import Validation
+from heterog.envs.pair import Pair
+from heterog.errors import HeterogError
+
+Report = Callable[[str, float, str], None]
+"""Called with (stage, part done, what is known)."""
+
+
+class Algorithm(StrEnum):
+    """How a policy learns."""
+
+    IMITATION = "imitation"
+    REINFORCE = "reinforce"
+    MIXED = "mixed"
+    PPO = "ppo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """Settings of a run; the defaults are those of the shipped policies.
+
+    Attributes:
+        algorithm: how to learn.
+        num_pairs: training pairs.
+        search_evaluations: spent on each pair for its elites.
+        num_steps: gradient steps.
+        pairs_per_step: pairs in each.
+        elites_per_pair: elites of each pair in a step.
+        samples_per_pair: strategies drawn for each pair in a step of REINFORCE.
+        learning_rate: at its peak, after 50 steps or a tenth; falls to a tenth linearly.
+        entropy_nats: entropy of strategies that REINFORCE holds at the start and at the end.
+        imitation_weight: of imitation in ``mixed``.
+        check_every: steps between validations.
+        num_validation: pairs that are only validated on.
+        seed: of everything random.
+    """
+
+    algorithm: Algorithm = Algorithm.IMITATION
+    num_pairs: int = 400
+    search_evaluations: int = 600
+    num_steps: int = 1200
+    pairs_per_step: int = 8
+    elites_per_pair: int = 4
+    samples_per_pair: int = 16
+    learning_rate: float = 5e-4
+    entropy_nats: tuple[float, float] = (12.0, 6.0)
+    imitation_weight: float = 1.0
+    check_every: int = 200
+    num_validation: int = 16
+    seed: int = 0
+
+    @property
+    def imitates(self) -> bool:
+        """Whether pairs are searched first."""
+        return self.algorithm in (Algorithm.IMITATION, Algorithm.MIXED)
+
+    @property
+    def reinforces(self) -> bool:
+        """Whether strategies are drawn and scored."""
+        return self.algorithm in (Algorithm.REINFORCE, Algorithm.MIXED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """What a run ended with.
+
+    Attributes:
+        checkpoint: the best policy by validation.
+        finished: whether all steps were made; ``False`` after an interruption.
+        history: rows of validation, as logged.
+        num_evaluations: strategies simulated, searches included.
+        seconds: wall time.
+    """
+
+    checkpoint: Checkpoint
+    finished: bool
+    history: tuple[Mapping[str, float], ...]
+    num_evaluations: int
+    seconds: float
+
+
+class Trainer:
+    """One run; see the module docstring.
+
+    Args:
+        source: of the pairs.
+        config: settings.
+        network: of a new policy.
+        provenance: stored with the policy (names of models and clusters, the command).
+        logdir: folder for TensorBoard, none if ``None``.
+        checkpoint: file that is renewed at every validation, none if ``None``.
+        resume: a checkpoint to go on from.
+        initial: weights to begin with, of the same network.
+        workers: processes that search pairs.
+        report: told about progress.
+    """
+
+    def __init__(
+        self,
+        source: PairSource,
+        config: TrainingConfig,
+        network: PolicyConfig | None = None,
+        *,
+        provenance: Mapping[str, Any] | None = None,
+        logdir: Path | None = None,
+        checkpoint: Path | None = None,
+        resume: Path | None = None,
+        initial: Policy | None = None,
+        workers: int = 1,
+        report: Report = lambda stage, fraction, text: None,
+    ) -> None:
+        self.source, self.config, self.report = source, config, report
+        self._file, self._workers = checkpoint, workers
+        self._provenance = dict(provenance or {})
+        torch.manual_seed(config.seed)
+        self.policy = self.make_policy(network or PolicyConfig())
+        if initial is not None:
+            self.policy.load_state_dict(initial.state_dict())
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.02
+        )
+        self.rng = np.random.default_rng([config.seed, 77])
+        self.reinforce = Reinforce(config.samples_per_pair, config.entropy_nats)
+        self.step = 0
+        self.num_evaluations = 0
+        self.history: list[dict[str, float]] = []
+        self.best: tuple[float, dict[str, torch.Tensor]] | None = None
+        self._pairs: dict[int, Pair] = {}
+        self._elites: list[dict[str, Any]] | None = None
+        self._writer = SummaryWriter(str(logdir)) if logdir is not None else None
+        if resume is not None:
+            self._load(load_checkpoint(resume))
+
+    def make_policy(self, network: PolicyConfig) -> Policy:
+        """A new policy."""
+        return Policy(network)
+
+    def run(self) -> TrainingResult:
+        """Train to the end, or until interrupted; then the best policy comes back."""
+        begin = time.perf_counter()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the matrices are small
+        try:
+            finished = self._run(begin)
+        finally:
+            torch.set_num_threads(threads)
+            if self._writer is not None:
+                self._writer.close()
+        assert self.best is not None
+        policy = Policy(self.policy.config)
+        policy.load_state_dict(self.best[1])
+        policy.eval()
+        seconds = time.perf_counter() - begin
+        return TrainingResult(
+            checkpoint=Checkpoint(policy=policy, provenance=self._described(seconds)),
+            finished=finished,
+            history=tuple(self.history),
+            num_evaluations=self.num_evaluations,
+            seconds=seconds,
+        )
+
+    def _run(self, begin: float) -> bool:
+        self.best = self.best or (float("inf"), _copy(self.policy))
+        try:
+            self.report("validation pairs", 0.0, "")
+            validation = Validation(self.source, self.config)
+            if self.step == 0:
+                self.num_evaluations += validation.num_evaluations
+            examples = self._examples()
+            if self.step == 0:
+                self._validate(validation)
+                self._save(examples)
+            while self.step < self.config.num_steps:
+                left = self.config.check_every - self.step % self.config.check_every
+                self.advance(examples, min(left, self.config.num_steps - self.step), begin)
+                self._validate(validation)
+                self._save(examples)
+        except KeyboardInterrupt:
+            self.report("interrupted", self.step / self.config.num_steps, "the best is kept")
+            return False
+        return True
+
+    def _examples(self) -> list[Example]:
+        config = self.config
+        if not config.imitates:
+            return []
+
+        def progress(done: int) -> None:
+            self.report("search", done / config.num_pairs, f"{done} of {config.num_pairs} pairs")
+
+        if self._elites is not None:
+            return [_restore(self.source, record) for record in self._elites]
+        examples = make_examples(
+            self.source,
+            config.num_pairs,
+            config.search_evaluations,
+            workers=self._workers,
+            progress=progress,
+        )
+        if not examples:
+            raise HeterogError(
+                f"none of {config.num_pairs} pairs has a strategy that fits; train on more pairs, "
+                "smaller models or larger clusters."
+            )
+        self.num_evaluations += sum(example.num_evaluations for example in examples)
+        return examples
+
+    def advance(self, examples: list[Example], num_steps: int, begin: float) -> None:
+        """Make some steps; the next validation comes after them."""
+        for _ in range(num_steps):
+            self._one_step(examples, begin)
+
+    def log(self, terms: Mapping[str, float], begin: float) -> None:
+        """Tell what a step reached."""
+        if self._writer is not None:
+            rate = self.num_evaluations / max(time.perf_counter() - begin, 1e-9)
+            for name, value in ({"evaluations_per_s": rate} | dict(terms)).items():
+                self._writer.add_scalar(f"train/{name}", value, self.step)
+        text = ", ".join(f"{name} {value:.3f}" for name, value in terms.items())
+        self.report("train", self.step / self.config.num_steps, text)
+
+    def _one_step(self, examples: list[Example], begin: float) -> None:
+        config = self.config
+        fraction = self.step / config.num_steps
+        warm = min((self.step + 1) / min(50.0, max(config.num_steps / 10.0, 1.0)), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.learning_rate * warm * (1.0 - 0.9 * fraction)
+        self.policy.train()
+        self.optimizer.zero_grad()
+        terms: dict[str, float] = {}
+        chosen: list[Example] = []
+        if config.imitates:
+            imitation = Imitation(examples, config.elites_per_pair)
+            chosen = imitation.choose(config.pairs_per_step, self.rng)
+            keys = [example.index for example in chosen]
+        else:
+            keys = self.rng.choice(config.num_pairs, config.pairs_per_step).tolist()
+            keys.sort(key=lambda key: self.pair(key).num_candidates)
+        # Two halves: the smaller tables are not padded to the size of the largest.
+        for half in (slice(0, len(keys) // 2), slice(len(keys) // 2, None)):
+            if keys[half]:
+                self._accumulate(chosen[half], keys[half], len(keys), fraction, terms)
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        if self.step % 10 == 0:
+            self.log(terms, begin)
+
+    def _accumulate(
+        self,
+        chosen: list[Example],
+        keys: list[int],
+        total: int,
+        fraction: float,
+        terms: dict[str, float],
+    ) -> None:
+        """Add the gradient of some pairs of a step, and their part of its numbers."""
+        config, part = self.config, len(keys) / total
+        loss = torch.zeros(())
+        if config.imitates:
+            imitation = Imitation(chosen, config.elites_per_pair)
+            loss, scores = imitation.loss(self.policy, chosen, self.rng)
+            _count(terms, {"imitation_loss": float(loss.detach())}, part)
+            loss = loss * config.imitation_weight
+        else:
+            observations = [self.pair(key).observation for key in keys]
+            scores = self.policy(PairBatch(observations))
+        if config.reinforces:
+            pairs = [self.pair(key) for key in keys]
+            made = self.reinforce.step(scores, pairs, keys, fraction, self.rng)
+            loss = loss + made.loss
+            self.num_evaluations += made.num_evaluations
+            for example, found in zip(chosen, made.improved, strict=False):
+                if found is not None:
+                    example.improve(*found)
+            _count(terms, _terms(made), part)
+        (loss * part).backward()  # type: ignore[no-untyped-call]
+
+    def pair(self, index: int) -> Pair:
+        """A training pair, kept once it was made, without the scores of earlier steps."""
+        if index not in self._pairs:
+            self._pairs[index] = self.source.pair(index)
+        pair = self._pairs[index]
+        pair.forget()
+        return pair
+
+    def _validate(self, validation: Validation) -> None:
+        row = validation.run(self.policy)
+        self.num_evaluations += int(row.pop("evaluations"))
+        row = {"step": float(self.step), "num_evaluations": float(self.num_evaluations)} | row
+        self.history.append(row)
+        assert self.best is not None
+        if row["best_of_16"] <= self.best[0]:
+            self.best = (row["best_of_16"], _copy(self.policy))
+        if self._writer is not None:
+            for name, value in row.items():
+                self._writer.add_scalar(f"validation/{name}", value, self.step)
+        text = ", ".join(f"{name} {value:.3f}" for name, value in row.items())
+        self.report("validation", self.step / self.config.num_steps, text)
+
+    def _described(self, seconds: float) -> dict[str, Any]:
+        return self._provenance | {
+            "training_config": _plain(self.config),
+            "history": [dict(row) for row in self.history],
+            "num_evaluations": self.num_evaluations,
+            "seconds": seconds,
+            "models": [graph.name for graph in self.source.graphs],
+            "clusters": [cluster.name for cluster in self.source.clusters],
+        }
+
+    def _save(self, examples: list[Example]) -> None:
+        if self._file is None:
+            return
+        assert self.best is not None
+        state = {
+            "config": _plain(self.config),
+            "step": self.step,
+            "num_evaluations": self.num_evaluations,
+            "rng": self.rng.bit_generator.state,
+            "history": self.history,
+            "best": list(self.best),
+            "coefficient": self.reinforce.coefficient,
+            "pairs": {
+                key: [state.average, [list(entry) for entry in state.pool]]
+                for key, state in self.reinforce.states.items()
+            },
+            "elites": [_record(example) for example in examples],
+        } | self.state()
+        save_checkpoint(
+            self._file,
+            Checkpoint(policy=self.policy, provenance=self._described(0.0), training=state),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What the learner needs to go on exactly."""
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.training
+        if not state:
+            raise HeterogError("the policy to resume from has no state of training in it.")
+        if checkpoint.policy.config != self.policy.config:
+            raise HeterogError(
+                f"cannot resume with another network: {checkpoint.policy.config} there, "
+                f"{self.policy.config} here."
+            )
+        if state["config"] != _plain(self.config):
+            different = [
+                f"{name} {value!r} there, {_plain(self.config).get(name)!r} here"
+                for name, value in state["config"].items()
+                if value != _plain(self.config).get(name)
+            ]
+            raise HeterogError(f"cannot resume with other settings: {'; '.join(different)}.")
+        self.policy.load_state_dict(checkpoint.policy.state_dict())
+        self.restore(state)
+        self.rng.bit_generator.state = state["rng"]
+        self.step, self.num_evaluations = state["step"], state["num_evaluations"]
+        self.history = [dict(row) for row in state["history"]]
+        self.best = (state["best"][0], dict(state["best"][1]))
+        self.reinforce.coefficient = state["coefficient"]
+        self.reinforce.states = {
+            key: PairState(average, [(reward, row) for reward, row in pool])
+            for key, (average, pool) in state["pairs"].items()
+        }
+        self._elites = list(state["elites"]) or None
+
+
+def _count(terms: dict[str, float], new: Mapping[str, float], part: float) -> None:
+    for name, value in new.items():
+        terms[name] = terms.get(name, 0.0) + part * value
+
+
+def _terms(made: ReinforceStep) -> dict[str, float]:
+    return {
+        "reward": made.reward,
+        "speedup": made.speedup,
+        "entropy": made.entropy,
+        "out_of_memory": made.out_of_memory,
+    }
+
+
+def _copy(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in policy.state_dict().items()}
+
+
+def _plain(config: TrainingConfig) -> dict[str, Any]:
+    """Settings as values that a checkpoint may hold."""
+    record = asdict(replace(config))
+    return record | {
+        "algorithm": str(config.algorithm),
+        "entropy_nats": list(config.entropy_nats),
+    }
+
+
+def _record(example: Example) -> dict[str, Any]:
+    return {
+        "index": example.index,
+        "elites": torch.from_numpy(example.elites.copy()),
+        "best_s": example.best_s,
+        "uniform_s": example.uniform_s,
+        "headroom": example.headroom,
+        "num_evaluations": example.num_evaluations,
+    }
+
+
+def _restore(source: PairSource, record: Mapping[str, Any]) -> Example:
+    pair = source.pair(record["index"])
+    return Example(
+        name=pair.name,
+        observation=pair.observation,
+        **{key: value for key, value in record.items() if key != "elites"},
+        elites=record["elites"].numpy(),
+    )

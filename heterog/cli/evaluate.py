@@ -1,0 +1,73 @@
+"""``heterog evaluate``: a policy on models and clusters, zero-shot and fine-tuned."""
+
+from typing import Annotated, Any
+
+import typer
+
+from heterog.cli.common import (
+    BudgetOption,
+    JsonOption,
+    SeedOption,
+    load_cluster,
+    load_model_graph,
+    out,
+    print_json,
+    progress_line,
+    split_names,
+)
+
+
+def evaluate(
+    policy: Annotated[str, typer.Argument(help="shipped name (default, heldout) or policy.pt")],
+    models: Annotated[str, typer.Option("--models", help="names with commas")],
+    clusters: Annotated[str, typer.Option("--clusters", help="names with commas")],
+    budget: BudgetOption = "30s",
+    finetune: Annotated[
+        str, typer.Option("--finetune", help="time or evaluations to fine-tune on each pair")
+    ] = "",
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare a policy with every baseline and with searches that do not know it."""
+    from heterog.planners.plan import check_batch
+    from heterog.planners.planner import Budget
+
+    parsed = Budget.parse(budget)
+    tuning = Budget.parse(finetune) if finetune else None
+    targets = [load_cluster(name) for name in split_names(clusters)]
+
+    from heterog.agents.checkpoint import load_checkpoint
+    from heterog.agents.evaluation import evaluate_policy, summary
+    from heterog.report.tables import methods_table
+
+    checkpoint = load_checkpoint(policy)
+    documents: list[dict[str, Any]] = []
+    for model in split_names(models):
+        with progress_line(as_json) as progress:
+            progress(f"capture {model}", 0.0, float("inf"))
+            graph = load_model_graph(model, None)
+        for target in targets:
+            check_batch(graph, target)
+            with progress_line(as_json) as progress:
+                found = evaluate_policy(
+                    policy,
+                    checkpoint,
+                    graph,
+                    target,
+                    budget=parsed,
+                    finetune=tuning,
+                    seed=seed,
+                    progress=progress,
+                )
+            documents += found.to_dicts()
+            if not as_json:
+                title = f"{graph.name}, batch {graph.batch_size}, on {target.name}, by {policy}"
+                out.print(methods_table(found.rows, target, title=title))
+                ratios = summary(found.rows)
+                shown = ", ".join(
+                    f"{name} {'does not fit' if value is None else f'{value:.3f}'}"
+                    for name, value in ratios.items()
+                )
+                out.print(f"over the best search: {shown}", soft_wrap=True, markup=False)
+    if as_json:
+        print_json({"policy": policy, "rows": documents})

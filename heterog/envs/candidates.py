@@ -1,0 +1,196 @@
+"""The table of candidate decisions that a policy chooses from: device set x shares x sync.
+
+Device sets are named by ``strategy.space.device_sets`` (singles, hosts, types, unions of hosts,
+all; at most 256). On each set the batch is shared out by three rules, gradients are synchronised
+in four ways, and rows that mean the same are kept once:
+
+- *even*: equal shares;
+- *proportional*: to the devices' speeds on the whole model;
+- *solved*: the least time of the slowest device over its curve of seconds against samples, no
+  device beyond the samples that its memory holds if every group did the same. Left out where it
+  is within 2 % of the batch of the proportional shares.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from heterog.envs.coarse import CoarseEvaluator
+from heterog.planners.data_parallel import device_speeds
+from heterog.strategy.channels import balanced_slices
+from heterog.strategy.program import FloatArray
+from heterog.strategy.space import device_sets
+from heterog.strategy.strategy import Decision, Sync, split_evenly, split_in_proportion
+
+MAX_CANDIDATES = 256
+"""Rows of a table; singles come first, then device sets in the order of ``device_sets``. Where
+there are more, even shares of unions of hosts go first, then the last rows."""
+
+_GRID = 9  # samples at which the whole model's seconds are measured for solved shares
+
+
+def candidate_table(evaluator: CoarseEvaluator, memory: "ModelMemory") -> tuple[Decision, ...]:
+    """The candidate decisions for a graph on a cluster, in a fixed order.
+
+    Args:
+        evaluator: of the graph and cluster.
+        memory: of the whole model, for solved shares.
+    """
+    cluster, batch = evaluator.cluster, evaluator.graph.batch_size
+    speeds = device_speeds(evaluator)
+    solver = _ShareSolver(evaluator, memory)
+    sets = device_sets(cluster)
+    rows = [Decision(devices=d, shares=(batch,)) for d in sorted(sets) if len(d) == 1]
+    optional: set[Decision] = set()
+    hosts = {cluster.host_devices(index) for index in range(cluster.num_hosts)}
+    for number, devices in enumerate(sets):
+        if len(devices) == 1 or len(devices) > batch:
+            continue
+        proportional = split_in_proportion(batch, tuple(speeds[device] for device in devices))
+        even = split_evenly(batch, len(devices))
+        solved = solver.solve(devices)
+        shares = dict.fromkeys((proportional, even))
+        if max(abs(a - b) for a, b in zip(solved, proportional, strict=True)) > max(
+            0.02 * batch, 1
+        ):
+            shares.setdefault(solved)
+        for part in shares:
+            for sync, slices in _syncs(evaluator, devices):
+                decision = Decision(devices=devices, shares=part, sync=sync, slices=slices)
+                rows.append(decision)
+                if part == even != proportional and number > 0 and devices not in hosts:
+                    optional.add(decision)
+        if len(rows) - len(optional) >= MAX_CANDIDATES:
+            break
+    if len(rows) > MAX_CANDIDATES:
+        rows = [decision for decision in rows if decision not in optional]
+    return tuple(rows[:MAX_CANDIDATES])
+
+
+def _syncs(
+    evaluator: CoarseEvaluator, devices: tuple[int, ...]
+) -> list[tuple[Sync, tuple[int, ...]]]:
+    """Ways to synchronise on a device set that load the links differently."""
+    found: dict[object, tuple[Sync, tuple[int, ...]]] = {}
+    for sync in Sync:
+        if sync > Sync.PARAMETER_SERVER:  # others shard the state: not in this table
+            continue
+        slices: tuple[int, ...] = ()
+        if sync == Sync.REDUCE_SCATTER_ALL_GATHER:
+            slices = balanced_slices(evaluator.cluster, devices)
+        key = traffic_of(evaluator, Decision(
+            devices=devices, shares=(1,) * len(devices), sync=sync, slices=slices
+        ))  # fmt: skip
+        found.setdefault(key, (sync, slices))
+    return list(found.values())
+
+
+def traffic_of(evaluator: CoarseEvaluator, decision: Decision) -> tuple[tuple[int, float], ...]:
+    """Bytes through each link resource per byte of gradient, rounded; for comparing."""
+    table = evaluator.channels
+    first, second = table.for_decision(decision)
+    if first < 0:
+        return ((-1, float(decision.sync)),)
+    load = dict(table.channels[first].traffic())
+    if second >= 0:
+        for resource, multiple in table.channels[second].traffic().items():
+            load[resource] = load.get(resource, 0.0) + multiple
+    return tuple(sorted((resource, round(multiple, 3)) for resource, multiple in load.items()))
+
+
+class ModelMemory:
+    """What a graph's blocks keep in memory, from the tables alone.
+
+    Attributes:
+        state_bytes: parameters and optimizer state of each block.  # [num_blocks]
+        gradient_bytes: of each block.  # [num_blocks]
+        saved_bytes: kept from forward to backward whatever the share.  # [num_blocks]
+        saved_bytes_per_sample: kept per sample of the share.  # [num_blocks]
+        passed_bytes_per_sample: of those, what other blocks read as well: it stays if the block
+            recomputes the rest.  # [num_blocks]
+        inner_bytes_per_sample: most that one op of a block makes for the moment, per sample.
+        usable_bytes: of each device.  # [num_devices]
+    """
+
+    def __init__(self, evaluator: CoarseEvaluator) -> None:
+        tables, graph = evaluator.tables, evaluator.graph
+        blocks = tables.num_groups
+        phase = np.array([int(graph.ops[op].phase) for op in tables.op_id])
+        reader = np.repeat(np.arange(len(tables.op_id)), np.diff(tables.read_start))
+        is_saved = np.zeros(len(tables.value_op), np.bool_)
+        is_saved[tables.read_value[phase[reader] == 1]] = True
+        is_saved &= phase[tables.value_op] == 0
+        block = tables.op_group[tables.value_op]
+        kept = is_saved & (block >= 0)
+        self.gradient_bytes = np.bincount(tables.parameter_group, tables.parameter_bytes, blocks)
+        self.state_bytes = self.gradient_bytes * (1.0 + tables.state_ratio)
+        self.saved_bytes = np.bincount(block[kept], tables.value_bytes[kept], blocks)
+        self.saved_bytes_per_sample = np.bincount(
+            block[kept], tables.value_bytes_per_unit[kept], blocks
+        )
+        is_passed = kept & (np.diff(tables.value_slot_start) > 0)
+        self.passed_bytes_per_sample = np.bincount(
+            block[is_passed], tables.value_bytes_per_unit[is_passed], blocks
+        )
+        # What an op makes and nobody keeps is alive together while it runs.
+        passing = np.where(is_saved, 0.0, tables.value_bytes_per_unit)
+        by_op = np.bincount(tables.value_op, passing, len(tables.op_id))
+        self.inner_bytes_per_sample = np.zeros(blocks)
+        owned = tables.op_group >= 0
+        np.maximum.at(self.inner_bytes_per_sample, tables.op_group[owned], by_op[owned])
+        self.usable_bytes = np.array(
+            [float(device.usable_memory_bytes) for device in evaluator.cluster.devices]
+        )
+        self.common_bytes = float(tables.common_bytes)
+        self.input_bytes_per_sample = float(tables.input_bytes_per_sample)
+
+    def most_samples(self, device: int) -> float:
+        """Samples that fit on a device that holds every block."""
+        per_sample = (
+            self.saved_bytes_per_sample.sum()
+            + self.inner_bytes_per_sample.max()
+            + self.input_bytes_per_sample
+        )
+        fixed = self.state_bytes.sum() + self.common_bytes + self.saved_bytes.sum()
+        free = 0.95 * self.usable_bytes[device] - fixed
+        return max(float(free / max(per_sample, 1.0)), 0.0)
+
+
+class _ShareSolver:
+    """Shares that minimise the slowest device's seconds."""
+
+    def __init__(self, evaluator: CoarseEvaluator, memory: ModelMemory) -> None:
+        batch = evaluator.graph.batch_size
+        self.batch = batch
+        self.type_of = evaluator.cluster.type_index
+        self.samples = np.unique(np.geomspace(1, batch, _GRID).round().astype(int))
+        self.seconds = [
+            np.maximum.accumulate([evaluator.group_seconds(k, int(s)).sum() for s in self.samples])
+            for k in range(len(evaluator.cluster.device_types))
+        ]
+        self.limit = [memory.most_samples(d) for d in range(evaluator.cluster.num_devices)]
+
+    def solve(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """Whole samples for each device."""
+        limits = np.array([self.limit[device] for device in devices])
+        if limits.sum() < self.batch:  # does not fit anyhow: share out by speed
+            limits[:] = self.batch
+        low, high = 0.0, max(float(self.seconds[self.type_of[d]][-1]) for d in devices)
+        for _ in range(40):
+            middle = 0.5 * (low + high)
+            if self._within(devices, limits, middle).sum() >= self.batch:
+                high = middle
+            else:
+                low = middle
+        exact = np.maximum(self._within(devices, limits, high), 1e-9)
+        return split_in_proportion(self.batch, tuple(exact.tolist()))
+
+    def _within(self, devices: Sequence[int], limits: FloatArray, seconds: float) -> FloatArray:
+        """Samples that each device manages in some seconds."""
+        done = np.array(
+            [
+                np.interp(seconds, self.seconds[self.type_of[d]], self.samples, left=0.0)
+                for d in devices
+            ]
+        )
+        return np.asarray(np.minimum(done, limits), np.float64)

@@ -1,0 +1,373 @@
+"""Merging a graph's tables: blocks of groups, runs of ops, values and gradients together.
+
+Groups that follow one another are joined into at most ``MAX_BLOCKS`` *blocks*. Ops of one block
+and phase that can follow one another become one op. Of the values made inside only those survive
+that somebody else reads; values with the same readers are one value, the gradients that are
+finished together are one gradient, and what is alive only inside is one value that dies with the
+op.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.graph.grouping import CONSTANT_GROUP
+from heterog.graph.op_graph import OpGraph, Phase
+from heterog.strategy.program import FloatArray, IntArray
+from heterog.strategy.tables import KIND_NUMBER, GraphTables, graph_tables
+
+MAX_BLOCKS = 48
+"""Blocks that a graph is cut into: a chain of decisions that is quick to sample and to score."""
+
+_Signature = tuple[int, int, int, int, frozenset[tuple[int, int, int]], int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CoarseTables:
+    """A graph's tables after merging, and where each row comes from.
+
+    Attributes:
+        tables: what the kernels read.
+        block_of: block of each group.  # [num_groups]
+        run_of: coarse op of each compute op.  # [num_compute_ops]
+        parameter_of: coarse parameter of each parameter.  # [num_parameters]
+    """
+
+    tables: GraphTables
+    block_of: IntArray
+    run_of: IntArray
+    parameter_of: IntArray
+
+
+def cut_blocks(tables: GraphTables, work: FloatArray, most: int = MAX_BLOCKS) -> IntArray:
+    """Block of each group: neighbours are joined, the lightest pair first.
+
+    Args:
+        tables: the graph's tables.
+        work: compute of each group, in any unit.  # [num_groups]
+        most: number of blocks that may be left.
+    """
+    state = sums(tables.parameter_group, tables.parameter_bytes, tables.num_groups)
+    shares = np.stack([work / max(work.sum(), 1e-30), state / max(state.sum(), 1e-30)])
+    weights = list(shares.T)
+    sizes = [1] * len(weights)
+    while len(weights) > most:
+        pairs = [float((a + b).max()) for a, b in pairwise(weights)]
+        lightest = int(np.argmin(pairs))
+        weights[lightest] = weights[lightest] + weights.pop(lightest + 1)
+        sizes[lightest] += sizes.pop(lightest + 1)
+    return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+
+
+@lru_cache(maxsize=64)
+def merge_tables(graph: OpGraph) -> CoarseTables:
+    """Merge a graph's tables; see the module docstring."""
+    return _Merger(graph).merge()
+
+
+class _Merger:
+    def __init__(self, graph: OpGraph) -> None:
+        fine = graph_tables(graph)
+        group = np.where(fine.op_group < 0, fine.num_groups, fine.op_group)
+        # FLOPs and bytes at a V100's balance, for weighing blocks only.
+        work = graph.flops[fine.op_id] + 17.0 * graph.bytes_moved[fine.op_id]
+        self.block_of = cut_blocks(fine, sums(group, work, fine.num_groups + 1)[:-1])
+        in_block = np.append(self.block_of, CONSTANT_GROUP).astype(np.int32)
+        self.fine = fine = fine._replace(
+            num_groups=int(self.block_of[-1]) + 1,
+            op_group=in_block[group],
+            slot_group=self.block_of[fine.slot_group],
+            parameter_group=self.block_of[fine.parameter_group],
+            read_slot=_inner_reads(fine, in_block[group]),
+        )
+        self.phase = np.array([int(graph.ops[op].phase) for op in fine.op_id])
+        self.coarse_of, self.sequence = self._runs()
+        self.num_ops = int(self.coarse_of.max()) + 1
+        # Readers of each value that are outside of its own run: (run, slot's group, slot's whole).
+        self.readers: list[set[tuple[int, int, int]]] = [set() for _ in fine.value_op]
+        for op in range(len(fine.op_id)):
+            for read in range(fine.read_start[op], fine.read_start[op + 1]):
+                value, slot = int(fine.read_value[read]), int(fine.read_slot[read])
+                run = int(self.coarse_of[op])
+                if slot >= 0:
+                    where = int(fine.slot_group[slot]), int(fine.slot_whole[slot])
+                    self.readers[value].add((run, *where))
+                elif run != self.coarse_of[fine.value_op[value]]:
+                    self.readers[value].add((run, -2, -1))
+
+    def _runs(self) -> tuple[IntArray, IntArray]:
+        """(run of each op, ops in the order of runs).
+
+        A run is of one block and one phase, without a conversion between two of its ops. It goes
+        on while any op that may run next belongs to it; else the next op in program order begins
+        a new one.
+        """
+        fine = self.fine
+        num_ops = len(fine.op_id)
+        readers: list[list[int]] = [[] for _ in range(num_ops)]
+        waiting = np.zeros(num_ops, np.int32)
+        converts: list[set[int]] = [set() for _ in range(num_ops)]
+        for op in range(num_ops):
+            reads = slice(fine.read_start[op], fine.read_start[op + 1])
+            makers = fine.value_op[fine.read_value[reads]]
+            converts[op] = set(makers[fine.read_slot[reads] >= 0].tolist())
+            for maker in set(makers.tolist()):
+                readers[maker].append(op)
+                waiting[op] += 1
+        kind_of = (2 * fine.op_group.astype(np.int64) + self.phase).tolist()
+        ready: dict[int, list[int]] = {}
+        for op in np.flatnonzero(waiting == 0).tolist():
+            heappush(ready.setdefault(kind_of[op], []), op)
+        coarse_of = np.zeros(num_ops, np.int32)
+        sequence: list[int] = []
+        run, members, kind = -1, set[int](), kind_of[0]
+        while len(sequence) < num_ops:
+            mine = ready.get(kind)
+            if run < 0 or not mine or converts[mine[0]] & members:
+                # Program order: the oldest op that is ready.
+                kind = min((heap[0], key) for key, heap in ready.items() if heap)[1]
+                run, members = run + 1, set()
+            op = heappop(ready[kind])
+            coarse_of[op] = run
+            members.add(op)
+            sequence.append(op)
+            for reader in readers[op]:
+                waiting[reader] -= 1
+                if waiting[reader] == 0:
+                    heappush(ready.setdefault(kind_of[reader], []), reader)
+        return coarse_of, np.array(sequence, np.int32)
+
+    def merge(self) -> CoarseTables:
+        fine, num_ops = self.fine, self.num_ops
+        parameter_of, parameters = self._merge_parameters()
+        value_of, made_by, inner_value = self._merge_values(parameter_of)
+        kept = np.flatnonzero(value_of >= 0)
+        num_values = len(made_by)
+        sizes = sums(value_of[kept], fine.value_bytes[kept], num_values)
+        per_sample = sums(value_of[kept], fine.value_bytes_per_unit[kept], num_values)
+        whole = fine.value_bytes[kept] + fine.batch_size * fine.value_bytes_per_unit[kept]
+        moved = sums(
+            value_of[kept], fine.value_moved_fraction[kept] * whole, num_values
+        ) / np.maximum(sums(value_of[kept], whole, num_values), 1.0)
+        sizes[inner_value], per_sample[inner_value] = self._inner_bytes(value_of >= 0)
+        first = np.empty(num_values, np.int32)
+        first[inner_value] = 0
+        first[value_of[kept[::-1]]] = kept[::-1]
+        kinds = fine.value_kind[first]
+        outermost = fine.value_is_outermost[first]
+        early = fine.value_is_early[first]
+        kinds[inner_value], outermost[inner_value], early[inner_value] = KIND_NUMBER["S"], 1, 0
+        slots = {
+            (int(value_of[value]), group, needs_whole)
+            for value in kept
+            for _, group, needs_whole in self.readers[value]
+            if needs_whole >= 0
+        }
+        whole_at = {
+            (int(value_of[fine.slot_value[slot]]), int(fine.slot_group[slot]), 1): None
+            for slot in fine.gradient_slot
+            if slot >= 0
+        }
+        ordered = sorted(slots | set(whole_at))
+        number = {slot: index for index, slot in enumerate(ordered)}
+        reads: list[dict[tuple[int, int], None]] = [{} for _ in range(num_ops)]
+        for value in kept:
+            for run, group, needs_whole in sorted(self.readers[value]):
+                slot = (int(value_of[value]), group, needs_whole)
+                reads[run].setdefault((slot[0], number.get(slot, -1)))
+        parameter_reads: list[dict[int, None]] = [{} for _ in range(num_ops)]
+        finished: list[dict[int, None]] = [{} for _ in range(num_ops)]
+        for op in range(len(fine.op_id)):
+            run = self.coarse_of[op]
+            for read in range(fine.parameter_read_start[op], fine.parameter_read_start[op + 1]):
+                parameter_reads[run].setdefault(int(parameter_of[fine.parameter_read[read]]))
+        leaders = np.array([members[0] for members in parameters], np.int32)
+        made_in = self.coarse_of[fine.value_op[fine.parameter_gradient[leaders]]]
+        done_in = self._finished_in()[leaders]
+        for parameter, run in enumerate(done_in):
+            finished[run].setdefault(parameter)
+        value_start = np.searchsorted(made_by, np.arange(num_ops + 1)).astype(np.int32)
+        first_op = np.unique(self.coarse_of, return_index=True)[1]
+        tables = fine._replace(
+            op_id=fine.op_id[first_op],
+            op_group=fine.op_group[first_op],
+            op_axis=fine.op_axis[first_op],
+            value_start=value_start,
+            read_start=_starts([len(entries) for entries in reads]),
+            read_value=_ints([value for entries in reads for value, _ in entries]),
+            read_slot=_ints([slot for entries in reads for _, slot in entries]),
+            parameter_read_start=_starts([len(entries) for entries in parameter_reads]),
+            parameter_read=_ints([row for entries in parameter_reads for row in entries]),
+            finished_start=_starts([len(entries) for entries in finished]),
+            finished_parameter=_ints([row for entries in finished for row in entries]),
+            op_is_backward=(self.phase[first_op] == int(Phase.BACKWARD)).astype(np.int32),
+            # Rows never recompute: what a block would run again is not worked out.
+            op_recomputes=np.zeros(num_ops, np.int32),
+            recompute_start=np.zeros(fine.num_groups + 1, np.int32),
+            recompute_op=np.empty(0, np.int32),
+            value_op=made_by,
+            value_tensor=fine.value_tensor[first],
+            value_kind=kinds,
+            value_bytes=sizes,
+            value_bytes_per_unit=per_sample,
+            value_moved_fraction=np.where(moved > 0.0, moved, 1.0),
+            value_is_outermost=outermost,
+            value_is_early=early,
+            value_slot_start=np.searchsorted(
+                [slot[0] for slot in ordered], np.arange(num_values + 1)
+            ).astype(np.int32),
+            slot_value=_ints([slot[0] for slot in ordered]),
+            slot_group=_ints([slot[1] for slot in ordered]),
+            slot_whole=_ints([slot[2] for slot in ordered]),
+            slot_axis=np.zeros(len(ordered), np.int32),
+            parameter_group=fine.parameter_group[leaders],
+            parameter_bytes=sums(parameter_of, fine.parameter_bytes, len(parameters)),
+            parameter_gradient=value_of[fine.parameter_gradient[leaders]].astype(np.int32),
+            parameter_last_value=np.where(done_in > made_in, value_start[done_in], -1).astype(
+                np.int32
+            ),
+            gradient_is_partial=fine.gradient_is_partial[leaders],
+            # Rows split the batch alone: no op has a rule of its own.
+            reader_start=np.zeros(len(leaders) + 1, np.int32),
+            reader_value=np.empty(0, np.int32),
+            gradient_slot=_ints(
+                [
+                    number.get((int(value_of[fine.parameter_gradient[leader]]), group, 1), -1)
+                    if fine.gradient_slot[leader] >= 0
+                    else -1
+                    for leader, group in zip(
+                        leaders.tolist(), fine.parameter_group[leaders].tolist(), strict=True
+                    )
+                ]
+            ),
+            parameter_axis=fine.parameter_axis[leaders],
+            parameter_units=fine.parameter_units[leaders],
+            parameter_tensor=fine.parameter_tensor[leaders],
+        )
+        return CoarseTables(
+            tables=tables,
+            block_of=self.block_of,
+            run_of=self.coarse_of,
+            parameter_of=parameter_of,
+        )
+
+    def _finished_in(self) -> IntArray:
+        """Run in which each parameter's gradient is made and its last reader done."""
+        fine = self.fine
+        done = self.coarse_of[fine.value_op[fine.parameter_gradient]]
+        reader = np.repeat(self.coarse_of, np.diff(fine.parameter_read_start))
+        np.maximum.at(done, fine.parameter_read, reader)
+        return done
+
+    def _merge_parameters(self) -> tuple[IntArray, list[list[int]]]:
+        """Coarse parameter of each one, and the members of each coarse parameter."""
+        fine = self.fine
+        done = self._finished_in()
+        made = self.coarse_of[fine.value_op[fine.parameter_gradient]]
+        numbers: dict[tuple[int, int, int, int], int] = {}
+        members: list[list[int]] = []
+        parameter_of = np.empty(len(done), np.int32)
+        for row in range(len(done)):
+            key = (
+                int(fine.parameter_group[row]),
+                int(made[row]),
+                int(done[row]),
+                int(fine.gradient_is_partial[row]),
+            )
+            if key not in numbers:
+                numbers[key] = len(members)
+                members.append([])
+            parameter_of[row] = numbers[key]
+            members[numbers[key]].append(row)
+        return parameter_of, members
+
+    def _merge_values(self, parameter_of: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Coarse value of each value (-1: inner), maker of each, the inner one of each run."""
+        fine = self.fine
+        gradient_of = np.full(len(fine.value_op), -1, np.int32)
+        gradient_of[fine.parameter_gradient] = parameter_of
+        keys: list[_Signature | None] = []
+        for value, op in enumerate(fine.value_op):
+            key: _Signature = (
+                int(self.coarse_of[op]),
+                int(fine.value_kind[value]),
+                int(fine.value_is_outermost[value]),
+                int(fine.value_is_early[value]),
+                frozenset(self.readers[value]),
+                int(gradient_of[value]),
+            )
+            keys.append(key if self.readers[value] or gradient_of[value] >= 0 else None)
+        order: dict[_Signature, int] = {}
+        for kept in keys:
+            if kept is not None:
+                order.setdefault(kept, len(order))
+        # The value that dies with each run comes last of its makings, so runs stay sorted.
+        made_by = np.append([found[0] for found in order], np.arange(self.num_ops)).astype(
+            np.int32
+        )
+        place = np.empty(len(made_by), np.int32)
+        place[np.argsort(made_by, kind="stable")] = np.arange(len(made_by))
+        value_of = np.array(
+            [-1 if kept is None else place[order[kept]] for kept in keys], np.int32
+        )
+        return value_of, np.sort(made_by), place[len(order) :]
+
+    def _inner_bytes(self, is_kept: npt.NDArray[np.bool_]) -> tuple[FloatArray, FloatArray]:
+        """Most bytes alive inside each run beyond what it leaves: (fixed, per sample)."""
+        fine = self.fine
+        split_bytes = fine.batch_size * fine.value_bytes_per_unit
+        whole = fine.value_bytes + split_bytes
+        position = np.argsort(self.sequence)  # of each op in the order of runs
+        last_reader = np.repeat(position, np.diff(fine.value_start))
+        np.maximum.at(last_reader, fine.read_value, np.repeat(position, np.diff(fine.read_start)))
+        dying: list[list[int]] = [[] for _ in fine.op_id]
+        for passing in np.flatnonzero(~is_kept).tolist():
+            dying[self.sequence[last_reader[passing]]].append(passing)
+        left = sums(self.coarse_of[fine.value_op], np.where(is_kept, whole, 0.0), self.num_ops)
+        excess = np.zeros(self.num_ops)
+        split = np.zeros(self.num_ops)
+        live = inner = inner_split = 0.0
+        before = -1
+        for op in self.sequence.tolist():
+            run = int(self.coarse_of[op])
+            if run != before:
+                live = inner = inner_split = 0.0
+                before = run
+            for value in range(fine.value_start[op], fine.value_start[op + 1]):
+                live += float(whole[value])
+                if not is_kept[value]:
+                    inner += float(whole[value])
+                    inner_split += float(split_bytes[value])
+            if live - left[run] > excess[run]:
+                excess[run] = live - left[run]
+                split[run] = inner_split / inner if inner > 0.0 else 0.0
+            for value in dying[op]:
+                live -= float(whole[value])
+                inner -= float(whole[value])
+                inner_split -= float(split_bytes[value])
+        return excess * (1.0 - split), excess * split / fine.batch_size
+
+
+def _inner_reads(fine: GraphTables, block: IntArray) -> IntArray:
+    """Slot of each read, -1 where maker and reader are in one block and no part is missing."""
+    reader = np.repeat(block, np.diff(fine.read_start))
+    maker = block[fine.value_op[fine.read_value]]
+    is_part = (fine.read_slot >= 0) & (fine.slot_whole[fine.read_slot] == 0)
+    return np.where(is_part & (reader == maker), -1, fine.read_slot).astype(np.int32)
+
+
+def sums(where: npt.NDArray[np.integer], what: FloatArray, count: int) -> FloatArray:
+    """Sum of ``what`` by its place.  # [count]"""
+    return np.asarray(np.bincount(where, what, count), np.float64)
+
+
+def _ints(values: list[int]) -> IntArray:
+    return np.array(values, np.int32)
+
+
+def _starts(counts: list[int]) -> IntArray:
+    return np.concatenate([[0], np.cumsum(np.array(counts, np.int64))]).astype(np.int32)

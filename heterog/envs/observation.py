@@ -1,0 +1,376 @@
+"""What a policy sees of a model on a cluster: ratios only, in numpy.
+
+Every time is divided by T0, the harmonic compute bound of the pair (all devices busy all the time
+with the whole model), and a block's times are multiplied by the number of blocks; every amount of
+memory is divided by memory. Logarithms are halved and clipped. There are no ids, absolute units or
+sizes, so weights that were trained on one zoo and some clusters can be asked about any other.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.cluster.topology import Cluster
+from heterog.envs.candidates import ModelMemory
+from heterog.envs.coarse import CoarseEvaluator
+from heterog.envs.merging import sums
+from heterog.strategy.channels import ChannelKind
+from heterog.strategy.strategy import Decision, Sync, split_evenly
+
+OBSERVATION_VERSION = 1
+"""Counts changes of meaning; a checkpoint of another version is refused."""
+
+Array = npt.NDArray[np.float32]
+
+NUM_BLOCK_FEATURES = 17
+NUM_DEVICE_FEATURES = 8
+NUM_LINK_FEATURES = 3
+NUM_BLOCK_DEVICE_FEATURES = 2
+NUM_CANDIDATE_FEATURES = 17
+NUM_PAIR_FEATURES = 6
+NUM_SYNCS = 4
+WHOLE_SLOWER, WHOLE_SUM = 5, 6
+"""Columns of ``candidates``: the whole model's slower of compute and synchronisation; the sum."""
+WHOLE_OVERFLOWS = 8
+"""Column of ``candidates``: 1 where some device cannot hold its part of the whole model."""
+PAIR_SLOWER = 4
+"""Column of ``pairs``: the same of one block."""
+
+_KINDS = (
+    ("mm", "addmm", "bmm", "baddbmm", "linear"),
+    ("convolution", "conv"),
+    ("attention", "_softmax", "_log_softmax", "scaled_dot_product"),
+    ("native_layer_norm", "native_batch_norm", "native_group_norm", "mean", "rsqrt", "var"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """The static part of an observation: a pair of model and cluster.
+
+    Attributes:
+        blocks: compute, parameters, traffic and memory of each block of ops, its place in the
+            graph, and the mix of its ops.  # [G, 17]
+        edges: blocks that feed one another.  # [2, E]
+        edge_time: seconds that the edge's bytes take on an average NIC.  # [E, 1]
+        devices: speed, memory and NIC of each device.  # [D, 8]
+        links: rate, latency, and whether two devices share a host.  # [D, D, 3]
+        block_devices: seconds of each block on each device.  # [G, D, 2]
+        candidates: reach, compute, synchronisation, memory if the whole model did so.  # [C, 17]
+        shares: part of the batch on each device.  # [C, D]
+        pairs: compute, synchronisation and memory of each block under each candidate.  # [G, C, 6]
+        overlap: part of the batch that two candidates have on the same devices.  # [C, C]
+        fits: whether a block fits under a candidate if it were alone.  # [G, C] bool
+    """
+
+    blocks: Array
+    edges: npt.NDArray[np.int64]
+    edge_time: Array
+    devices: Array
+    links: Array
+    block_devices: Array
+    candidates: Array
+    shares: Array
+    pairs: Array
+    overlap: Array
+    fits: npt.NDArray[np.bool_]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            getattr(self, field.name).flags.writeable = False
+
+
+def observe(
+    evaluator: CoarseEvaluator, memory: ModelMemory, table: tuple[Decision, ...]
+) -> Observation:
+    """Make the observation of a pair.
+
+    Args:
+        evaluator: of the graph and cluster.
+        memory: of the graph's blocks.
+        table: the candidate decisions.
+    """
+    return _Observer(evaluator, memory, table).observe()
+
+
+def _log(ratio: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Half the logarithm of a ratio, clipped at 1/20,000 and 20,000."""
+    clipped = np.clip(np.asarray(ratio, np.float64), 5e-5, 2e4)
+    return np.asarray(0.5 * np.log(clipped))
+
+
+class _Observer:
+    def __init__(
+        self, evaluator: CoarseEvaluator, memory: ModelMemory, table: tuple[Decision, ...]
+    ) -> None:
+        self.evaluator, self.memory, self.table = evaluator, memory, table
+        cluster, tables = evaluator.cluster, evaluator.tables
+        self.cluster: Cluster = cluster
+        self.batch = evaluator.graph.batch_size
+        self.num_blocks = tables.num_groups
+        self.num_devices = cluster.num_devices
+        self.type_of = np.array(cluster.type_index)
+        self.counts = np.zeros((len(table), cluster.num_devices), np.int64)
+        self.member = np.zeros((len(table), cluster.num_devices), np.bool_)
+        for number, decision in enumerate(table):
+            self.counts[number, list(decision.devices)] = decision.shares
+            self.member[number, list(decision.devices)] = True
+        self.whole = np.stack(
+            [self._block_seconds(kind, self.batch) for kind in range(len(cluster.device_types))]
+        )[self.type_of]  # seconds of each block with the whole batch  # [D, G]
+        self.bound_s = 1.0 / (1.0 / self.whole.sum(axis=1)).sum()
+        self.nic = np.array([
+            cluster.nic_bandwidth_bytes_per_s(host) if cluster.num_hosts > 1
+            else cluster.hosts[host].intra.bandwidth_bytes_per_s
+            for host in range(cluster.num_hosts)
+        ])  # fmt: skip
+        self.mean_rate = float(np.exp(np.log(self.nic).mean()))
+
+    def _block_seconds(self, kind: int, samples: int) -> npt.NDArray[np.float64]:
+        group = self.evaluator.tables.op_group
+        seconds = self.evaluator.group_seconds(kind, samples)
+        return sums(group[group >= 0], seconds[group >= 0], self.num_blocks)
+
+    def observe(self) -> Observation:
+        edges, edge_bytes = self._edges()
+        pairs, candidates = self._candidates()
+        scale = self.num_blocks / self.bound_s
+        return Observation(
+            blocks=self._blocks(edges, edge_bytes).astype(np.float32),
+            edges=edges,
+            edge_time=_log(edge_bytes / self.mean_rate * scale).astype(np.float32)[:, None],
+            devices=self._devices().astype(np.float32),
+            links=self._links().astype(np.float32),
+            block_devices=np.stack(
+                [
+                    _log(self.whole.T * scale),
+                    _log(self.whole.T / np.maximum(self.whole.T.min(1, keepdims=True), 1e-12)),
+                ],
+                axis=2,
+            ).astype(np.float32),
+            candidates=candidates.astype(np.float32),
+            shares=(self.counts / self.batch).astype(np.float32),
+            pairs=pairs.astype(np.float32),
+            overlap=self._overlap().astype(np.float32),
+            fits=self._fits(),
+        )
+
+    def _edges(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Which block feeds which, and the bytes at the whole batch."""
+        tables, blocks = self.evaluator.tables, self.num_blocks
+        maker = tables.op_group[tables.value_op[tables.slot_value]]
+        size = tables.value_bytes + self.batch * tables.value_bytes_per_unit
+        moved = (size * tables.value_moved_fraction)[tables.slot_value]
+        real = (maker >= 0) & (maker != tables.slot_group)
+        key = maker[real].astype(np.int64) * blocks + tables.slot_group[real]
+        unique, inverse = np.unique(key, return_inverse=True)
+        return np.stack([unique // blocks, unique % blocks]), sums(
+            inverse, moved[real], len(unique)
+        )
+
+    def _blocks(
+        self, edges: npt.NDArray[np.int64], edge_bytes: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        tables, memory, num = self.evaluator.tables, self.memory, self.num_blocks
+        compute = (1.0 / (1.0 / np.maximum(self.whole, 1e-15)).sum(axis=0)) / self.bound_s
+        parameters = memory.gradient_bytes / max(memory.gradient_bytes.sum(), 1.0)
+        out = sums(edges[0], edge_bytes, num)
+        saved = memory.saved_bytes + self.batch * memory.saved_bytes_per_sample
+        phase = np.array([int(self.evaluator.graph.ops[op].phase) for op in tables.op_id])
+        seconds = self.evaluator.group_seconds(0, self.batch)
+        forward = (tables.op_group >= 0) & (phase == 0)
+        forward_s = sums(tables.op_group[forward], seconds[forward], num)
+        rate_s = num / self.mean_rate / self.bound_s
+        position = np.arange(num) / max(num - 1, 1)
+        return np.column_stack([
+            _log(compute * num),
+            _log(parameters * num),
+            _log(memory.gradient_bytes * rate_s),
+            _log(out * rate_s),
+            _log(memory.state_bytes * num / memory.usable_bytes.mean()),
+            _log(saved * num / memory.usable_bytes.sum()),
+            position,
+            np.cumsum(compute) / max(compute.sum(), 1e-12),
+            np.cumsum(parameters),
+            np.full(num, np.log(num) / 4.0),
+            _log(self.whole.max(axis=0) / np.maximum(self.whole.min(axis=0), 1e-12)),
+            forward_s / np.maximum(self.whole[self.type_of == 0].max(axis=0), 1e-12),
+            self._kinds(),
+        ])  # fmt: skip
+
+    def _kinds(self) -> npt.NDArray[np.float64]:
+        """Part of each block's work in products, convolutions, attention, norms, the rest."""
+        graph, evaluator = self.evaluator.graph, self.evaluator
+        fine, block = evaluator.fine_op, evaluator.fine_block
+        work = graph.flops[fine] + 17.0 * graph.bytes_moved[fine]
+        known: dict[str, int] = {}
+        for op in fine:
+            kind = graph.ops[op].kind
+            if kind not in known:
+                base = kind.partition(".")[0]
+                known[kind] = next(
+                    (n for n, names in enumerate(_KINDS) if base.startswith(names)), len(_KINDS)
+                )
+        family = np.array([known[graph.ops[op].kind] for op in fine])
+        real = block >= 0
+        width = len(_KINDS) + 1
+        mixed = sums(
+            block[real] * width + family[real], work[real], self.num_blocks * width
+        ).reshape(self.num_blocks, width)
+        return np.asarray(mixed / np.maximum(mixed.sum(axis=1, keepdims=True), 1e-12))
+
+    def _devices(self) -> npt.NDArray[np.float64]:
+        cluster, memory = self.cluster, self.memory
+        speed = self.bound_s / self.whole.sum(axis=1)  # sums to 1
+        host = np.array(cluster.host_of)
+        inner = np.array([each.intra.bandwidth_bytes_per_s for each in cluster.hosts])
+        siblings = np.bincount(host, minlength=cluster.num_hosts)[host]
+        usable = memory.usable_bytes
+        return np.column_stack([
+            _log(speed * self.num_devices),
+            speed / speed.max(),
+            _log(usable / max(memory.state_bytes.sum(), 1.0)),
+            usable / usable.max(),
+            _log(self.nic[host] / self.mean_rate),
+            _log(memory.gradient_bytes.sum() / self.nic[host] / self.bound_s),
+            siblings / self.num_devices,
+            _log(inner[host] / self.mean_rate),
+        ])  # fmt: skip
+
+    def _links(self) -> npt.NDArray[np.float64]:
+        cluster, size = self.cluster, self.memory.gradient_bytes.sum()
+        links = np.zeros((self.num_devices, self.num_devices, NUM_LINK_FEATURES))
+        for source in range(self.num_devices):
+            for target in range(self.num_devices):
+                if source != target:
+                    seconds = size / cluster.bottleneck_bytes_per_s(source, target)
+                    latency = cluster.latency_s(source, target) * self.num_blocks
+                    links[source, target] = (
+                        float(_log(seconds / self.bound_s)),
+                        float(_log(latency / self.bound_s)),
+                        float(cluster.host_of[source] == cluster.host_of[target]),
+                    )
+        return links
+
+    def _candidates(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """(features of block and candidate, features of candidates)."""
+        num, table, memory = self.num_blocks, self.table, self.memory
+        compute = self._compute()  # [G, C]
+        sync_rate, sync_latency = self._sync_seconds()
+        sync = memory.gradient_bytes[:, None] * sync_rate + sync_latency
+        sync[memory.gradient_bytes == 0.0] = 0.0
+        ideal = 1.0 / (1.0 / np.maximum(self.whole, 1e-15)).sum(axis=0)
+        usable, member = memory.usable_bytes, self.member
+        held = memory.state_bytes[:, None, None] * member + (
+            memory.saved_bytes_per_sample[:, None, None] * self.counts
+        )
+        worst = (held / usable).max(axis=2)  # [G, C]
+        scale = num / self.bound_s
+        pairs = np.stack(
+            [
+                _log(compute * scale),
+                _log(sync * scale),
+                _log((compute + sync) * scale),
+                _log(compute / np.maximum(ideal[:, None], 1e-12)),
+                _log(np.maximum(compute, sync) * scale),
+                _log(worst * num),
+            ],
+            axis=2,
+        )
+        hosts = np.array([len({self.cluster.host_of[d] for d in c.devices}) for c in table])
+        speed = self.bound_s / self.whole.sum(axis=1)
+        total, total_sync = compute.sum(axis=0), sync.sum(axis=0)
+        peak = (held.sum(axis=0) / usable).max(axis=1)
+        slowest = np.array(
+            [min(self.nic[self.cluster.host_of[d]] for d in c.devices) for c in table]
+        )
+        kinds = np.zeros((len(table), NUM_SYNCS))
+        for number, decision in enumerate(table):
+            if len(decision.devices) > 1:
+                kinds[number, int(decision.sync)] = 1.0
+        even = [c.shares == split_evenly(self.batch, len(c.devices)) for c in table]
+        candidates = np.column_stack([
+            member.mean(axis=1),
+            hosts / self.cluster.num_hosts,
+            member @ speed,
+            _log(total / self.bound_s),
+            _log(total_sync / self.bound_s),
+            _log(np.maximum(total, total_sync) / self.bound_s),
+            _log((total + total_sync) / self.bound_s),
+            _log(peak),
+            (peak > 1.0).astype(np.float64),
+            kinds,
+            np.array(even, np.float64),
+            (member.sum(axis=1) == 1).astype(np.float64),
+            _log(slowest / self.mean_rate),
+            self.counts.max(axis=1) / self.batch,
+        ])  # fmt: skip
+        return pairs, candidates
+
+    def _compute(self) -> npt.NDArray[np.float64]:
+        """Seconds of each block on its slowest device under each candidate.  # [G, C]"""
+        key = self.type_of[None, :] * (self.batch + 1) + self.counts
+        unique, inverse = np.unique(np.where(self.counts > 0, key, 0), return_inverse=True)
+        rows = np.zeros((len(unique), self.num_blocks))
+        for number, value in enumerate(unique.tolist()):
+            kind, samples = divmod(value, self.batch + 1)
+            if samples:
+                rows[number] = self._block_seconds(kind, samples)
+        inverse = inverse.reshape(self.counts.shape)
+        slowest = rows[inverse[:, 0]]
+        for device in range(1, self.num_devices):
+            np.maximum(slowest, rows[inverse[:, device]], out=slowest)
+        return slowest.T
+
+    def _sync_seconds(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Seconds per gradient byte, and latency, of each candidate's synchronisation."""
+        evaluator, cluster = self.evaluator, self.cluster
+        rate, latency = np.zeros(len(self.table)), np.zeros(len(self.table))
+        for number, decision in enumerate(self.table):
+            if len(decision.devices) == 1:
+                continue
+            if decision.sync == Sync.PARAMETER_SERVER:
+                # Servers balanced over the members: 2 m (n - m) / n payloads per NIC and way.
+                n = len(decision.devices)
+                hosts = [cluster.host_of[device] for device in decision.devices]
+                counts = {host: hosts.count(host) for host in hosts}
+                rate[number] = max(
+                    2.0 * m * (n - m) / n / self.nic[host] if len(counts) > 1
+                    else 2.0 * (n - 1) / n / cluster.hosts[host].intra.bandwidth_bytes_per_s
+                    for host, m in counts.items()
+                )  # fmt: skip
+                ends = decision.devices[0], decision.devices[-1]
+                latency[number] = 2.0 * cluster.latency_s(*ends)
+                continue
+            for channel in evaluator.channels.for_decision(decision):
+                if channel >= 0:
+                    found = evaluator.channels.channels[channel]
+                    assert found.kind != ChannelKind.POINT_TO_POINT
+                    cost = evaluator.cost_model.channel_seconds(cluster, found)
+                    rate[number] += cost.seconds_per_byte
+                    latency[number] += cost.latency_s
+        return rate, latency
+
+    def _overlap(self) -> npt.NDArray[np.float64]:
+        """Part of the batch that lies on the same device under two candidates.  # [C, C]"""
+        end = np.cumsum(self.counts, axis=1)
+        begin = end - self.counts
+        total = np.zeros((len(self.table), len(self.table)))
+        for device in range(self.num_devices):
+            common = np.minimum(end[:, None, device], end[None, :, device]) - np.maximum(
+                begin[:, None, device], begin[None, :, device]
+            )
+            total += np.maximum(common, 0)
+        return total / self.batch
+
+    def _fits(self) -> npt.NDArray[np.bool_]:
+        memory = self.memory
+        held = (
+            memory.state_bytes[:, None, None] * self.member
+            + (memory.saved_bytes_per_sample + memory.inner_bytes_per_sample)[:, None, None]
+            * self.counts
+        )
+        fits = np.asarray((held <= memory.usable_bytes).all(axis=2), np.bool_)
+        # A block that fits nowhere may go anywhere: the outcome tells.
+        return np.asarray(fits | ~fits.any(axis=1, keepdims=True))

@@ -1,0 +1,221 @@
+"""A pair of model and cluster, ready to be decided: table, observation, scores, reward."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.cluster.topology import Cluster
+from heterog.envs.candidates import ModelMemory, candidate_table
+from heterog.envs.coarse import CoarseEvaluator
+from heterog.envs.observation import Observation, observe
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.data_parallel import device_speeds
+from heterog.planners.planner import Budget, Task, planner_by_name
+from heterog.simulator.cost_model import CostModel
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.program import IntArray
+from heterog.strategy.space import StrategySpace
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
+
+ORDER = Order.RANK
+"""Order in which a policy's strategies are scored."""
+BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp")
+"""Data parallelism that rewards are relative to, the best of these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What the coarse evaluator says about a row.
+
+    Attributes:
+        step_time_s: seconds per step, also where memory does not suffice.
+        overflow: bytes missing on the worst device as a part of its memory, 0 if it fits.
+    """
+
+    step_time_s: float
+    overflow: float
+
+    @property
+    def preference(self) -> tuple[float, float]:
+        """Smaller is better: what fits first, then the shorter step."""
+        return self.overflow, self.step_time_s
+
+
+class Pair:
+    """One model on one cluster; see the module docstring.
+
+    Args:
+        graph: one training step.
+        cluster: the devices and links.
+        cost_model: as for ``Evaluator``.
+    """
+
+    def __init__(
+        self, graph: OpGraph, cluster: Cluster, cost_model: CostModel | None = None
+    ) -> None:
+        self.graph, self.cluster = graph, cluster
+        self.evaluator = CoarseEvaluator(graph, cluster, cost_model)
+        self.memory = ModelMemory(self.evaluator)
+        self.table = candidate_table(self.evaluator, self.memory)
+        self.space = StrategySpace(
+            graph,
+            cluster,
+            self.evaluator.tables,
+            self.evaluator.channels,
+            device_speeds(self.evaluator),
+            self.table,
+        )
+        self._scores: dict[bytes, Score] = {}
+
+    @property
+    def name(self) -> str:
+        """Of model and cluster, for logs."""
+        return f"{self.graph.name} on {self.cluster.name}"
+
+    @property
+    def num_blocks(self) -> int:
+        """Decisions to make."""
+        return self.evaluator.tables.num_groups
+
+    @property
+    def num_candidates(self) -> int:
+        """Rows of the table."""
+        return len(self.table)
+
+    @cached_property
+    def observation(self) -> Observation:
+        """What a policy sees."""
+        return observe(self.evaluator, self.memory, self.table)
+
+    @cached_property
+    def baseline_s(self) -> float:
+        """Seconds of the best data-parallel baseline, whether it fits or not."""
+        evaluator = Evaluator(self.graph, self.cluster, self.evaluator.cost_model)
+        task = Task(evaluator=evaluator, budget=Budget(evaluations=1))
+        scored = [
+            evaluator.evaluate(candidate.strategy, candidate.orders[0])
+            for name in BASELINES
+            for candidate in planner_by_name(name).plan(task).candidates[:1]
+        ]
+        return min(scored, key=lambda each: each.preference).step_time_s
+
+    def score(self, row: npt.ArrayLike) -> Score:
+        """Score a row of candidates, one per block; a row is simulated once."""
+        row = np.asarray(row, np.int32)
+        key = row.tobytes()
+        if key not in self._scores:
+            choice = self.space.encode(row, bucket_bytes=DEFAULT_BUCKET_BYTES, num_steps=1)
+            evaluation = self.evaluator.evaluate_choice(choice, ORDER)
+            over = np.array(evaluation.peak_memory_bytes) / self.memory.usable_bytes - 1.0
+            self._scores[key] = Score(
+                step_time_s=evaluation.step_time_s, overflow=max(float(over.max()), 0.0)
+            )
+        return self._scores[key]
+
+    def forget(self) -> None:
+        """Let go of the scores of rows seen so far."""
+        self._scores.clear()
+
+    def groups(self, row: npt.ArrayLike) -> IntArray:
+        """The candidate of every group, from that of its block."""
+        return np.asarray(row, np.int32)[self.evaluator.block_of]
+
+
+class RunningMemory:
+    """Memory used while a row is filled block by block, for many rows at once.
+
+    A device holds the state of its blocks, and at the height of the step either what forward has
+    kept or the gradients, whichever is more, and on top what one op makes for the moment, its
+    gradient included. The rest of the model must still fit into what is left on all devices
+    together.
+
+    Args:
+        pair: model and cluster.
+        num_rows: rows that are filled side by side.
+        recompute: whether every block lets go of what only its own backward pass reads.
+    """
+
+    MARGIN = 0.95
+    """Part of the memory that may be filled: this estimate leaves out small things."""
+
+    def __init__(self, pair: Pair, num_rows: int, *, recompute: bool = False) -> None:
+        memory, table = pair.memory, pair.table
+        # A block that recomputes keeps what others read, and makes the rest anew for the moment.
+        self._kept = memory.passed_bytes_per_sample if recompute else memory.saved_bytes_per_sample
+        self._passing = memory.inner_bytes_per_sample + (
+            memory.saved_bytes_per_sample - self._kept
+        )
+        self._is_alone = None if recompute else pair.observation.fits
+        usable = memory.usable_bytes
+        devices, batch = len(usable), pair.graph.batch_size
+        self._state = np.zeros((num_rows, devices), np.float32)
+        self._saved = np.zeros((num_rows, devices), np.float32)
+        self._gradient = np.zeros((num_rows, devices), np.float32)
+        self._inner = np.zeros((num_rows, devices), np.float32)
+        self._block = 0
+        counts = pair.observation.shares * batch
+        holds = counts > 0
+        state_of = np.zeros_like(counts)
+        ratio = pair.evaluator.tables.state_ratio
+        for number, decision in enumerate(table):
+            served = decision.sync == Sync.PARAMETER_SERVER and len(decision.devices) > 1
+            part = (1.0 + ratio / len(decision.devices)) / (1.0 + ratio) if served else 1.0
+            state_of[number, list(decision.devices)] = part
+            holds[number, list(decision.devices)] = True
+        scale = (1.0 / (self.MARGIN * usable)).astype(np.float32)
+        self._counts = (counts * scale).astype(np.float32)  # [C, D]
+        self._state_of = (state_of * scale).astype(np.float32)
+        self._holds = (holds * scale).astype(np.float32)
+        self._memory = memory
+        self._room = (self.MARGIN * usable).astype(np.float32)
+        rest = memory.state_bytes + batch * self._kept
+        self._rest = np.append(np.cumsum(rest[::-1])[::-1][1:], 0.0)  # after each block
+        self._start = memory.common_bytes / usable
+
+    @property
+    def used(self) -> npt.NDArray[np.float32]:
+        """Part of each device's memory that is taken so far.  # [num_rows, D]"""
+        return np.asarray(
+            self._start + self._state + np.maximum(self._saved, self._gradient) + self._inner,
+            np.float32,
+        )
+
+    def fits(self) -> npt.NDArray[np.bool_]:
+        """Which candidates the next block may take; all if none fits.  # [num_rows, C]"""
+        memory, block = self._memory, self._block
+        saved = np.float32(self._kept[block])
+        gradient = np.float32(memory.gradient_bytes[block])
+        inner = np.float32(self._passing[block])
+        state = np.float32(memory.state_bytes[block])
+        total = self._state[:, None] + state * self._state_of
+        total += np.maximum(
+            self._saved[:, None] + saved * self._counts,
+            self._gradient[:, None] + gradient * self._holds,
+        )
+        total += np.maximum(self._inner[:, None], inner * self._counts + gradient * self._holds)
+        total += self._start[None, None].astype(np.float32)
+        free = np.maximum(1.0 - total, 0.0) @ self._room
+        fits = (total <= 1.0).all(axis=2)
+        if self._is_alone is not None:
+            fits &= self._is_alone[block]
+        roomy = fits & (free >= self._rest[block])
+        # Rather too little room for the rest than a device that is surely too small.
+        fits = np.where(roomy.any(axis=1, keepdims=True), roomy, fits)
+        least = total.max(axis=2) <= total.max(axis=2).min(axis=1, keepdims=True) + 1e-6
+        return np.asarray(np.where(fits.any(axis=1, keepdims=True), fits, least), np.bool_)
+
+    def add(self, candidates: Sequence[int] | IntArray) -> None:
+        """Decide the next block of every row."""
+        memory, block = self._memory, self._block
+        chosen = np.asarray(candidates)
+        self._state += np.float32(memory.state_bytes[block]) * self._state_of[chosen]
+        self._saved += np.float32(self._kept[block]) * self._counts[chosen]
+        self._gradient += np.float32(memory.gradient_bytes[block]) * self._holds[chosen]
+        inner = np.float32(self._passing[block]) * self._counts[chosen]
+        inner = inner + np.float32(memory.gradient_bytes[block]) * self._holds[chosen]
+        np.maximum(self._inner, inner, out=self._inner)
+        self._block += 1

@@ -1,0 +1,17 @@
+"""Makes the environments known to Gymnasium.
+
+Gymnasium finds this by the entry point ``gymnasium.envs`` when the package is installed; elsewhere
+call ``register_envs()`` before ``gymnasium.make("heterog/Strategy-v0")``.
+"""
+
+import gymnasium as gym
+
+ONE_SHOT = "heterog/StrategyOneShot-v0"
+STEP_BY_STEP = "heterog/Strategy-v0"
+
+
+def register_envs() -> None:
+    """Register both environments; again is no harm."""
+    for name, where in ((ONE_SHOT, "StrategyOneShotEnv"), (STEP_BY_STEP, "StrategyEnv")):
+        if name not in gym.registry:
+            gym.register(id=name, entry_point=f"heterog.envs.strategy_env:{where}")

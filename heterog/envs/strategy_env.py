@@ -1,0 +1,246 @@
+"""The two environments: a whole strategy in one action, and one block a step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+
+# Registers the baselines that rewards are relative to.
+import heterog.planners.portfolio  # noqa: F401
+from heterog.envs.pair import Pair, RunningMemory
+from heterog.envs.reward import RewardFunction, reward_of
+from heterog.envs.spaces import LIMIT, Padded, Padding, pad_pair, pair_space, read_action
+from heterog.envs.toy import chain_graph, toy_cluster
+
+Info = dict[str, Any]
+Action = npt.NDArray[np.int64]
+
+
+class _StrategyEnv(gym.Env[Padded, Any]):
+    """What both environments share: pairs, padding, the end of an episode."""
+
+    metadata = {"render_modes": []}  # noqa: RUF012  (as Gymnasium declares it)
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair] | None = None,
+        padding: Padding | None = None,
+        reward: RewardFunction = reward_of,
+    ) -> None:
+        self._reward = reward
+        self.pairs = list(pairs or [Pair(chain_graph(), toy_cluster())])
+        self.padding = padding or Padding.of(self.pairs)
+        self._padded = [
+            pad_pair(pair, number, self.padding) for number, pair in enumerate(self.pairs)
+        ]
+        self._number = 0
+
+    @property
+    def pair(self) -> Pair:
+        """The pair of the current episode."""
+        return self.pairs[self._number]
+
+    def _static(self) -> Padded:
+        """The pair's arrays, the caller's own."""
+        return {name: array.copy() for name, array in self._padded[self._number].items()}
+
+    def _choose(self, options: Info | None) -> None:
+        wanted = (options or {}).get("pair")
+        number = self.np_random.integers(len(self.pairs)) if wanted is None else wanted
+        self._number = int(number)
+
+    def _finish(self, row: npt.ArrayLike, masked: int) -> tuple[float, Info]:
+        """Reward of a whole row, and its terms."""
+        found = self._reward(self.pair, self.pair.score(row))
+        self.pair.forget()
+        return found.reward, {
+            "step_time_s": found.step_time_s,
+            "baseline_s": self.pair.baseline_s,
+            "speedup": found.speedup,
+            "overflow": found.overflow,
+            "is_ok": found.overflow == 0.0,
+            "masked_actions": masked,
+            "row": np.asarray(row, np.int32),
+        }
+
+
+class StrategyOneShotEnv(_StrategyEnv):
+    """Decide a whole training strategy in one action, as HeteroG does (section 4.1).
+
+    ## Description
+    A *pair* is a captured training step and a cluster. The step's groups of ops are joined into at
+    most 48 *blocks* in the order of the forward pass. An action names for each block one row of
+    the pair's candidate table: a device set, shares of the batch on it, and a synchronisation of
+    gradients. The coarse simulator answers with the seconds of a step.
+
+    ## Action space
+    ``MultiDiscrete([C] * G)``, both padded to the largest pair. Entries of blocks that the pair
+    does not have are ignored. A masked entry (``action_mask`` is 0) is a no-op: the block follows
+    the one before it, the first one takes its first legal candidate; ``info["masked_actions"]``
+    counts them.
+
+    ## Observation space
+    A ``Dict`` of padded arrays, all ratios (see ``heterog.envs.observation``):
+
+    | key | shape | what |
+    |---|---|---|
+    | pair | 1 | number of the pair among the environment's own, not a feature |
+    | blocks, block_mask | G x 17, G | compute, parameters, traffic, memory, place, kinds of ops |
+    | edges, edge_time, edge_mask | 2 x E, E x 1, E | blocks that feed one another |
+    | devices, device_mask | D x 8, D | speed, memory, NIC |
+    | links | D x D x 3 | rate, latency, same host |
+    | block_devices | G x D x 2 | predicted seconds of each block on each device |
+    | candidates, candidate_mask | C x 17, C | reach, compute, synchronisation, memory of rows |
+    | shares | C x D | part of the batch on each device |
+    | action_mask | G x C | rows that can hold a block if it were alone |
+
+    ## Reward
+    Log of the speed-up over the best data-parallel baseline, within 1.5 both ways; below -1.5,
+    graded by the overrun, where memory does not suffice. See ``heterog.envs.reward``; the terms
+    are in ``info``.
+
+    ## Episode
+    ``reset`` draws a pair (or takes ``options={"pair": number}``); one step ends it.
+
+    ## Arguments
+    ``pairs``: what to draw from; a toy if none is given. ``padding``: sizes to pad to. ``reward``:
+    another function of pair and score.
+
+    ## Version
+    v0: observation version 1.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair] | None = None,
+        padding: Padding | None = None,
+        reward: RewardFunction = reward_of,
+    ) -> None:
+        super().__init__(pairs, padding, reward)
+        self.observation_space: gym.Space[Any] = gym.spaces.Dict(pair_space(self.padding))
+        self.action_space = gym.spaces.MultiDiscrete(
+            [self.padding.candidates] * self.padding.blocks
+        )
+
+    def reset(
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[Padded, Info]:
+        """Draw a pair."""
+        super().reset(seed=seed)
+        self._choose(options)
+        return self._static(), {}
+
+    def step(self, action: Action) -> tuple[Padded, float, bool, bool, Info]:
+        """Score the whole strategy."""
+        row, masked = read_action(self.pair, action)
+        reward, info = self._finish(row, masked)
+        return self._static(), reward, True, False, info
+
+
+class StrategyEnv(_StrategyEnv):
+    """Decide a training strategy block by block, seeing what has been decided so far.
+
+    ## Description
+    As ``heterog/StrategyOneShot-v0``, one block at a time in the order of the forward pass.
+
+    ## Action space
+    ``Discrete(C)``: the row of the candidate table that the current block takes. A masked action
+    (``action_mask[block]`` is 0) is a no-op: nothing is decided, the step counts, and
+    ``info["masked_actions"]`` grows.
+
+    ## Observation space
+    That of ``heterog/StrategyOneShot-v0``, where the mask of the current block also leaves out
+    what no longer fits beside the blocks decided so far, and
+
+    | key | shape | what |
+    |---|---|---|
+    | block | 1 | the block to decide now |
+    | chosen | G | row of each decided block plus 1, else 0 |
+    | used | D | part of each device's memory that is taken, by a running estimate |
+    | estimate | 3 | analytic compute and synchronisation of the decided blocks over the compute \
+bound, and the part of the batch that changed devices |
+
+    ## Reward
+    0 until the last block is decided, then that of ``heterog/StrategyOneShot-v0``.
+
+    ## Episode
+    Ends when every block is decided; is truncated after four times as many steps.
+
+    ## Arguments
+    ``pairs``: what to draw from; a toy if none is given. ``padding``: sizes to pad to. ``reward``:
+    another function of pair and score.
+
+    ## Version
+    v0: observation version 1.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair] | None = None,
+        padding: Padding | None = None,
+        reward: RewardFunction = reward_of,
+    ) -> None:
+        super().__init__(pairs, padding, reward)
+        blocks, candidates = self.padding.blocks, self.padding.candidates
+        self.observation_space: gym.Space[Any] = gym.spaces.Dict(
+            pair_space(self.padding)
+            | {
+                "block": gym.spaces.Box(0, blocks, (1,), np.int64),
+                "chosen": gym.spaces.Box(0, candidates, (blocks,), np.int64),
+                "used": gym.spaces.Box(0.0, LIMIT, (self.padding.devices,), np.float32),
+                "estimate": gym.spaces.Box(0.0, LIMIT, (3,), np.float32),
+            }
+        )
+        self.action_space = gym.spaces.Discrete(candidates)
+
+    def reset(
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[Padded, Info]:
+        """Draw a pair and decide nothing."""
+        super().reset(seed=seed)
+        self._choose(options)
+        self._memory = RunningMemory(self.pair, 1)
+        self._row: list[int] = []
+        self._steps = self._masked = 0
+        self._estimate = np.zeros(3)
+        return self._observe(), {"masked_actions": 0}
+
+    def step(self, action: int | np.int64) -> tuple[Padded, float, bool, bool, Info]:
+        """Decide the current block, if the action is legal."""
+        pair, block, wanted = self.pair, len(self._row), int(action)
+        self._steps += 1
+        if 0 <= wanted < pair.num_candidates and self._memory.fits()[0, wanted]:
+            seen = pair.observation
+            # Features hold half the logarithm of seconds x G / T0.
+            times = np.exp(2.0 * seen.pairs[block, wanted, :2]) / pair.num_blocks
+            moved = 1.0 - seen.overlap[self._row[-1], wanted] if self._row else 0.0
+            self._estimate += (*times, moved)
+            self._row.append(wanted)
+            self._memory.add([wanted])
+        else:
+            self._masked += 1
+        info: Info = {"masked_actions": self._masked}
+        reward, done = 0.0, len(self._row) == pair.num_blocks
+        if done:
+            reward, info = self._finish(np.array(self._row), self._masked)
+        truncated = not done and self._steps >= 4 * pair.num_blocks
+        return self._observe(), reward, done, truncated, info
+
+    def _observe(self) -> Padded:
+        pair, padding, block = self.pair, self.padding, len(self._row)
+        padded = self._static()
+        if block < pair.num_blocks:
+            mask = padded["action_mask"]
+            mask[block, : pair.num_candidates] = self._memory.fits()[0].astype(np.int8)
+        used = np.zeros(padding.devices, np.float32)
+        used[: pair.cluster.num_devices] = np.minimum(self._memory.used[0], LIMIT)
+        chosen = np.zeros(padding.blocks, np.int64)
+        chosen[:block] = np.array(self._row, np.int64) + 1
+        return padded | {
+            "block": np.array([block], np.int64),
+            "chosen": chosen,
+            "used": used,
+            "estimate": np.minimum(self._estimate, LIMIT).astype(np.float32),
+        }

@@ -1,0 +1,108 @@
+"""A small model and cluster made by hand, for first steps and for tests of learning."""
+
+from heterog.cluster import Cluster, Device, Host, Link, device_type
+from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
+from heterog.graph.placement import P, Placement, R, S
+
+
+def chain_graph(num_layers: int = 4, width: int = 2048, batch_size: int = 32) -> OpGraph:
+    """Linear layers of one width, one group each, trained by plain gradient descent.
+
+    Args:
+        num_layers: layers.
+        width: inputs and outputs of each layer.
+        batch_size: samples.
+    """
+    tensors = [
+        GraphTensor(shape=(batch_size, width), dtype="float32", kind=TensorKind.BATCH, name="x")
+    ]
+    tensors += [
+        GraphTensor(
+            shape=(width, width), dtype="float32", kind=TensorKind.PARAMETER, name=f"layers.{n}"
+        )
+        for n in range(num_layers)
+    ]
+    ops: list[GraphOp] = []
+
+    def add(
+        kind: str,
+        inputs: tuple[int, ...],
+        shapes: tuple[tuple[int, ...], ...],
+        layer: int,
+        phase: Phase,
+        rule: tuple[tuple[Placement, ...], tuple[Placement, ...]] | None,
+        flops: float,
+    ) -> int:
+        first = len(tensors)
+        tensors.extend(GraphTensor(shape=shape, dtype="float32") for shape in shapes)
+        ops.append(
+            GraphOp(
+                kind=kind,
+                args={},
+                inputs=inputs,
+                num_outputs=len(shapes),
+                phase=phase,
+                module=f"layers.{layer}",
+                flops=flops,
+                bytes_read=float(sum(tensors[i].meta.num_bytes for i in inputs)),
+                bytes_written=float(sum(t.meta.num_bytes for t in tensors[first:])),
+                rule=rule,
+            )
+        )
+        return first
+
+    rows, product = (batch_size, width), 2.0 * batch_size * width * width
+    values = [0]
+    last = num_layers - 1
+    for layer in range(num_layers):
+        rule = ((S(0), R), (S(0),))
+        values.append(
+            add("linear", (values[-1], 1 + layer), (rows,), layer, Phase.FORWARD, rule, product)
+        )
+    loss = add("loss", (values[-1],), ((), rows), last, Phase.FORWARD, ((S(0),), (P, S(0))), 1e4)
+    gradient, weights = loss + 1, list[int]()
+    for layer in reversed(range(num_layers)):
+        rule = ((S(0), S(0)), (P,))
+        inputs = values[layer], gradient
+        weights.append(
+            add("linear_w", inputs, ((width, width),), layer, Phase.BACKWARD, rule, product)
+        )
+        if layer > 0:
+            rule = ((S(0), R), (S(0),))
+            inputs = gradient, 1 + layer
+            gradient = add("linear_x", inputs, (rows,), layer, Phase.BACKWARD, rule, product)
+    for layer, made in zip(reversed(range(num_layers)), weights, strict=True):
+        add("update", (1 + layer, made), ((width, width),), layer, Phase.UPDATE, None, width**2)
+    return OpGraph(
+        name="chain",
+        source="",
+        batch_size=batch_size,
+        tensors=tuple(tensors),
+        ops=tuple(ops),
+        batch_placements=(S(0), *(R for _ in range(num_layers))),
+        optimizer="SGD",
+        optimizer_state_ratio=0.0,
+        loss=loss,
+    )
+
+
+def toy_cluster(network_gb_per_s: float = 0.05) -> Cluster:
+    """Two V100 on hosts of their own behind a slow network: one device alone is best.
+
+    Args:
+        network_gb_per_s: rate of the NICs in 10^9 bytes per second.
+    """
+    kind = device_type("V100-16GB")
+    hosts = tuple(
+        Host(
+            name=name,
+            nic_line_rate_bytes_per_s=network_gb_per_s * 1e9,
+            intra=Link(kind="loopback", bandwidth_bytes_per_s=10e9),
+        )
+        for name in ("a", "b")
+    )
+    devices = tuple(
+        Device(name=f"{host.name}:0", type=kind, host_index=index, usable_memory_bytes=2**33)
+        for index, host in enumerate(hosts)
+    )
+    return Cluster(name="toy", hosts=hosts, devices=devices, efficiency=1.0)

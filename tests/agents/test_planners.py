@@ -1,0 +1,210 @@
+"""Policies as planners, fine-tuning, the commands, and the page for researchers."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from heterog.agents.checkpoint import (
+    load_checkpoint,
+    shipped_policies,
+)
+from heterog.agents.config import PolicyConfig
+from heterog.agents.finetune import FineTuned
+from heterog.agents.planners import Agent, AgentSearch, propose
+from heterog.agents.policy import Policy, draw, score_pairs
+from heterog.agents.shipped import HELD_OUT_CLUSTERS, HELD_OUT_MODELS
+from heterog.envs.clusters import ClusterRange, random_cluster
+from heterog.envs.pair import Pair
+from heterog.planners.planner import Budget, Task, planner_by_name
+from heterog.planners.portfolio import run_method, run_methods
+from heterog.simulator.evaluator import Evaluator
+from tests.envs.cases import language_graph, language_pair, mixed_cluster
+
+ROOT = Path(__file__).parents[2]
+
+
+def task(budget: str = "400e", seed: int = 0) -> Task:
+    pair = language_pair()
+    return Task(
+        evaluator=Evaluator(pair.graph, pair.cluster), budget=Budget.parse(budget), seed=seed
+    )
+
+
+def test_the_agent_answers_within_64_draws_and_repeats_itself() -> None:
+    agent = planner_by_name("agent")
+    first, second = agent.plan(task()), agent.plan(task())
+    assert first.candidates == second.candidates
+    assert 1 <= len(first.candidates) <= 4
+    assert first.num_evaluations <= 64 + 16 + 8 + 21
+    pair = language_pair()
+    for candidate in first.candidates:
+        candidate.strategy.check(pair.graph, pair.cluster)
+    other = agent.plan(task(seed=1))
+    assert other.candidates[0].orders == first.candidates[0].orders
+
+
+@pytest.mark.parametrize("name", ["agent", "agent+search"])
+@pytest.mark.parametrize("budget", ["1e", "30e", "150e"])
+def test_policies_keep_to_small_budgets(name: str, budget: str) -> None:
+    result = planner_by_name(name).plan(task(budget))
+    assert result.candidates
+    allowed = int(budget[:-1])
+    assert result.num_evaluations <= max(allowed, 1) + 6  # a draw, its re-scoring, a first state
+
+
+def test_a_strategy_of_the_agent_is_what_the_policy_drew() -> None:
+    """No baseline among them: every group follows a row of the policy's own draws."""
+    found = propose(task(), "heldout")
+    table = set(found.pair.table)
+    for candidate in found.candidates:
+        decisions = candidate.strategy.decisions
+        assert set(decisions) <= table
+        blocks = found.pair.evaluator.block_of
+        for block in range(found.pair.num_blocks):
+            assert len({d for d, b in zip(decisions, blocks, strict=True) if b == block}) == 1
+
+
+def test_search_with_the_agent_is_not_worse_than_the_agent() -> None:
+    alone = run_method(Agent("heldout"), task("600e"))
+    searched = run_method(AgentSearch("heldout"), task("600e"))
+    assert alone.step_time_s is not None
+    assert searched.step_time_s is not None
+    assert searched.step_time_s <= alone.step_time_s * 1.005
+
+
+def test_auto_asks_the_policies() -> None:
+    pair = language_pair()
+    rows = run_methods(
+        Evaluator(pair.graph, pair.cluster),
+        ["agent", "agent+search"],
+        budget=Budget(evaluations=90),
+    )
+    assert [(row.method, row.stage) for row in rows] == [
+        ("agent", "zero_shot"), ("agent+search", "search")
+    ]  # fmt: skip
+    assert all(row.outcome == "ok" for row in rows)
+
+
+def test_fine_tuning_improves_on_an_untrained_policy() -> None:
+    torch.manual_seed(0)
+    policy = Policy(PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4)).eval()
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    tuned = FineTuned(policy, Budget(evaluations=600), learning_rate=2e-3).plan(task())
+    short = FineTuned(policy, Budget(evaluations=25), learning_rate=2e-3).plan(task())
+    evaluator = task().evaluator
+    seconds = [
+        min(evaluator.evaluate(c.strategy, c.orders[1]).step_time_s for c in result.candidates)
+        for result in (tuned, short)
+    ]
+    assert seconds[0] < seconds[1]
+    assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+
+
+def test_the_shipped_policies_say_where_they_come_from() -> None:
+    assert {"default", "heldout"} <= set(shipped_policies())
+    folder = ROOT / "heterog" / "agents" / "policies"
+    for name in ("default", "heldout"):
+        assert (folder / f"{name}.pt").stat().st_size < 5_000_000
+        log = json.loads((folder / f"{name}.json").read_text())
+        assert log["command"].startswith(f"python experiments/train_zoo.py {name}")
+        assert log["history"][0]["best_of_16"] > min(r["best_of_16"] for r in log["history"])
+        provenance = load_checkpoint(name).provenance
+        assert provenance["models"] == log["models"]
+    held_out = json.loads((folder / "heldout.json").read_text())
+    assert not set(HELD_OUT_MODELS) & set(held_out["models"])
+    assert not any(name.startswith(("xlnet", "nasnet", "llama")) for name in held_out["models"])
+    assert not set(HELD_OUT_CLUSTERS) & set(held_out["clusters"])
+
+
+def test_heldout_beats_an_untrained_policy_and_random_draws() -> None:
+    """Best of 16 draws, geometric mean over clusters that nobody has seen."""
+    torch.manual_seed(0)
+    trained = load_checkpoint("heldout").policy
+    untrained = Policy(trained.config).eval()
+    wanted = ClusterRange(min_devices=4, max_devices=12, tight=0.0)
+    logs: dict[str, list[float]] = {"trained": [], "untrained": [], "random": []}
+    for seed in range(8):
+        rng = np.random.default_rng([seed, 11])
+        pair = Pair(language_graph(), random_cluster(rng, language_graph(), wanted))
+        shape = (16, pair.num_blocks)
+        rows: dict[str, npt.NDArray[np.integer]] = {
+            "trained": draw(score_pairs(trained, [pair])[0], pair, 16, rng).rows,
+            "untrained": draw(score_pairs(untrained, [pair])[0], pair, 16, rng).rows,
+            "random": rng.integers(pair.num_candidates, size=shape),
+        }
+        for name, drawn in rows.items():
+            best = min(pair.score(row).preference for row in np.asarray(drawn))
+            logs[name].append(float(np.log(best[1])))
+    mean = {name: np.mean(values) for name, values in logs.items()}
+    assert mean["trained"] < mean["untrained"] < mean["random"]
+
+
+def test_the_examples_of_the_research_page_run() -> None:
+    text = (ROOT / "docs" / "research.md").read_text()
+    names: dict[str, object] = {"__name__": "research"}
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) >= 6
+    for block in blocks:
+        exec(compile(block, "docs/research.md", "exec"), names)
+    thumb = planner_by_name("thumb")
+    assert thumb.plan(task()).candidates
+    from heterog.agents.encoder import ENCODERS
+    from heterog.planners import planner
+
+    del ENCODERS["features"], planner._REGISTRY["thumb"]
+
+
+def test_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from typer.testing import CliRunner
+
+    from heterog.cli import app
+    from heterog.graph.serialize import save_graph
+
+    graph, cluster = tmp_path / "lm.json.gz", tmp_path / "mixed.yaml"
+    save_graph(language_graph(), graph)
+    mixed_cluster().save(cluster)
+    policy = tmp_path / "mine.pt"
+    runner = CliRunner()
+    options = [
+        "--models", str(graph), "-o", str(policy), "--pairs", "2", "--steps", "2", "--search", "20"
+    ]  # fmt: skip
+    done = runner.invoke(app, ["train", *options, "--json"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert document["finished"]
+    assert load_checkpoint(policy).provenance["models"] == ["small_lm"]
+    options = ["--models", str(graph), "--clusters", str(cluster), "--budget", "40e"]
+    done = runner.invoke(app, ["evaluate", str(policy), *options, "--finetune", "30e", "--json"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    stages = {row["method"]: row["stage"] for row in rows}
+    assert stages["agent"] == stages["agent_greedy"] == "zero_shot"
+    assert stages["agent_finetuned"] == "finetuned"
+    assert stages["search"] == "search"
+    assert stages["ev_ar"] == "baseline"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--algorithm", "sarsa"], "unknown algorithm 'sarsa'"),
+        (["--encoder", "papre"], "did you mean 'paper'"),
+        (["--pairs", "0"], "--pairs 0 leaves nothing to learn from"),
+        (["--workers", "many"], "give a number of processes, or ray"),
+        (["--max-devices", "1"], "a cluster needs 2 devices or more"),
+    ],
+)
+def test_train_refuses_bad_options(options: list[str], text: str, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from heterog.cli import app
+
+    asked = ["train", "--models", "vgg19", "-o", str(tmp_path / "p.pt"), *options]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code != 0
+    assert text in str(done.exception)

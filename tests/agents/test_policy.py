@@ -1,0 +1,146 @@
+"""The decoder is an exact distribution, masks hold, and files are read with care."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from heterog.agents import checkpoint as checkpoints
+from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from heterog.agents.config import PolicyConfig
+from heterog.agents.graph_data import PairBatch, hetero_data
+from heterog.agents.policy import Policy, draw, log_probabilities, masks_of, score_pairs
+from heterog.errors import InputFileError, UnknownNameError
+from tests.envs.cases import language_pair, toy_pair
+
+SMALL = PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4, stay_bias=1.0)
+KINDS = [SMALL, PolicyConfig(encoder="paper", width=16, num_heads=2, rank=0)]
+
+
+def make_policy(config: PolicyConfig, seed: int = 0) -> Policy:
+    torch.manual_seed(seed)
+    return Policy(config).eval()
+
+
+@pytest.mark.parametrize("config", KINDS, ids=["hetero", "paper"])
+def test_probabilities_of_all_rows_sum_to_one(config: PolicyConfig) -> None:
+    pair = toy_pair()
+    policy = make_policy(config)
+    rows = np.array(list(itertools.product(range(pair.num_candidates), repeat=pair.num_blocks)))
+    # Beside a larger pair: padding must not take probability.
+    scores = policy(PairBatch([language_pair().observation, pair.observation]))
+    actions = torch.zeros(len(rows), scores.unary.shape[1], dtype=torch.long)
+    actions[:, : pair.num_blocks] = torch.from_numpy(rows)
+    which = torch.ones(len(rows), dtype=torch.long)
+    log_p, entropy = log_probabilities(scores, which, actions)
+    p = log_p.detach().double().exp()
+    assert float(p.sum()) == pytest.approx(1.0, rel=1e-5)
+    # The chain rule: the expected sum of conditional entropies is the entropy of the whole.
+    whole = -(p * log_p.detach()).sum()
+    assert float((p * entropy.detach()).sum()) == pytest.approx(float(whole), rel=1e-4)
+
+
+def test_draws_follow_the_probabilities() -> None:
+    pair, policy = toy_pair(), make_policy(SMALL)
+    scores = policy(PairBatch([pair.observation]))
+    rows = draw(scores.of(0, pair), pair, 20_000, np.random.default_rng(0)).rows
+    unique, counts = np.unique(rows, axis=0, return_counts=True)
+    log_p, _ = log_probabilities(
+        scores, torch.zeros(len(unique), dtype=torch.long), torch.from_numpy(unique).long()
+    )
+    expected = log_p.detach().exp().numpy()
+    np.testing.assert_allclose(counts / len(rows), expected, atol=0.015)
+
+
+def test_padding_does_not_change_scores() -> None:
+    pair, policy = toy_pair(), make_policy(SMALL)
+    alone = score_pairs(policy, [pair])[0]
+    beside = score_pairs(policy, [language_pair(), pair])[1]
+    np.testing.assert_allclose(alone.unary, beside.unary, atol=1e-4)
+    np.testing.assert_allclose(alone.pair, beside.pair, atol=1e-5)
+
+
+def test_masks_of_rows_are_those_of_their_draw() -> None:
+    pair = language_pair()
+    scores = score_pairs(make_policy(SMALL), [pair])[0]
+    drawn = draw(scores, pair, 5, np.random.default_rng(0), keep_masks=True)
+    np.testing.assert_array_equal(masks_of(pair, drawn.rows), drawn.masks)
+    assert np.take_along_axis(drawn.masks, drawn.rows[:, :, None], axis=2).all()
+
+
+def test_a_masked_candidate_has_no_probability_unless_it_was_chosen() -> None:
+    pair = toy_pair()
+    scores = make_policy(SMALL)(PairBatch([pair.observation]))
+    actions = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0]])
+    masks = torch.ones(2, 4, pair.num_candidates, dtype=torch.bool)
+    masks[:, 0, 1:] = False  # the first block may only take candidate 0
+    log_p, _ = log_probabilities(scores, torch.zeros(2, dtype=torch.long), actions, masks)
+    free, _ = log_probabilities(scores, torch.zeros(2, dtype=torch.long), actions)
+    assert log_p[0] > free[0]
+    assert torch.isfinite(log_p[1])
+
+
+def test_graph_data_holds_every_relation() -> None:
+    pair = language_pair()
+    data = hetero_data(pair.observation)
+    blocks, devices = pair.num_blocks, pair.cluster.num_devices
+    assert data["block", "on", "device"].edge_index.shape == (2, blocks * devices)
+    assert data["device", "link", "device"].edge_attr.shape == (devices**2, 3)
+    assert data["device", "in", "candidate"].edge_index[1].max() == pair.num_candidates - 1
+    assert data.validate()
+
+
+def test_checkpoints_come_back_equal(tmp_path: Path) -> None:
+    policy = make_policy(SMALL)
+    path = tmp_path / "policy.pt"
+    save_checkpoint(path, Checkpoint(policy=policy, provenance={"seed": 3}))
+    found = load_checkpoint(path)
+    assert found.provenance == {"seed": 3}
+    assert found.policy.config == policy.config
+    for mine, theirs in zip(
+        policy.state_dict().values(), found.policy.state_dict().values(), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+
+
+def test_checkpoints_of_other_observations_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "policy.pt"
+    monkeypatch.setattr(checkpoints, "OBSERVATION_VERSION", 99)
+    save_checkpoint(path, Checkpoint(policy=make_policy(SMALL)))
+    monkeypatch.undo()
+    with pytest.raises(InputFileError, match=r"observations of version 99.*Train it again"):
+        load_checkpoint(path)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.pt"
+    bad.write_bytes(b"not a policy")
+    with pytest.raises(InputFileError, match="is no policy of heterog"):
+        load_checkpoint(bad)
+    with pytest.raises(InputFileError, match="cannot read policy"):
+        load_checkpoint(tmp_path / "missing.pt")
+    torch.save({"schema_version": 7}, bad)
+    with pytest.raises(InputFileError, match="schema_version 7"):
+        load_checkpoint(bad)
+    with pytest.raises(UnknownNameError, match="unknown policy 'defalt'"):
+        load_checkpoint("defalt")
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return print, ("this must not run",)
+
+    path = tmp_path / "evil.pt"
+    torch.save({"schema_version": 1, "weights": Evil()}, path)
+    with pytest.raises(InputFileError, match="is no policy of heterog"):
+        load_checkpoint(path)
+
+
+def test_a_policy_needs_a_width_that_heads_divide() -> None:
+    with pytest.raises(ValueError, match="width 10, 4 heads"):
+        PolicyConfig(width=10)

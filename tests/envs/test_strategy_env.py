@@ -1,0 +1,90 @@
+"""The environments keep Gymnasium's contract and their own data sheets."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from heterog.envs.registration import ONE_SHOT, STEP_BY_STEP, register_envs
+from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
+from tests.envs.cases import language_pair, toy_pair
+
+
+@pytest.mark.parametrize("name", [ONE_SHOT, STEP_BY_STEP])
+def test_gymnasium_finds_nothing_wrong(name: str) -> None:
+    register_envs()
+    register_envs()
+    check_env(gym.make(name).unwrapped)
+
+
+@pytest.mark.parametrize("kind", [StrategyOneShotEnv, StrategyEnv])
+def test_same_seed_same_episode(kind: Any) -> None:
+    def play() -> list[Any]:
+        env = kind([toy_pair(), language_pair()])
+        env.action_space.seed(3)
+        seen, _ = env.reset(seed=3)
+        told: list[Any] = [int(seen["pair"][0])]
+        done = False
+        while not done:
+            seen, reward, terminated, truncated, info = env.step(env.action_space.sample())
+            assert env.observation_space.contains(seen)
+            told += [reward, info["masked_actions"]]
+            done = terminated or truncated
+        return told
+
+    assert play() == play()
+
+
+def test_a_masked_entry_follows_the_block_before_it() -> None:
+    pair = toy_pair()
+    env = StrategyOneShotEnv([pair, language_pair()])
+    env.reset(seed=0, options={"pair": 0})
+    too_high = pair.num_candidates
+    action = np.zeros(env.padding.blocks, np.int64)
+    action[:4] = [1, too_high, 2, too_high]
+    _, reward, terminated, _, info = env.step(action)
+    assert terminated
+    assert info["masked_actions"] == 2
+    assert info["row"].tolist() == [1, 1, 2, 2]
+    assert info["step_time_s"] == pair.score([1, 1, 2, 2]).step_time_s
+    assert reward == pytest.approx(min(np.log(info["speedup"]), 1.5))
+
+
+def test_a_masked_step_decides_nothing_and_too_many_end_the_episode() -> None:
+    env = StrategyEnv([toy_pair(), language_pair()])
+    seen, _ = env.reset(seed=0, options={"pair": 0})
+    for step in range(1, 17):
+        seen, reward, terminated, truncated, info = env.step(env.padding.candidates - 1)
+        assert (reward, terminated, info["masked_actions"]) == (0.0, False, step)
+        assert seen["block"][0] == 0
+    assert truncated
+
+
+def test_both_environments_agree_on_a_strategy() -> None:
+    pairs = [language_pair()]
+    rng = np.random.default_rng(1)
+    env = StrategyEnv(pairs)
+    seen, _ = env.reset(seed=0)
+    done, chosen, reward = False, [], 0.0
+    while not done:
+        allowed = np.flatnonzero(seen["action_mask"][seen["block"][0]])
+        chosen.append(int(rng.choice(allowed)))
+        seen, reward, done, _, info = env.step(chosen[-1])
+    assert info["masked_actions"] == 0
+    assert np.max(np.asarray(seen["used"], np.float64)) < 1.1
+    assert np.all(np.asarray(seen["estimate"], np.float64) > 0)
+    whole = StrategyOneShotEnv(pairs)
+    whole.reset(seed=0)
+    _, other, _, _, _ = whole.step(np.array(chosen))
+    assert other == reward
+
+
+def test_environments_can_be_vectorised() -> None:
+    register_envs()
+    envs = gym.make_vec(STEP_BY_STEP, num_envs=3, vectorization_mode="sync")
+    seen, _ = envs.reset(seed=0)
+    assert seen["blocks"].shape[0] == 3
+    _, reward, _, _, _ = envs.step(np.zeros(3, np.int64))
+    assert reward.shape == (3,)
