@@ -1,4 +1,4 @@
-"""Target ``deepspeed``: even data parallelism with gradient accumulation, without heterog."""
+"""Target ``deepspeed``: even data parallelism, accumulation and ZeRO, without heterog."""
 
 import json
 import re
@@ -15,12 +15,14 @@ from heterog.export.ranks import (
 from heterog.export.readme import readme
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
 from heterog.planners.plan import Plan
+from heterog.strategy.strategy import Sync
 
 TARGET = "deepspeed"
 _WHAT = (
-    "A DeepSpeed script (torch and deepspeed) with the plan's batch size and accumulation steps. "
-    "zero_optimization.stage in ds_config.json is 0, as the plan is; 1 and 2 save memory."
+    "A DeepSpeed script (torch and deepspeed) with the plan's batch size, accumulation steps and "
+    "stage of ZeRO (zero_optimization.stage in ds_config.json)."
 )
+_STAGES = {Sync.ZERO1: 1, Sync.ZERO2: 2, Sync.ZERO3: 3}
 
 
 def export_deepspeed(plan: Plan) -> Export:
@@ -31,7 +33,10 @@ def export_deepspeed(plan: Plan) -> Export:
     """
     ranks = ranks_of(plan.cluster, uniform_micro_batches(plan, TARGET))
     _check_even(ranks)
-    remarks = uniform_remarks(plan, TARGET)
+    sync = _zero(plan)
+    remarks = uniform_remarks(plan, TARGET, expressed=sync)
+    if sync is not None and any(len(set(each.slices)) > 1 for each in plan.strategy.decisions):
+        remarks.append("Uneven slices: deepspeed gives every rank an equal slice.")
     if plan.strategy.bucket_bytes == 0:
         what = "Synchronisation tensor by tensor"
     else:
@@ -42,7 +47,7 @@ def export_deepspeed(plan: Plan) -> Export:
         "train.py": fill("deepspeed_train.py.tmpl"),
         USER_FILE: user,
         RANKS_FILE: ranks_document(plan, TARGET, ranks, digest(user)),
-        "ds_config.json": _config(plan, ranks),
+        "ds_config.json": _config(plan, ranks, _STAGES[sync] if sync is not None else 0),
         "hostfile": _hostfile(plan, ranks),
         "launch.sh": fill("launch_deepspeed.sh.tmpl", include=_include(ranks)),
         "README.md": readme(
@@ -87,12 +92,18 @@ def _listed(values: Mapping[str, object]) -> str:
     return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
 
 
-def _config(plan: Plan, ranks: Sequence[RankEntry]) -> bytes:
+def _zero(plan: Plan) -> Sync | None:
+    """The stage of ZeRO that all groups share, ``None`` if there is none."""
+    syncs = {each.sync for each in plan.strategy.decisions if len(each.devices) > 1}
+    return next(iter(syncs)) if len(syncs) == 1 and syncs <= set(_STAGES) else None
+
+
+def _config(plan: Plan, ranks: Sequence[RankEntry], stage: int) -> bytes:
     config = {
         "train_batch_size": plan.graph.batch_size,
         "train_micro_batch_size_per_gpu": ranks[0].micro_batches[0],
         "gradient_accumulation_steps": len(ranks[0].micro_batches),
-        "zero_optimization": {"stage": 0},
+        "zero_optimization": {"stage": stage},
     }
     return (json.dumps(config, indent=2) + "\n").encode()
 

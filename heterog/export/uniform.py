@@ -50,11 +50,19 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
     }
 
 
-def uniform_remarks(plan: Plan, target: str) -> list[str]:
-    """What a stock data-parallel framework leaves out of a uniform plan."""
+def uniform_remarks(plan: Plan, target: str, *, expressed: Sync | None = None) -> list[str]:
+    """What a stock data-parallel framework leaves out of a uniform plan.
+
+    Args:
+        plan: uniform.
+        target: the framework.
+        expressed: synchronisation of all groups that it does as planned, if any.
+    """
     remarks = []
     names = group_ops(plan.graph).names
     for sync, what in _OTHER_COMMUNICATION.items():
+        if sync == expressed:
+            continue
         groups = [
             name or "(root)"
             for name, decision in zip(names, plan.strategy.decisions, strict=True)

@@ -782,3 +782,15 @@ def test_exporting_needs_no_torch() -> None:
 
 def test_errors_are_errors_of_heterog() -> None:
     assert issubclass(ExportError, HeterogError)
+
+
+@pytest.mark.parametrize(("sync", "stage"), [(Sync.RING, 0), (Sync.ZERO1, 1), (Sync.ZERO3, 3)])
+def test_deepspeed_has_the_stage_of_the_plan(
+    graph: OpGraph, tmp_path: Path, sync: Sync, stage: int
+) -> None:
+    cluster = cluster_of(tmp_path, ("a", "T4", 2), ("b", "T4", 2))
+    decision = Decision(devices=(0, 1, 2, 3), shares=(2, 2, 2, 2), sync=sync)
+    made = make_export(plan_of(graph, cluster, decision), "deepspeed")
+    config = json.loads(made.files["ds_config.json"])
+    assert config["zero_optimization"]["stage"] == stage
+    assert "ZeRO" not in " ".join(made.not_expressed)
