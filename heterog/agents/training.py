@@ -61,9 +61,9 @@ class TrainingConfig:
     """
 
     algorithm: Algorithm = Algorithm.IMITATION
-    num_pairs: int = 400
+    num_pairs: int = 800
     search_evaluations: int = 600
-    num_steps: int = 1200
+    num_steps: int = 2000
     pairs_per_step: int = 8
     elites_per_pair: int = 4
     samples_per_pair: int = 16

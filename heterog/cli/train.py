@@ -39,9 +39,7 @@ def train(
     graphs: Annotated[
         Path | None, typer.Option("--graphs", help="folder that keeps captured graphs")
     ] = None,
-    workers: Annotated[
-        str, typer.Option("--workers", help="processes that search pairs, or ray")
-    ] = "1",
+    workers: Annotated[int, typer.Option("--workers", help="processes that search pairs")] = 1,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -51,12 +49,16 @@ def train(
     for path in (output, checkpoint):
         if path is not None:
             check_writable(path)
-    for name, value in (("--pairs", pairs), ("--steps", steps), ("--search", search)):
+    for name, value in (
+        ("--pairs", pairs),
+        ("--steps", steps),
+        ("--search", search),
+        ("--workers", workers),
+    ):
         if value < 1:
-            raise HeterogError(f"{name} {value} leaves nothing to learn from; give 1 or more.")
+            raise HeterogError(f"{name} {value} is too small; give 1 or more.")
     if max_devices < 2:
         raise HeterogError(f"--max-devices {max_devices}: a cluster needs 2 devices or more.")
-    num_workers = _workers(workers)
     names = split_names(models)
 
     from heterog.agents.checkpoint import load_checkpoint, save_checkpoint
@@ -102,7 +104,7 @@ def train(
         checkpoint=checkpoint,
         resume=resume,
         initial=start,
-        workers=num_workers,
+        workers=workers,
         report=report,
     )
     result = trainer.run()
@@ -127,15 +129,6 @@ def train(
         soft_wrap=True,
         markup=False,
     )
-
-
-def _workers(text: str) -> int:
-    """Number of processes; -1 stands for a Ray cluster."""
-    if text == "ray":
-        return -1
-    if not text.isdigit() or int(text) < 1:
-        raise HeterogError(f"--workers {text}: give a number of processes, or ray.")
-    return int(text)
 
 
 def _reporter(quiet: bool) -> "Report":

@@ -194,8 +194,8 @@ def test_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["--algorithm", "sarsa"], "unknown algorithm 'sarsa'"),
         (["--encoder", "papre"], "did you mean 'paper'"),
-        (["--pairs", "0"], "--pairs 0 leaves nothing to learn from"),
-        (["--workers", "many"], "give a number of processes, or ray"),
+        (["--pairs", "0"], "--pairs 0 is too small; give 1 or more"),
+        (["--workers", "0"], "--workers 0 is too small"),
         (["--max-devices", "1"], "a cluster needs 2 devices or more"),
     ],
 )
