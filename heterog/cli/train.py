@@ -22,8 +22,8 @@ def train(
         str, typer.Option("--algorithm", help="imitation, reinforce, mixed or ppo")
     ] = "imitation",
     encoder: Annotated[str, typer.Option("--encoder", help="hetero or paper")] = "hetero",
-    pairs: Annotated[int, typer.Option("--pairs", help="pairs of model and cluster")] = 400,
-    steps: Annotated[int, typer.Option("--steps", help="gradient steps (PPO: rollouts)")] = 1200,
+    pairs: Annotated[int, typer.Option("--pairs", help="pairs of model and cluster")] = 800,
+    steps: Annotated[int, typer.Option("--steps", help="gradient steps (PPO: rollouts)")] = 2000,
     search: Annotated[
         int, typer.Option("--search", help="evaluations that look for elites, per pair")
     ] = 1000,

@@ -309,6 +309,8 @@ def _wait(
         failed = [number for number, code in enumerate(codes) if code not in (None, 0)]
         if failed:
             _wait_for_all(ranks, _GRACE_S)
+            for rank in ranks:
+                rank.look(time.monotonic())
             raise _failure(ranks, failed)
         now_s = time.monotonic()
         for rank in ranks:

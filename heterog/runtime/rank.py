@@ -92,7 +92,10 @@ def tell(stage: str) -> None:
     """
     path = os.environ.get(HEARTBEAT)
     if path:
-        Path(path).write_text(stage)
+        # Never half written: a rank that is killed meanwhile is still known by its last stage.
+        draft = Path(f"{path}.new")
+        draft.write_text(stage)
+        draft.replace(path)
 
 
 def train(
