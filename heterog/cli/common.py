@@ -60,6 +60,15 @@ def load_model_graph(model: str, batch_size: int | None) -> "OpGraph":
     return captured
 
 
+def model_graphs(models: str, quiet: bool) -> Iterator["OpGraph"]:
+    """The graphs of names with commas, at their default batch sizes, one after another."""
+    for model in split_names(models):
+        with progress_line(quiet) as progress:
+            progress(f"capture {model}", 0.0, float("inf"))
+            graph = load_model_graph(model, None)
+        yield graph
+
+
 def load_cluster(source: str) -> "Cluster":
     """A preset, a YAML file, or a shipped testbed."""
     from heterog.cluster import Cluster

@@ -9,7 +9,7 @@ from heterog.cli.common import (
     JsonOption,
     SeedOption,
     load_cluster,
-    load_model_graph,
+    model_graphs,
     out,
     print_json,
     progress_line,
@@ -42,10 +42,7 @@ def evaluate(
 
     checkpoint = load_checkpoint(policy)
     documents: list[dict[str, Any]] = []
-    for model in split_names(models):
-        with progress_line(as_json) as progress:
-            progress(f"capture {model}", 0.0, float("inf"))
-            graph = load_model_graph(model, None)
+    for graph in model_graphs(models, as_json):
         for target in targets:
             check_batch(graph, target)
             with progress_line(as_json) as progress:

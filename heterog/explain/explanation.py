@@ -16,7 +16,7 @@ from heterog.explain.what_if import EVALUATIONS, Change, value_of_changes, with_
 from heterog.planners.plan import Plan
 from heterog.planners.planner import Budget, MethodRow, Task, planner_by_name
 from heterog.planners.portfolio import Progress, run_method
-from heterog.planners.stability import DATA_PARALLEL
+from heterog.planners.stability import DATA_PARALLEL, TUNED_UNIFORM
 from heterog.simulator.critical_path import Piece, critical_pieces, totals
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -24,7 +24,6 @@ from heterog.simulator.lower_bound import LowerBound, lower_bound_s
 from heterog.simulator.memory_breakdown import Fit, memory_fit
 from heterog.simulator.timeline import Timeline
 
-TUNED_UNIFORM = "tuned_uniform"
 SUFFICES = 0.01
 """Data parallelism is good enough where it takes at most this part longer than the best."""
 

@@ -21,6 +21,7 @@ from heterog.explain.changed_cluster import (
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.planner import Budget, Task, planner_by_name
 from heterog.planners.portfolio import Progress
+from heterog.planners.stability import TUNED_UNIFORM
 from heterog.planners.tuned_uniform import machine_subsets, tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
@@ -166,7 +167,7 @@ def replan(
     first = [(known[0], each) for each in Order]
     judged["own"] = _best(_referee(evaluator, first + _ranked(evaluator, known[1:], order)))
     tuned = _ranked(evaluator, _tuned(evaluator, evaluations // 4, barrier), Order.RANK)
-    judged["tuned_uniform"] = _best(_referee(evaluator, tuned))
+    judged[TUNED_UNIFORM] = _best(_referee(evaluator, tuned))
     methods = ["two_segment"]
     if all(len(decision.devices) == 1 for decision in known[0].decisions):
         methods.append("model_parallel")

@@ -24,7 +24,7 @@ from heterog.planners.portfolio import (
     use_op_rules,
     with_noise,
 )
-from heterog.planners.stability import Gain, best_data_parallel, gain
+from heterog.planners.stability import TUNED_UNIFORM, Gain, best_data_parallel, gain
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -97,7 +97,7 @@ class Plan:
         Empty where the plan or the other does not fit, or the method was not asked for.
         """
         winner = next(row for row in self.rows if row.method == self.method)
-        tuned = [row for row in self.rows if row.method == "tuned_uniform" and row.step_time_s]
+        tuned = [row for row in self.rows if row.method == TUNED_UNIFORM and row.step_time_s]
         others = [best_data_parallel(self.rows), *tuned]
         if winner.step_time_s is None:
             return ()

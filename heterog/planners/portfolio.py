@@ -31,7 +31,7 @@ from heterog.planners.planner import (
     planner_by_name,
     planners,
 )
-from heterog.planners.stability import best_data_parallel
+from heterog.planners.stability import TUNED_UNIFORM, best_data_parallel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.noise import draw_noise
@@ -44,7 +44,6 @@ EQUALLY_GOOD = 0.005
 """Relative difference of two step times that no simulator can vouch for."""
 MOST_COMPARED = 3
 """Candidates of one search that go through the draws."""
-TUNED = "tuned_uniform"
 Progress = Callable[[str, float, float], None]
 """Called with (method, fraction of its budget spent, best seconds so far)."""
 
@@ -168,15 +167,19 @@ def _most_robust(evaluator: Evaluator, judged: Sequence[tuple[Evaluation, Strate
     ]
     if len(equal) == 1:
         return 0
-    return min(equal, key=lambda index: sum(_under_noise(evaluator, *judged[index])))
+
+    def total(index: int) -> float:
+        evaluation, strategy = judged[index]
+        return sum(_under_noise(evaluator, strategy, evaluation.order))
+
+    return min(equal, key=total)
 
 
-def _under_noise(
-    evaluator: Evaluator, evaluation: Evaluation, strategy: Strategy
-) -> tuple[float, ...]:
+def _under_noise(evaluator: Evaluator, strategy: Strategy, order: Order) -> tuple[float, ...]:
+    """Seconds per step in every draw; the draws are the same for all strategies."""
     noise = draw_noise(evaluator.cluster, NUM_DRAWS)
     choice = evaluator.encode(strategy)
-    return tuple(evaluator.seconds_under_noise(choice, evaluation.order, noise).tolist())
+    return tuple(evaluator.seconds_under_noise(choice, order, noise).tolist())
 
 
 def with_noise(evaluator: Evaluator, rows: Sequence[MethodRow]) -> list[MethodRow]:
@@ -184,16 +187,14 @@ def with_noise(evaluator: Evaluator, rows: Sequence[MethodRow]) -> list[MethodRo
 
     These are the winner, the best data parallelism and ``tuned_uniform``, as far as they fit.
     """
-    noise = draw_noise(evaluator.cluster, NUM_DRAWS)
     quoted = [best_row(rows), best_data_parallel(rows)]
-    quoted += [row for row in rows if row.method == TUNED]
+    quoted += [row for row in rows if row.method == TUNED_UNIFORM]
     wanted = {row.method for row in quoted if row is not None and row.step_time_s is not None}
     result: list[MethodRow] = []
     for row in rows:
         if row.method in wanted and row.candidate is not None:
-            choice = evaluator.encode(row.candidate.strategy)
-            seconds = evaluator.seconds_under_noise(choice, row.candidate.orders[0], noise)
-            row = replace(row, noisy_step_times_s=tuple(seconds.tolist()))
+            seconds = _under_noise(evaluator, row.candidate.strategy, row.candidate.orders[0])
+            row = replace(row, noisy_step_times_s=seconds)
         result.append(row)
     return result
 

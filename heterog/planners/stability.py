@@ -7,6 +7,8 @@ from heterog.planners.planner import MethodRow
 
 DATA_PARALLEL = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp", "ddp_accumulate")
 """The methods whose best is what speed-ups are quoted against."""
+TUNED_UNIFORM = "tuned_uniform"
+"""The one that a search has to beat; speed-ups are quoted against it too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from heterog.explain.explanation import Explanation, explain
 from heterog.files import write_atomically
 from heterog.planners.plan import Plan
 from heterog.planners.planner import MethodRow
-from heterog.planners.stability import Gain, best_data_parallel
+from heterog.planners.stability import TUNED_UNIFORM, Gain, best_data_parallel
 from heterog.report.lanes import view_data
 from heterog.report.modules import ModuleNode, module_tree
 from heterog.simulator.evaluator import MEMORY_MARGIN
@@ -124,7 +124,7 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
     yield "step time", _seconds(step), "predicted by the referee", False
     rate = plan.throughput_samples_per_s
     yield "throughput", _NONE if rate is None else f"{rate:,.1f}", "samples/s", False
-    gains = {each.over == "tuned_uniform": each for each in plan.gains}
+    gains = {each.over == TUNED_UNIFORM: each for each in plan.gains}
     yield ("over data parallelism", *_gain(gains.get(False)), False)
     yield ("over tuned uniform", *_gain(gains.get(True)), False)
     if step is None or not plan.strategy.step_barrier:
