@@ -1,8 +1,8 @@
 """Measures transfers and collectives between the ranks of a job."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ def profile_links(
     payloads: Sequence[int] = PAYLOADS,
     *,
     num_done: int = 0,
+    throttled: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Iterator[LinkMeasurement]:
     """Measure transfers between all pairs and collectives over all devices; on every rank.
@@ -43,19 +44,22 @@ def profile_links(
         cluster: one device per rank.
         payloads: bytes of each transfer.
         num_done: leave out that many at the beginning; the same on all ranks.
+        throttled: ranks have the CPU quotas of the cluster's testbed.
         tell: hears about progress.
     """
     num_ranks = dist.get_world_size()
     communicator = Communicator(dist.get_rank(), _device_sets(num_ranks))
+    quota = cluster.hosts[cluster.host_of[dist.get_rank()]].cpu_quota if throttled else None
+    stretch = 1.0 / quota if quota else 1.0
     cases = link_cases(num_ranks, payloads)
     for number, (kind, devices, payload, loaded) in enumerate(cases[num_done:], num_done + 1):
         tell(f"links {number} of {len(cases)}")
         if loaded:
-            yield _while_computing(cluster, communicator, kind, devices, payload)
+            yield _while_computing(cluster, communicator, kind, devices, payload, stretch)
         elif kind == ChannelKind.POINT_TO_POINT:
-            yield _point_to_point(cluster, communicator, devices[0], devices[1], payload)
+            yield _point_to_point(cluster, communicator, devices[0], devices[1], payload, stretch)
         else:
-            yield _collective(cluster, communicator, kind, devices, payload)
+            yield _collective(cluster, communicator, kind, devices, payload, stretch)
 
 
 def _device_sets(num_ranks: int) -> list[tuple[int, ...]]:
@@ -68,9 +72,10 @@ def _device_sets(num_ranks: int) -> list[tuple[int, ...]]:
 def link_cases(num_ranks: int, payloads: Sequence[int]) -> list[_LinkCase]:
     """In the order in which they are measured."""
     ways = [(src, dst) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
-    cases: list[_LinkCase] = [
-        (ChannelKind.POINT_TO_POINT, way, payload, False) for way in ways for payload in payloads
-    ]
+    cases: list[_LinkCase] = []
+    for way in ways:
+        cases += [(ChannelKind.POINT_TO_POINT, way, payload, False) for payload in payloads]
+        cases.append((ChannelKind.POINT_TO_POINT, way, min(payloads), True))
     for devices in _device_sets(num_ranks):
         for kind in _COLLECTIVES:
             cases += [(kind, devices, payload, False) for payload in payloads]
@@ -85,7 +90,8 @@ def _wire_device() -> torch.device:
 
 
 _REPEATS = 3
-_NUM_QUEUED = 12  # collectives that are under way at once, as those of small tensors are
+_NUM_OPERATIONS = 12  # under way at once, as those of small tensors are
+_NUM_PRODUCTS = 8  # computed meanwhile if they come one by one
 _BUSY_SIZE = 256  # a matrix product of about a millisecond on one core
 _BUSY_S = 0.3
 
@@ -117,7 +123,12 @@ def gathered(values: Sequence[float]) -> list[list[float]]:
 
 
 def _point_to_point(
-    cluster: Cluster, communicator: Communicator, src: int, dst: int, payload: int
+    cluster: Cluster,
+    communicator: Communicator,
+    src: int,
+    dst: int,
+    payload: int,
+    stretch: float,
 ) -> LinkMeasurement:
     """A message one way and an empty answer, less half of an empty round trip."""
     rank, wire = communicator.rank, _wire_device()
@@ -136,7 +147,7 @@ def _point_to_point(
 
         results.append(_repeat(act, takes_part=rank in (src, dst), num_repeats=_REPEATS))
     (whole, cpu), (empty, _) = results
-    all_ranks = gathered([whole - empty / 2, cpu])
+    all_ranks = gathered([whole - empty / 2, cpu * stretch])
     return LinkMeasurement(
         kind=ChannelKind.POINT_TO_POINT.name.lower(),
         devices=(cluster.devices[src].name, cluster.devices[dst].name),
@@ -153,6 +164,7 @@ def _collective(
     kind: ChannelKind,
     devices: tuple[int, ...],
     payload: int,
+    stretch: float,
 ) -> LinkMeasurement:
     takes_part = communicator.rank in devices
     issue = _issuer(communicator, kind, devices, payload)
@@ -162,7 +174,7 @@ def _collective(
 
     seconds, cpu = _repeat(act, takes_part=takes_part, num_repeats=_REPEATS)
     communicator.flush()
-    all_ranks = gathered([seconds, cpu])
+    all_ranks = gathered([seconds, cpu * stretch])
     return LinkMeasurement(
         kind=kind.name.lower(),
         devices=tuple(cluster.devices[device].name for device in devices),
@@ -176,7 +188,7 @@ def _collective(
 def _issuer(
     communicator: Communicator, kind: ChannelKind, devices: tuple[int, ...], payload: int
 ) -> Callable[[], Pending]:
-    """What issues a collective of a payload, for its members."""
+    """What issues a collective or a transfer of a payload, for its members."""
     wire = _wire_device()
     count = payload // 4
     flat = torch.zeros(count, device=wire)
@@ -186,6 +198,11 @@ def _issuer(
     own = torch.zeros(counts[member], device=wire)
 
     def issue() -> Pending:
+        if kind == ChannelKind.POINT_TO_POINT:
+            if communicator.rank == devices[1]:
+                return communicator.receive(flat, devices[0], 0)
+            communicator.send(flat, devices[1], 0)
+            return Pending(None, lambda: flat)
         if kind == ChannelKind.REDUCE_SCATTER:
             return communicator.reduce_scatter(flat, devices, counts)
         if kind == ChannelKind.ALL_GATHER:
@@ -201,36 +218,52 @@ def _while_computing(
     kind: ChannelKind,
     devices: tuple[int, ...],
     payload: int,
+    stretch: float,
 ) -> LinkMeasurement:
-    """Several small collectives issued at once while their members compute.
+    """Several small operations issued at once while their members compute.
 
     Every step of a collective waits until the next member lets its communication run: on a CPU
-    that a quota has stopped, tens of milliseconds.
+    that a quota has stopped, tens of milliseconds. And on a CPU communication takes time from the
+    member's own work: all that the process uses but for what its main thread computes.
     """
     issue = _issuer(communicator, kind, devices, payload)
     square = torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=_wire_device())
-    elapsed = 0.0
+    elapsed = used = 0.0
+
+    def compute_until(waiting: "Future[None]", num_products: int = 0) -> float:
+        begin, num_done = time.thread_time(), 0
+        while num_done < num_products or not waiting.done():
+            square @ square
+            num_done += 1
+        return time.thread_time() - begin
+
+    def wait(pending: Sequence[Pending]) -> None:
+        for each in pending:
+            each.wait()
+        communicator.flush()
+
     dist.barrier()
     if communicator.rank in devices:
-        begin = time.perf_counter()
-        while time.perf_counter() - begin < _BUSY_S:  # a quota is used up, a GPU's queue is full
-            square @ square
-        begin = time.perf_counter()
-        pending = [issue() for _ in range(_NUM_QUEUED)]
-        waiter = threading.Thread(target=lambda: [each.wait() for each in pending])
-        waiter.start()
-        while waiter.is_alive():
-            square @ square
-        elapsed = (time.perf_counter() - begin) / _NUM_QUEUED
-        communicator.flush()
+        with ThreadPoolExecutor(1) as waiter:
+            # A quota is used up, a GPU's queue is full.
+            compute_until(waiter.submit(time.sleep, _BUSY_S))
+            begin = time.perf_counter()
+            compute_until(waiter.submit(wait, [issue() for _ in range(_NUM_OPERATIONS)]))
+            elapsed = (time.perf_counter() - begin) / _NUM_OPERATIONS
+            # One by one, as gradients are born: each wakes threads of its own.
+            cpu, computed = time.process_time(), 0.0
+            for _ in range(_NUM_OPERATIONS):
+                computed += compute_until(waiter.submit(wait, [issue()]), _NUM_PRODUCTS)
+        if not square.is_cuda:
+            used = (time.process_time() - cpu - computed) / _NUM_OPERATIONS
     dist.barrier()
-    all_ranks = gathered([elapsed])
+    all_ranks = gathered([elapsed, max(used, 0.0) * stretch])
     return LinkMeasurement(
         kind=kind.name.lower(),
         devices=tuple(cluster.devices[device].name for device in devices),
         slices=() if kind == ChannelKind.ALL_REDUCE_RING else (1,) * len(devices),
         num_bytes=payload,
         seconds=max(all_ranks[device][0] for device in devices),
-        device_seconds=(0.0,) * len(devices),
+        device_seconds=tuple(all_ranks[device][1] for device in devices),
         while_computing=True,
     )

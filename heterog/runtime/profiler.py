@@ -355,7 +355,7 @@ def profile_as_rank(
         )
         tell("waiting for the other ranks")
         join(timeout_s)
-        links = _journalled_links(cluster, Journal(file, of), tell)
+        links = _journalled_links(cluster, Journal(file, of), throttled=throttled, tell=tell)
         parts = gather_texts(json.dumps([asdict(row) for row in ops]))
         if rank == 0:
             measured = Measurements(
@@ -370,14 +370,14 @@ def profile_as_rank(
 
 
 def _journalled_links(
-    cluster: Cluster, journal: Journal, tell: Callable[[str], None]
+    cluster: Cluster, journal: Journal, *, throttled: bool, tell: Callable[[str], None]
 ) -> tuple[LinkMeasurement, ...]:
     """All rows of links; rank 0's journal decides which are still to be measured."""
     keys = [f"link {case}" for case in link_cases(dist.get_world_size(), PAYLOADS)]
     known = list(itertools.takewhile(lambda key: key in journal, keys))
     num_done = int(gathered([len(known)])[0][0])
     rows = [link_measurement(journal.rows(key)[0]) for key in known]
-    measured = profile_links(cluster, num_done=num_done, tell=tell)
+    measured = profile_links(cluster, num_done=num_done, throttled=throttled, tell=tell)
     for key, row in zip(keys[num_done:], measured, strict=True):
         if dist.get_rank() == 0:
             journal.add(key, [row])

@@ -13,8 +13,9 @@ Seconds of an op at a local share come from the first of these that exists:
 
 Links: a NIC's rate is what transfers over it reached. A collective takes ``latency x l + bytes x
 b`` where the factors l and b of its kind are fitted to measured collectives over those rates.
-Communication also takes compute time from its members (*drag*): on a CPU the time of the threads
-that move bytes, measured while nothing else ran.
+Communication also takes compute time from its members: for every byte (*drag*), on a CPU the time
+of the threads that move bytes, measured while nothing else ran; and for every operation
+(*overhead*), measured with small ones while all members computed.
 """
 
 import hashlib
@@ -87,7 +88,8 @@ class LinkMeasurement:
         slices: relative slice of each member (reduce-scatter and all-gather).
         num_bytes: payload.
         seconds: median.
-        device_seconds: compute time that it took from each device, in the order of ``devices``.
+        device_seconds: compute time that it took from each device, in the order of ``devices``: on
+            a CPU the process's CPU time over its quota, less what it computed itself.
         while_computing: one of several small ones that were issued at once while all members
             computed: what each adds to the queue.
     """
@@ -292,6 +294,8 @@ class LinkFit:
         rates: measured bytes/s of link resources by name.
         factors: by channel kind: (of the latency, of the bytes' time).
         drag: by channel kind and device type: seconds of compute lost per payload byte.
+        overhead: by channel kind and device type: seconds of compute that a member loses to an
+            operation for each other member.
         loaded: by channel kind: factor of the latency while a member computes.
     """
 
@@ -299,6 +303,7 @@ class LinkFit:
     factors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     drag: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     loaded: Mapping[str, float] = field(default_factory=dict)
+    overhead: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -379,6 +384,10 @@ class Calibration:
             {resource: seconds * per_byte for resource, seconds in cost.held.items()},
             drag=self.links.drag.get(kind, {}),
             loaded_latency_s=cost.latency_s * loaded,
+            overhead_s={
+                name: seconds * (len(channel.devices) - 1)
+                for name, seconds in self.links.overhead.get(kind, {}).items()
+            },
         )
 
     def save(self, path: str | Path) -> None:
@@ -416,6 +425,7 @@ class Calibration:
                 factors={k: tuple(v) for k, v in record["links"]["factors"].items()},
                 drag=record["links"]["drag"],
                 loaded=record["links"]["loaded"],
+                overhead=record["links"].get("overhead", {}),
             )
             return Calibration(
                 name=record["name"],
@@ -552,6 +562,7 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
     """
     table = ChannelTable(cluster)
     loaded: dict[str, list[float]] = {}
+    overhead: dict[str, dict[str, list[float]]] = {}
     by_channel: dict[Channel, list[LinkMeasurement]] = {}
     for row in rows:
         devices = tuple(cluster.device_index(name) for name in row.devices)
@@ -560,6 +571,10 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
             loaded.setdefault(row.kind, []).append(
                 row.seconds / max(channel.latency_s, _LEAST_SECONDS)
             )
+            for device, seconds in zip(devices, row.device_seconds, strict=True):
+                overhead.setdefault(row.kind, {}).setdefault(
+                    cluster.devices[device].type.name, []
+                ).append(seconds / (len(devices) - 1))
             continue
         by_channel.setdefault(channel, []).append(row)
     rates = _link_rates(
@@ -588,10 +603,8 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
     return LinkFit(
         rates=rates,
         factors=factors,
-        drag={
-            kind: {name: _mean(values) for name, values in lost.items()}
-            for kind, lost in drag.items()
-        },
+        drag=_means(drag),
+        overhead=_means(overhead),
         # Spread over orders of magnitude: it depends on who is stopped when.
         loaded={kind: float(np.exp(np.mean(np.log(values)))) for kind, values in loaded.items()},
     )
@@ -674,6 +687,13 @@ def _columns(rows: Sequence[OpMeasurement]) -> tuple[FloatArray, FloatArray, Flo
 def _mean_seconds(rows: Sequence[OpMeasurement]) -> float:
     """Mean over calls."""
     return sum(row.seconds * row.count for row in rows) / sum(row.count for row in rows)
+
+
+def _means(by_kind: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
+    return {
+        kind: {name: _mean(values) for name, values in by_type.items()}
+        for kind, by_type in by_kind.items()
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

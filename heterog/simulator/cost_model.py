@@ -61,8 +61,9 @@ class ChannelSeconds(NamedTuple):
     """Cost of a channel: ``latency_s + payload x seconds_per_byte`` from start to end.
 
     Each link resource is held for ``payload x held`` only: a 100 Gbit/s NIC that talks to one of
-    50 Gbit/s is busy half the time. Members of the channel lose compute time to it: ``drag``
-    seconds per payload byte, by device type. While a member computes, the latency is
+    50 Gbit/s is busy half the time. Members of the channel that compute lose time to it, by
+    device type: ``overhead_s`` per operation and ``drag`` seconds per payload byte (o and O of
+    the LogGP model, Alexandrov et al. 1995). While a member computes, the latency is
     ``loaded_latency_s`` if that is longer.
     """
 
@@ -71,6 +72,7 @@ class ChannelSeconds(NamedTuple):
     held: dict[int, float]
     drag: Mapping[str, float] = MappingProxyType({})
     loaded_latency_s: float = 0.0
+    overhead_s: Mapping[str, float] = MappingProxyType({})
 
 
 class Prices(NamedTuple):
@@ -88,6 +90,7 @@ class Prices(NamedTuple):
     channel_s_per_byte: FloatArray
     channel_is_collective: npt.NDArray[np.bool_]
     channel_drag: FloatArray  # share of compute speed that members lose  # [channels, num_types]
+    channel_overhead_s: FloatArray  # compute seconds that an operation takes from each busy member
     member_start: IntArray  # devices of each channel  # [num_channels + 1]
     member: IntArray
     has_drag: bool
@@ -110,6 +113,7 @@ class ChannelPrices(NamedTuple):
     s_per_byte: FloatArray
     is_collective: npt.NDArray[np.bool_]
     drag: FloatArray
+    overhead_s: FloatArray
     loaded_s: FloatArray
     member_start: IntArray
     member: IntArray
@@ -158,6 +162,9 @@ def price_channels(
             [channel.kind != ChannelKind.POINT_TO_POINT for channel in channels]
         ),
         drag=np.array([_lost_speed(cost, names) for cost in costs]),
+        overhead_s=np.array(
+            [[cost.overhead_s.get(name, 0.0) for name in names] for cost in costs]
+        ),
         loaded_s=np.array([max(cost.loaded_latency_s - cost.latency_s, 0.0) for cost in costs]),
         member_start=np.concatenate([[0], np.cumsum(num_members)]).astype(np.int32),
         member=np.array([d for channel in channels for d in channel.devices], np.int32),

@@ -498,6 +498,10 @@ def simulate_kernel(
                 for entry in range(prices.member_start[channel], prices.member_start[channel + 1]):
                     device = prices.member[entry]
                     share = prices.channel_drag[channel, prices.type_of_device[device]]
+                    if busy_until[device] > now:
+                        debt[device] += prices.channel_overhead_s[
+                            channel, prices.type_of_device[device]
+                        ]
                     begin = max(now, drag_until[device])
                     debt[device] += share * max(min(end, busy_until[device]) - begin, 0.0)
                     if drag_until[device] > now:

@@ -244,7 +244,8 @@ def test_all_pairs_and_all_collectives_are_measured(ranks: Ranks) -> None:
     for kind in collectives:
         assert [row.num_bytes for row in rows if row.kind == kind] == list(payloads)
     busy = [row for row in every if row.while_computing]
-    assert sorted(row.kind for row in busy) == sorted(collectives)
+    assert sorted(row.kind for row in busy) == sorted([*collectives, *["point_to_point"] * 2])
+    assert all(seconds > 0 for row in busy for seconds in row.device_seconds)
     assert all(row.seconds > 0 and len(row.device_seconds) == 2 for row in every)
     left = ranks.run(links, payloads, 7)[0]
     assert [(row.kind, row.num_bytes) for row in left] == [

@@ -4,9 +4,10 @@ The random ones take a generator: hypothesis draws its seed and not the parts, b
 short lists and small numbers, and contention needs long ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -462,17 +463,26 @@ class DraggingRoofline(Roofline):
     Args:
         drag: seconds of compute that a payload byte takes from its members, by device type.
         loaded: factor of the latency while a member computes.
+        overhead: seconds of compute that an operation takes from busy members, by device type.
     """
 
-    def __init__(self, drag: dict[str, float], loaded: float = 1.0) -> None:
+    def __init__(
+        self,
+        drag: dict[str, float],
+        loaded: float = 1.0,
+        overhead: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self._drag = drag
         self._loaded = loaded
+        self._overhead = overhead
 
     def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
         """As by the roofline, with drag."""
         cost = super().channel_seconds(cluster, channel)
         loaded_latency_s = self._loaded * cost.latency_s
-        return cost._replace(drag=self._drag, loaded_latency_s=loaded_latency_s)
+        return cost._replace(
+            drag=self._drag, loaded_latency_s=loaded_latency_s, overhead_s=self._overhead
+        )
 
 
 class Tasks:
@@ -562,9 +572,10 @@ class Tasks:
             channel_s_per_byte=channels.s_per_byte,
             channel_is_collective=channels.is_collective,
             channel_drag=channels.drag,
+            channel_overhead_s=channels.overhead_s,
             member_start=channels.member_start,
             member=channels.member,
-            has_drag=bool(channels.drag.any()),
+            has_drag=bool(channels.drag.any() or channels.overhead_s.any()),
             channel_loaded_s=channels.loaded_s,
             channel_queue=channels.queue,
             resource_start=channels.resource_start,
@@ -585,7 +596,8 @@ def random_case(rng: Random) -> tuple[Evaluator, Choice]:
     cost_model = Roofline()
     if rng.random() < 0.5:
         drag = {kind.name: rng.choice([0.0, 1e-11, 1e-9]) for kind in cluster.device_types}
-        cost_model = DraggingRoofline(drag, rng.choice([1.0, 30.0]))
+        overhead = {kind.name: rng.choice([0.0, 1e-5, 1e-3]) for kind in cluster.device_types}
+        cost_model = DraggingRoofline(drag, rng.choice([1.0, 30.0]), overhead)
     evaluator = Evaluator(graph, cluster, cost_model)
     choice = evaluator.encode(strategy)
     if not strategy.step_barrier:

@@ -35,6 +35,7 @@ class PricedTask:
     needs: tuple[int, ...]
     micro: int
     drag: dict[int, float]  # of a link task: share of compute speed that each member loses
+    overhead: dict[int, float]  # of a link task: seconds that it takes from each busy member
 
     @property
     def is_link(self) -> bool:
@@ -71,14 +72,17 @@ def price(
         cost = ChannelSeconds(0.0, 0.0, {})
         is_collective = False
         drag: dict[int, float] = {}
+        overhead: dict[int, float] = {}
         if kind >= FIRST_LINK_KIND:
             cost = model.channel_seconds(cluster, program.channels[channel])
             is_collective = program.channels[channel].kind != ChannelKind.POINT_TO_POINT
             seconds = cost.latency_s + payload * cost.seconds_per_byte
             for member in program.channels[channel].devices:
-                lost = cost.drag.get(cluster.devices[member].type.name, 0.0)
+                name = cluster.devices[member].type.name
+                overhead[member] = cost.overhead_s.get(name, 0.0)
+                drag[member] = 0.0
                 if cost.seconds_per_byte > 0.0:
-                    drag[member] = min(lost / cost.seconds_per_byte, 0.9)
+                    drag[member] = min(cost.drag.get(name, 0.0) / cost.seconds_per_byte, 0.9)
         else:
             device_type = cluster.devices[device].type
             if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
@@ -111,6 +115,7 @@ def price(
                 needs,
                 int(program.micro[number]),
                 drag,
+                overhead,
             )
         )
     return tasks
@@ -211,6 +216,8 @@ def simulate(
                 covered = max(now, drag_until[device])
                 overlap = min(end, device_free_at.get(device, 0.0)) - covered
                 debt[device] += share * max(overlap, 0.0)
+                if device_free_at.get(device, 0.0) > now:
+                    debt[device] += chosen.overhead[device]
                 drag_share[device] = (
                     max(share, drag_share[device]) if drag_until[device] > now else share
                 )

@@ -327,6 +327,23 @@ def test_a_collective_waits_longer_while_its_members_compute() -> None:
         assert cost.loaded_latency_s == pytest.approx(0.04 if is_ring else cost.latency_s)
 
 
+def test_an_operation_takes_time_from_its_members_by_their_type_and_number() -> None:
+    cluster = load_testbed("skew_both")
+    rows = transferred(cluster, slowed(cluster, a=1, b=1, c=1))
+    ring = next(each for each in rows if each.kind == "all_reduce_ring" and len(each.devices) == 3)
+    busy = replace(ring, device_seconds=(2e-3, 4e-3, 6e-3), while_computing=True)
+    fit = fit_links([*rows, busy], cluster)
+    assert fit.drag == fit_links(rows, cluster).drag
+    model = Calibration(name="links", types={}, links=fit)
+    table = ChannelTable(cluster)
+    pair = table.channels[table.all_reduce((0, 1), hierarchical=False)]
+    types = [device.type.name for device in cluster.devices]
+    cost = model.channel_seconds(cluster, pair)
+    assert cost.overhead_s == pytest.approx(dict(zip(types, (1e-3, 2e-3, 3e-3), strict=True)))
+    send = table.channels[1]
+    assert model.channel_seconds(cluster, send).overhead_s == {}
+
+
 def test_a_hierarchical_all_reduce_costs_what_the_measured_one_costs() -> None:
     """The library has one all-reduce; unmeasured, it looked twenty times as fast."""
     cluster = load_testbed("skew_both")

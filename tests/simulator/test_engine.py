@@ -68,6 +68,23 @@ def test_communication_drags_on_compute() -> None:
     assert times.fair_finish[late] == pytest.approx(times.finish[late])
 
 
+def test_an_operation_takes_time_from_a_member_that_computes() -> None:
+    tasks = Tasks(pair(), DraggingRoofline({}, overhead={"T4": 0.125}))
+    first = tasks.op(0, 0.5)
+    tasks.send(0, 1, 1e6, first)
+    during = tasks.op(0, 3.0, first)
+    then = tasks.op(0, 1.0)
+    early = tasks.op(1, 0.25)
+    late = tasks.op(1, 1.0, first)
+    times = tasks.run()
+    # What runs already keeps its end; the next op pays. Who waits has the time to spare.
+    assert times.finish[during] == pytest.approx(3.5)
+    assert times.finish[then] == pytest.approx(3.5 + 1.0 + 0.125)
+    assert times.finish[early] == pytest.approx(0.25)
+    assert times.finish[late] == pytest.approx(1.5)
+    assert times.fair_finish[then] == pytest.approx(times.finish[then])
+
+
 def test_latency_is_longer_while_a_member_computes() -> None:
     cluster = pair()
     model = DraggingRoofline({}, loaded=10.0)
