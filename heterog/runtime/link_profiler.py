@@ -230,12 +230,17 @@ def _while_computing(
     square = torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=_wire_device())
     elapsed = used = 0.0
 
-    def compute_until(waiting: "Future[None]", num_products: int = 0) -> float:
-        begin, num_done = time.thread_time(), 0
-        while num_done < num_products or not waiting.done():
+    def compute_for(num_products: int) -> float:
+        begin = time.thread_time()
+        for _ in range(num_products):
             square @ square
-            num_done += 1
         return time.thread_time() - begin
+
+    def compute_until(waiting: "Future[None]") -> float:
+        used = 0.0
+        while not waiting.done():
+            used += compute_for(1)
+        return used
 
     def wait(pending: Sequence[Pending]) -> None:
         for each in pending:
@@ -250,10 +255,12 @@ def _while_computing(
             begin = time.perf_counter()
             compute_until(waiter.submit(wait, [issue() for _ in range(_NUM_OPERATIONS)]))
             elapsed = (time.perf_counter() - begin) / _NUM_OPERATIONS
-            # One by one, as gradients are born: each wakes threads of its own.
+            # One after another, as gradients are born: each wakes threads of its own.
             cpu, computed = time.process_time(), 0.0
             for _ in range(_NUM_OPERATIONS):
-                computed += compute_until(waiter.submit(wait, [issue()]), _NUM_PRODUCTS)
+                waiting = waiter.submit(wait, [issue()])
+                computed += compute_for(_NUM_PRODUCTS)
+            computed += compute_until(waiting)
         if not square.is_cuda:
             used = (time.process_time() - cpu - computed) / _NUM_OPERATIONS
     dist.barrier()
