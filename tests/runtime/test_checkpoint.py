@@ -21,7 +21,9 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
 from heterog.runtime import checkpoint
-from heterog.runtime.checkpoint import load_checkpoint, read_contents, save_checkpoint
+from heterog.runtime.checkpoint import files, load_checkpoint, read_contents, save_checkpoint
+from heterog.runtime.checkpoint import state as checkpoint_state
+from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer
 from heterog.runtime.deploy import deploy
 from heterog.runtime.slices import Slices
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
@@ -159,7 +161,7 @@ def save_refused(rank: int, plan: str, folder: str, kind: str) -> str:
     extra: dict[str, Any] = {}
     if kind == "disk" and rank == 1:
         # A disk that is full for one rank only.
-        checkpoint._write_tensors = _full_disk  # type: ignore[assignment]
+        checkpoint.write_tensors = _full_disk  # type: ignore[attr-defined]
     if kind == "extra":
         extra = {"number": {1, 2}}
     if kind == "option":
@@ -171,12 +173,12 @@ def save_refused(rank: int, plan: str, folder: str, kind: str) -> str:
     except HeterogError as error:
         return str(error)
     finally:
-        checkpoint._write_tensors = _write_tensors
+        checkpoint.write_tensors = _write_tensors  # type: ignore[attr-defined]
         checkpoint._from_rank_0 = _from_rank_0
     return "saved"
 
 
-_write_tensors = checkpoint._write_tensors
+_write_tensors = files.write_tensors
 _from_rank_0 = checkpoint._from_rank_0
 
 
@@ -511,14 +513,14 @@ def new_options(*saved: dict[str, Any]) -> list[dict[str, Any]]:
             self.optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
 
     states = {
-        name: checkpoint.SavedOptimizer(options=options, tensors=(), values={})
+        name: SavedOptimizer(options=options, tensors=(), values={})
         for name, options in zip(names, saved, strict=True)
     }
-    contents = checkpoint.Contents(
+    contents = Contents(
         heterog="", torch="", model="", graph="", optimizer="Adam", num_steps=0, data="data-0",
         tensors={}, states=states, extra={},
     )  # fmt: skip
-    return checkpoint._new_options(Step(), contents)  # type: ignore[arg-type]
+    return checkpoint_state.new_options(Step(), contents)  # type: ignore[arg-type]
 
 
 def test_options_keep_their_types_and_what_a_scheduler_added() -> None:

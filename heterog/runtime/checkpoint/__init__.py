@@ -1,0 +1,228 @@
+"""Checkpoints of a deployed step, which another plan can resume.
+
+    folder/
+      checkpoint.json     what is saved and where, the optimizer's options, whatever else was given
+      data-3/             written by torch.distributed.checkpoint
+        __0_0.distcp      tensors that rank 0 owns
+        __1_0.distcp
+
+Everything is kept by the name of its parameter and written once, by the rank whose copy counts; so
+a plan for other devices, shares, homes or another number of ranks finds what it needs. What ranks
+own in slices (ZeRO) each writes as it has it: ``model.weight[10:20]`` are elements of the tensor,
+flattened. All ranks must see the folder.
+
+A new checkpoint gets a data folder of its own, and ``checkpoint.json`` is replaced when all of it
+is there: a crash at any time leaves the old one.
+
+Nothing is unpickled, neither from files nor from the network: ranks exchange JSON, and tensors are
+read by ``torch.load(weights_only=True)``. torch's own description of such a folder is a pickle
+(``data-3/.metadata``); it is written for torch's tools, ``checkpoint.json`` is what is read here.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from heterog import __version__
+from heterog.errors import HeterogError, InputFileError
+from heterog.runtime.checkpoint.contents import (
+    Contents,
+    SavedOptimizer,
+    SavedTensor,
+    read_contents,
+    states_from_json,
+    tensors_from_json,
+    to_json,
+)
+from heterog.runtime.checkpoint.files import (
+    first_line,
+    make_data_folder,
+    publish,
+    read_range,
+    read_tensors,
+    write_tensors,
+)
+from heterog.runtime.checkpoint.slices import load_slices, own_parts
+from heterog.runtime.checkpoint.state import (
+    check_fits,
+    check_whole,
+    held_tensors,
+    new_options,
+    own_state,
+    stepped_parameters,
+)
+from heterog.runtime.collectives import gather_texts
+from heterog.runtime.deploy import DeployedStep
+from heterog.runtime.launch import CHECKPOINT_INDEX
+
+__all__ = ["load_checkpoint", "read_contents", "save_checkpoint"]
+
+
+def save_checkpoint(
+    step: DeployedStep, folder: str | Path, *, extra: Mapping[str, Any] | None = None
+) -> None:
+    """Save parameters, buffers and the optimizer's state; every rank calls it.
+
+    A replicated parameter comes from its first replica, one with a home from its home. BatchNorm
+    statistics come from the first replica that has samples (rank 0 in plain data parallelism):
+    the other replicas have seen other samples, and theirs are not kept.
+
+    Args:
+        step: between two steps.
+        folder: made if it is not there; a checkpoint in it is replaced.
+        extra: JSON values to keep beside it: the epoch, say. Rank 0's are kept.
+
+    Raises:
+        HeterogError: a rank cannot write, or the optimizer keeps what JSON and tensors cannot
+            hold. Every rank raises, and the old checkpoint is still there.
+        StrategyError: the plan shards parameters by rules of ops.
+    """
+    check_whole(step)
+    step.flush()
+    target = Path(folder)
+    index = target / CHECKPOINT_INDEX
+    number = 0
+    with _together():
+        if step.rank == 0:
+            number = make_data_folder(target)
+    data = target / f"data-{_from_rank_0(number)}"
+    tensors: dict[str, SavedTensor] = {}
+    states: dict[str, SavedOptimizer] = {}
+    try:
+        with _together():
+            if not data.is_dir():
+                raise InputFileError(
+                    f"{data}, made by rank 0, is not there on rank {step.rank}; save to a folder "
+                    "that all ranks share."
+                )
+            own, states = own_state(step)
+            parts = {part.name: part for part in own_parts(step)}
+            own |= {name: part.value for name, part in parts.items()}
+            tensors = write_tensors(own, data, step.rank)
+            tensors |= {
+                name: replace(
+                    tensors[name], whole=each.whole, begin=each.begin, whole_shape=each.whole_shape
+                )
+                for name, each in parts.items()
+            }
+        # Parts of the index are small, and collected as text.
+        said = gather_texts(json.dumps([to_json(tensors), to_json(states)]))
+        with _together():
+            if step.rank == 0:
+                graph = step.captured.graph
+                contents = Contents(
+                    heterog=__version__,
+                    torch=torch.__version__,
+                    model=graph.name,
+                    graph=graph.fingerprint,
+                    optimizer=graph.optimizer,
+                    num_steps=step.num_steps,
+                    data=data.name,
+                    tensors=tensors_from_json(_merge(json.loads(part)[0] for part in said)),
+                    states=states_from_json(_merge(json.loads(part)[1] for part in said)),
+                    extra=dict(extra or {}),
+                )
+                publish(contents, index, data)
+    except HeterogError:
+        if step.rank == 0:
+            shutil.rmtree(data, ignore_errors=True)
+        raise
+
+
+def load_checkpoint(step: DeployedStep, folder: str | Path) -> dict[str, Any]:
+    """Bring a step to where a saved one was; every rank calls it.
+
+    The plan may be another one than that of the saved step: each rank reads what it holds or
+    updates now. BatchNorm statistics become the saved ones on every rank. Random ops go on with
+    the numbers of the next step, for which the step needs the seed of the saved one.
+
+    Args:
+        step: freshly deployed; its model and optimizer class are those of the saved one.
+        folder: as given to ``save_checkpoint``.
+
+    Returns:
+        The ``extra`` values that were saved.
+
+    Raises:
+        InputFileError: no checkpoint, or a damaged one.
+        StrategyError: the checkpoint is of another model or optimizer; names what differs first.
+            Or the plan shards parameters by rules of ops.
+    """
+    check_whole(step)
+    step.flush()
+    # Into new tensors: a rank that fails leaves all ranks as they were.
+    with _together():
+        contents = read_contents(folder)
+        check_fits(step, contents, folder)
+        targets = held_tensors(step)
+        stepped = stepped_parameters(step)
+        state_names = [
+            f"optimizer.{names[0]}.{state}"
+            for bucket, names in stepped
+            if bucket is None
+            for state in contents.states[names[0]].tensors
+        ]
+        loaded = read_tensors(contents, Path(folder), [*targets, *state_names])
+        slices, slice_states = load_slices(
+            step,
+            lambda name, begin, end: read_range(contents, Path(folder), name, begin, end),
+            contents.shape,
+            lambda name: contents.states[name].tensors,
+            lambda name: contents.states[name].values,
+        )
+        options = new_options(step, contents)
+    with torch.no_grad():
+        for name, value in targets.items():
+            value.copy_(loaded[name])
+        for bucket_number, value in slices.items():
+            step.slices.own[bucket_number].copy_(value)
+    states: dict[int, dict[str, Any]] = {}
+    for number, (bucket, (name, *_)) in enumerate(stepped):
+        if bucket is not None:
+            if bucket in slice_states:
+                states[number] = slice_states[bucket]
+            continue
+        saved = contents.states[name]
+        tensors = {key: loaded[f"optimizer.{name}.{key}"] for key in saved.tensors}
+        if tensors or saved.values:
+            states[number] = {**tensors, **saved.values}
+    step.optimizer.load_state_dict({"state": states, "param_groups": options})
+    step.num_steps = contents.num_steps
+    return dict(contents.extra)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Wait for all ranks at the end; if the body fails on one of them, it fails on all."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # the others wait for this rank, whatever it is
+        error = caught
+    said = gather_texts("" if error is None else first_line(error))
+    if error is not None and not isinstance(error, OSError | RuntimeError):
+        raise error
+    for rank, text in enumerate(said):
+        if text:
+            raise HeterogError(f"rank {rank}: {text}") from error
+
+
+def _from_rank_0(number: int) -> int:
+    shared = torch.tensor([number])
+    dist.broadcast(shared, 0)
+    return int(shared)
+
+
+def _merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for part in parts:
+        assert not merged.keys() & part.keys(), "every tensor has one owner"
+        merged |= part
+    return merged

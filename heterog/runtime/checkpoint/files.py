@@ -1,0 +1,205 @@
+"""The files of a checkpoint, written and read by torch.distributed.checkpoint."""
+
+import pickle
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+
+from heterog.errors import HeterogError, InputFileError, StrategyError
+from heterog.files import check_writable, write_json
+from heterog.runtime.checkpoint.contents import (
+    DATA_FOLDER,
+    SCHEMA_VERSION,
+    Contents,
+    SavedTensor,
+    dtype_name,
+    dtype_of,
+    to_json,
+)
+from heterog.runtime.launch import CHECKPOINT_INDEX
+
+
+class _Writer(FileSystemWriter):
+    """Writes one rank's file and remembers what is where; nothing goes over the network."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder)
+        self._own_rank = rank
+        self.results: list[WriteResult] = []
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Number the files by the real rank, although every rank writes for itself."""
+        super().set_up_storage_writer(is_coordinator, rank=self._own_rank, use_collectives=False)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Keep what torch would pickle."""
+        self.results = [result for each in results for result in each]
+
+
+class _Reader(FileSystemReader):
+    """Reads tensors where the index says they are."""
+
+    def __init__(self, folder: Path, contents: Contents) -> None:
+        super().__init__(folder)
+        self._contents = contents
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index, not torch's pickle of it."""
+        return _metadata(self._contents)
+
+
+def make_data_folder(target: Path) -> int:
+    """A new, empty data folder; its number."""
+    if target.is_dir():
+        check_writable(target / CHECKPOINT_INDEX)
+    else:
+        check_writable(target)
+        target.mkdir()
+    taken = [
+        int(match[1]) for path in target.iterdir() if (match := DATA_FOLDER.fullmatch(path.name))
+    ]
+    number = max(taken, default=-1) + 1
+    (target / f"data-{number}").mkdir()
+    return number
+
+
+def write_tensors(own: Mapping[str, Tensor], data: Path, rank: int) -> dict[str, SavedTensor]:
+    """Write this rank's file."""
+    if not own:
+        return {}
+    writer = _Writer(data, rank)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    with _quiet():
+        save(
+            dict(own), storage_writer=writer, planner=planner, no_dist=True, use_collectives=False
+        )
+    saved = {}
+    for result in writer.results:
+        name, place = result.index.fqn, result.storage_data
+        saved[name] = SavedTensor(
+            shape=tuple(own[name].shape),
+            dtype=dtype_name(own[name].dtype),
+            file=place.relative_path,
+            offset=place.offset,
+            num_bytes=place.length,
+        )
+    return saved
+
+
+def read_tensors(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors of these names, put together where they were saved in parts."""
+    single = [each for name in names for each in contents.parts.get(name, [name])]
+    loaded = _read_saved(contents, folder, single)
+    for name in names:
+        if name in contents.parts:
+            parts = [loaded.pop(each) for each in contents.parts[name]]
+            loaded[name] = torch.cat(parts).view(contents.shape(name))
+    return loaded
+
+
+def read_range(contents: Contents, folder: Path, name: str, begin: int, end: int) -> Tensor:
+    """Elements of a flattened tensor, from the parts that have some."""
+    if name not in contents.parts:
+        return _read_saved(contents, folder, [name])[name].reshape(-1)[begin:end].clone()
+    found = []
+    for each in contents.parts[name]:
+        part = contents.tensors[each]
+        low, high = max(begin, part.begin), min(end, part.end)
+        if low < high:
+            value = _read_saved(contents, folder, [each])[each]
+            found.append(value[low - part.begin : high - part.begin])
+    return torch.cat(found)
+
+
+def _read_saved(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors and parts as they were saved."""
+    loaded = {
+        name: torch.empty(
+            contents.tensors[name].shape, dtype=dtype_of(contents.tensors[name].dtype)
+        )
+        for name in names
+    }
+    if loaded:
+        reader = _Reader(folder / contents.data, contents)
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        try:
+            with _quiet():
+                load(loaded, storage_reader=reader, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            why = [each for each, _ in error.failures.values()]
+            raise InputFileError(
+                f"cannot read checkpoint {folder}: {first_line(why[0])}"
+            ) from error
+    return loaded
+
+
+def publish(contents: Contents, index: Path, data: Path) -> None:
+    """Make the new checkpoint the one that counts, then remove older ones."""
+    with (data / ".metadata").open("wb") as file:
+        pickle.dump(_metadata(contents), file)
+    try:
+        version = SCHEMA_VERSION if contents.parts else 1
+        record = {"schema_version": version, **asdict(contents)}
+        write_json(index, {**record, "tensors": to_json(contents.tensors)})
+    except (TypeError, ValueError) as error:
+        raise StrategyError(f"'extra' cannot be saved as JSON: {error}.") from error
+    for path in index.parent.iterdir():
+        if DATA_FOLDER.fullmatch(path.name) and path.name != data.name:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _metadata(contents: Contents) -> Metadata:
+    """The index in torch's terms: every tensor is one whole chunk."""
+    tensors: dict[str, Any] = {}
+    places = {}
+    for name, saved in contents.tensors.items():
+        zeros = torch.Size([0] * len(saved.shape))
+        chunk = ChunkStorageMetadata(offsets=zeros, sizes=torch.Size(saved.shape))
+        tensors[name] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtype_of(saved.dtype)),
+            size=torch.Size(saved.shape),
+            chunks=[chunk],
+        )
+        places[MetadataIndex(name, zeros)] = _StorageInfo(
+            saved.file, saved.offset, saved.num_bytes
+        )
+    return Metadata(tensors, storage_data=places)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Do without the warning that ranks read and write for themselves, which is what is wanted."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    lines = str(error).strip().splitlines()
+    own = isinstance(error, HeterogError | OSError)
+    return " ".join([*([] if own else [f"{type(error).__name__}:"]), *lines[:1]])
