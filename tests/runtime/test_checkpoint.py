@@ -161,7 +161,7 @@ def save_refused(rank: int, plan: str, folder: str, kind: str) -> str:
     extra: dict[str, Any] = {}
     if kind == "disk" and rank == 1:
         # A disk that is full for one rank only.
-        checkpoint.write_tensors = _full_disk  # type: ignore[assignment]
+        checkpoint.write_tensors = _full_disk  # type: ignore[assignment, attr-defined]
     if kind == "extra":
         extra = {"number": {1, 2}}
     if kind == "option":
