@@ -1,5 +1,6 @@
 """Jobs give the same results here, in processes and on a Ray cluster of two workers."""
 
+import importlib
 import importlib.util
 import json
 import operator
@@ -28,8 +29,7 @@ def ray_cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else one is kept in the home
-        import ray
-
+        ray: Any = importlib.import_module("ray")
         ray.init(
             address="local",
             num_cpus=2,

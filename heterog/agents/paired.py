@@ -199,14 +199,14 @@ def evaluations_needed(runs: Sequence[Run], budget: int, policy: str) -> dict[st
     if not lines:
         return result
     # A longer search that is worse by chance does not make a shorter one worse.
-    line = np.minimum.accumulate(np.mean(lines, axis=0))
+    means = np.minimum.accumulate(np.mean(lines, axis=0))
     level = float(np.mean(levels))
-    reached = np.flatnonzero(line <= level)
+    reached = np.flatnonzero(means <= level)
     if len(reached):
         last = int(reached[0])
         needed = math.log(budgets[last])
-        if last and line[last - 1] > line[last]:
-            part = (line[last - 1] - level) / (line[last - 1] - line[last])
+        if last and means[last - 1] > means[last]:
+            part = (means[last - 1] - level) / (means[last - 1] - means[last])
             before = math.log(budgets[last - 1])
             needed = before + part * (needed - before)
         result["evaluations"] = math.exp(needed)

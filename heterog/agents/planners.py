@@ -39,8 +39,9 @@ BUCKETS = (0, DEFAULT_BUCKET_BYTES)
 NUM_VARIED = 3
 TIGHT = 0.5
 """Part of the candidates that cannot hold the whole model from which memory counts as scarce."""
-VARIANTS = ((1, True), (2, False), (2, True), (4, False), (4, True), (8, False), (8, True))
-"""Micro-batches, and whether every group recomputes."""
+MICRO_BATCHES = (2, 4, 8)
+HOPELESS = 0.05
+"""Memory missing by the coarse evaluator, as a part, from which a row is left to recomputation."""
 
 _log = logging.getLogger(__name__)
 
@@ -135,8 +136,8 @@ def rescore(
 ) -> tuple[tuple[Candidate, ...], int]:
     """Score the first rows at the op level, in both bucket sizes.
 
-    What holds for the whole step is no part of a row: for the best three, micro-batches and
-    recomputation are tried as well.
+    What holds for the whole step is no part of a row: for the best three, micro-batches are tried
+    as well, twice as many while that helps, and recomputation where nothing fits without.
 
     Args:
         task: what the rows are for.
@@ -169,15 +170,36 @@ def rescore(
         row = pair.groups(rows[whole.number])
         return np.array(again, np.int32)[row] if whole.recompute else row
 
-    def score(whole: _Whole) -> None:
+    def score(whole: _Whole) -> tuple[float, float]:
+        """(bytes missing, seconds); nothing is found out once the budget is spent."""
+        allowed = task.budget.evaluations
+        if scored and allowed is not None and spent + len(scored) >= allowed:
+            return np.inf, np.inf
         choice = space.encode(
             row_of(whole),
             bucket_bytes=whole.bucket_bytes,
             num_steps=steps,
             num_micro=whole.num_micro,
         )
-        scored.append((evaluator.evaluate_choice(choice, judge).preference, whole))
+        preference = evaluator.evaluate_choice(choice, judge).preference
+        scored.append((preference, whole))
+        return preference
 
+    def vary(best: tuple[float, float], whole: _Whole) -> None:
+        if best[0] > 0.0 and not whole.recompute:
+            best = min(best, score(replace(whole, recompute=True)))
+        for num_micro in MICRO_BATCHES:
+            if num_micro > pair.graph.batch_size:
+                return
+            found = score(replace(whole, num_micro=num_micro, recompute=False))
+            if found[0] == 0.0 and found >= best:
+                return
+            best = min(best, found)
+            if best[0] > 0.0:
+                best = min(best, score(replace(whole, num_micro=num_micro, recompute=True)))
+
+    if recomputing is not None and len(recomputing):
+        rows = np.array([row for row in rows if pair.score(row).overflow <= HOPELESS] or rows[:1])
     plain = min(count, len(rows))
     for number in range(plain):
         for bucket_bytes in BUCKETS:
@@ -187,13 +209,8 @@ def rescore(
         for number in range(plain, len(rows)):
             score(_Whole(number=number, bucket_bytes=DEFAULT_BUCKET_BYTES, recompute=True))
     scored.sort()
-    for whole in [whole for _, whole in scored[:NUM_VARIED]]:
-        for num_micro, recompute in VARIANTS:
-            allowed = task.budget.evaluations
-            if allowed is not None and spent + len(scored) >= allowed:
-                break
-            if num_micro <= pair.graph.batch_size:
-                score(replace(whole, num_micro=num_micro, recompute=recompute))
+    for best, whole in scored[:NUM_VARIED]:
+        vary(best, whole)
     scored.sort()
     candidates = tuple(
         Candidate(
