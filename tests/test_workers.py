@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from heterog.cli import app, main
 from heterog.errors import HeterogError, UnknownNameError
-from heterog.workers import HERE, Processes, RayWorkers, Workers, open_workers
+from heterog.workers import Processes, RayWorkers, Workers, open_workers
 from tests.envs.cases import language_graph, mixed_cluster
 
 
@@ -47,8 +47,8 @@ def ray_cluster() -> Iterator[Any]:
 def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
-    crew = {"here": lambda: HERE, "processes": lambda: Processes(2), "ray": RayWorkers}
-    with crew[request.param]() as opened:
+    crew = {"here": "1", "processes": "2", "ray": "ray"}
+    with open_workers(crew[request.param]) as opened:
         yield opened
 
 

@@ -17,6 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+# The other methods are registered before: the searches that start from what they find run last.
+import heterog.planners.portfolio  # noqa: F401
+
+# isort: split
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.local_search import LocalSearch
 from heterog.planners.planner import Budget, Candidate, PlanResult, Spending, Task, register
@@ -27,7 +31,7 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 if TYPE_CHECKING:
     from heterog.agents.checkpoint import Checkpoint
-    from heterog.agents.policy import PairScores
+    from heterog.agents.policy import PairScores, Policy
     from heterog.envs.pair import Pair
 
 DEFAULT_POLICY = "default"
@@ -83,25 +87,25 @@ class _Policies:
 _policies = _Policies()
 
 
-def propose(task: Task, policy: str, num_samples: int = NUM_SAMPLES) -> Proposed:
+def propose(task: Task, policy: "str | Policy", num_samples: int = NUM_SAMPLES) -> Proposed:
     """Draw strategies for a task and choose the best.
 
     Args:
         task: graph, cluster, seed; evaluations beyond its budget are not made.
-        policy: shipped name or file.
+        policy: shipped name, file, or the network itself.
         num_samples: draws, the greedy one included.
     """
     from heterog.agents.policy import draw, score_pairs
     from heterog.envs.observation import WHOLE_OVERFLOWS
     from heterog.envs.pair import Pair
 
-    loaded = _policies.get(policy)
+    network = _policies.get(policy).policy if isinstance(policy, str) else policy
     evaluator = task.evaluator
     if task.budget.evaluations is not None:
         # A fifth of a small budget is left for the op level.
         num_samples = max(min(num_samples, int(0.8 * task.budget.evaluations)), 1)
     pair = Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)
-    scores = score_pairs(loaded.policy, [pair])[0]
+    scores = score_pairs(network, [pair])[0]
     rng = np.random.default_rng([task.seed, 64])
     greedy = draw(scores, pair, 1, rng, greedy=True).rows
     # Where memory is scarce, half of the draws may recompute.
@@ -120,7 +124,8 @@ def propose(task: Task, policy: str, num_samples: int = NUM_SAMPLES) -> Proposed
     out_of_memory = float(np.mean([each.overflow > 0.0 for each in found]))
     _log.info(
         "policy %s, seed %d: %d draws for %s, %d different, %.0f %% do not fit",
-        policy, task.seed, num_samples, pair.name, len(rows), 100.0 * out_of_memory,
+        policy if isinstance(policy, str) else "in training",
+        task.seed, num_samples, pair.name, len(rows), 100.0 * out_of_memory,
     )  # fmt: skip
     return Proposed(
         candidates=candidates,
@@ -241,7 +246,7 @@ class Agent:
     """A policy's own answer; see the module docstring.
 
     Args:
-        policy: shipped name or file.
+        policy: shipped name, file, or the network itself.
         name: under which it is registered.
         num_samples: draws, the greedy one included.
     """
@@ -249,7 +254,11 @@ class Agent:
     stage = "zero_shot"
 
     def __init__(
-        self, policy: str = DEFAULT_POLICY, *, name: str = "agent", num_samples: int = NUM_SAMPLES
+        self,
+        policy: "str | Policy" = DEFAULT_POLICY,
+        *,
+        name: str = "agent",
+        num_samples: int = NUM_SAMPLES,
     ) -> None:
         self.name = name
         self.policy = policy
