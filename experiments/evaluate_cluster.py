@@ -215,7 +215,10 @@ def print_paired(runs: list[Run]) -> None:
             if need["count"]:
                 many = need["evaluations"]
                 said = f"more than {need['longest']:.0f}" if many is None else f"{many:.0f}"
-                print(f"{policy:8} {budget:>6} local_search needs {said} evaluations for the same")
+                print(
+                    f"{policy:8} {budget:>6} local_search needs {said} evaluations for the same "
+                    f"({need['count']} pairs and seeds with every budget)"
+                )
 
 
 def run_paired(arguments: argparse.Namespace) -> list[Run]:

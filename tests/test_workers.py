@@ -15,9 +15,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from heterog.agents.config import PolicyConfig
+from heterog.agents.sources import PairSource
+from heterog.agents.training import Algorithm, Trainer, TrainingConfig, TrainingResult
 from heterog.cli import app, main
 from heterog.errors import HeterogError, UnknownNameError
-from heterog.workers import Processes, RayWorkers, Workers, open_workers
+from heterog.workers import HERE, Processes, Workers, open_workers
 from tests.envs.cases import language_graph, mixed_cluster
 
 
@@ -41,6 +44,12 @@ def ray_cluster() -> Iterator[Any]:
         )
         yield ray
         ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone() -> TrainingResult:
+    """The training of ``trained`` in this process."""
+    return trained(HERE)
 
 
 @pytest.fixture(params=["here", "processes", "ray"])
@@ -88,27 +97,26 @@ def test_a_lost_process_is_told() -> None:
         list(crew.map(die, None, [1]))
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["processes", "ray"])
-def test_the_same_seed_gives_the_same_policy_on_workers(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
-    """Searches, rollouts and validation run elsewhere; every weight is the same."""
-    from heterog.agents.config import PolicyConfig
-    from heterog.agents.sources import PairSource
-    from heterog.agents.training import Algorithm, Trainer, TrainingConfig
-
-    if kind == "ray":
-        request.getfixturevalue("ray_cluster")
+def trained(workers: Workers) -> TrainingResult:
+    """Searches, rollouts and validation run on the workers."""
     config = TrainingConfig(
         algorithm=Algorithm.MIXED, num_pairs=3, search_evaluations=25, num_steps=3,
         pairs_per_step=3, samples_per_pair=4, check_every=3, num_validation=2,
     )  # fmt: skip
     network = PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4)
     source = PairSource(graphs=[language_graph()], seed=4)
-    alone = Trainer(source, config, network).run()
-    with RayWorkers(2) if kind == "ray" else Processes(2) as crew:
-        shared = Trainer(source, config, network, workers=crew).run()
+    return Trainer(source, config, network, workers=workers).run()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["2", "ray:2"])
+def test_the_same_seed_gives_the_same_policy_on_workers(
+    kind: str, alone: TrainingResult, request: pytest.FixtureRequest
+) -> None:
+    if kind.startswith("ray"):
+        request.getfixturevalue("ray_cluster")
+    with open_workers(kind) as crew:
+        shared = trained(crew)
     assert shared.history == alone.history
     assert shared.num_evaluations == alone.num_evaluations
     mine, theirs = alone.checkpoint.policy.state_dict(), shared.checkpoint.policy.state_dict()
