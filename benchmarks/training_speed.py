@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import time
 from typing import Any
 
@@ -27,12 +28,21 @@ MODELS = ("vgg19", "resnet50", "mobilenet_v2")
 def measure(seed: int, steps: int) -> dict[str, float]:
     """Train for some steps and count."""
     torch.set_num_threads(1)
-    source = PairSource(graphs=[captured(name, None) for name in MODELS], seed=seed)
+
+    def tell(text: str) -> None:
+        print(f"process {seed}: {text}", file=sys.stderr, flush=True)
+
+    graphs = []
+    for name in MODELS:
+        tell(f"capture {name}")
+        graphs.append(captured(name, None))
+    source = PairSource(graphs=graphs, seed=seed)
     config = TrainingConfig(
         algorithm=Algorithm.REINFORCE, num_pairs=16, num_steps=steps, num_validation=1,
         search_evaluations=50, check_every=steps, seed=seed,
     )  # fmt: skip
     trainer = Trainer(source, config)
+    tell(f"baselines of {config.num_pairs} pairs")
     for index in range(config.num_pairs):
         assert trainer.pair(index).baseline_s > 0.0  # made before the clock starts
     spent = {"simulator": 0.0, "learner": 0.0}
@@ -56,6 +66,7 @@ def measure(seed: int, steps: int) -> dict[str, float]:
     # mypy has no word for a method that takes the same arguments as another.
     setattr(Pair, "score", timed_score)  # noqa: B010
     setattr(Reinforce, "step", timed_step)  # noqa: B010
+    tell(f"{steps} steps")
     before = trainer.num_evaluations
     begin = time.perf_counter()
     trainer.advance([], steps, begin)

@@ -1,127 +1,303 @@
 """How good is a policy on models and clusters that it has not seen?
 
-    python experiments/evaluate_cluster.py --policy heldout --budget 300s --json held_out.json
+    python experiments/evaluate_cluster.py --budget 300s --finetune 60s -o held_out.jsonl
+    python experiments/evaluate_cluster.py --paired 200,600,5000 --longer 1500,15000 --seeds 5 \
+        --policy heldout,seed1.pt,seed2.pt -o paired.jsonl
 
-By default the held-out models on the held-out clusters. For each pair: the best of 1, 16 and 64
-draws, how many draws do not fit, fine-tuning, and ``agent+search``, over the best search without
-the policy; and beside ``local_search`` and ``two_segment`` at small budgets, several seeds.
+By default the held-out models on the held-out clusters. The first asks, for each pair, for the
+best of 1, 16 and 64 draws, how many draws do not fit, fine-tuning, ``agent+search`` and the four
+baselines of the paper, over ``auto`` without the policy. The second compares searches at equal
+evaluations (``heterog.agents.paired``), and is best given evaluations, so that a busy machine does
+not matter.
+
+Every row is appended to the file when it is there, and one that is there is not made again, so a
+run that was stopped goes on. ``--summary`` only prints what a file holds; ``--json`` prints the
+summary as one document.
 """
 
 import argparse
 import json
 import math
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from heterog.agents.checkpoint import load_checkpoint
-from heterog.agents.evaluation import evaluate_policy, summary
-from heterog.agents.planners import AgentSearch, propose
+from heterog.agents.evaluation import LONG_SEARCH, evaluate_policy
+from heterog.agents.paired import (
+    ENUMERATION,
+    LED,
+    PLAIN,
+    Run,
+    against,
+    evaluations_needed,
+    paired_runs,
+)
+from heterog.agents.planners import propose
 from heterog.agents.shipped import HELD_OUT_CLUSTERS, HELD_OUT_MODELS
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.planner import Budget, Planner, Task, planner_by_name
-from heterog.planners.portfolio import run_method
+from heterog.planners.planner import Budget, Task
 from heterog.simulator.evaluator import Evaluator
 
+PAPER_BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar")
+OF_POLICY = ("agent_greedy", "agent_16", "agent", "agent_finetuned", "agent+search")
 
-def paired(
-    policy: str, graph: OpGraph, cluster: Cluster, budgets: list[str], seeds: int
-) -> list[dict[str, Any]]:
-    """``local_search`` and ``agent+search`` at equal evaluations, each on its own."""
+
+def read_rows(path: Path | None) -> list[dict[str, Any]]:
+    """Rows of a file of JSON lines; none if it is not there, or its last line was cut off."""
+    if path is None or not path.is_file():
+        return []
     rows = []
-    searches: list[Planner] = [planner_by_name("local_search"), AgentSearch(policy)]
-    evaluator = Evaluator(graph, cluster)
-    for budget in budgets:
-        for seed in range(seeds):
-            for planner in searches:
-                row = run_method(
-                    planner,
-                    Task(evaluator=evaluator, budget=Budget.parse(budget), seed=seed),
-                )
-                rows.append(
-                    {
-                        "model": graph.name,
-                        "cluster": cluster.name,
-                        "method": planner.name,
-                        "budget": budget,
-                        "seed": seed,
-                        "outcome": row.outcome,
-                        "step_time_s": row.step_time_s,
-                    }
-                )
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            print(f"{path}: skipped a line that was cut off", file=sys.stderr)
     return rows
 
 
-def geometric_mean(values: list[float | None]) -> float:
+def append(path: Path | None, row: dict[str, Any]) -> None:
+    """Add a row to a file of JSON lines."""
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def chosen(arguments: argparse.Namespace) -> Iterator[tuple[OpGraph, Cluster]]:
+    """The models on the clusters, each model captured when it comes."""
+    clusters = [Cluster.load(name) for name in arguments.clusters.split(",")]
+    for model in arguments.models.split(","):
+        print(f"capture {model}", file=sys.stderr, flush=True)
+        graph = captured(model, arguments.graphs)
+        for cluster in clusters:
+            yield graph, cluster
+
+
+def evaluate_pair(
+    arguments: argparse.Namespace, policy: str, graph: OpGraph, cluster: Cluster
+) -> dict[str, Any]:
+    """Everything about one policy on one pair."""
+    begin = time.perf_counter()
+
+    def progress(method: str, fraction: float, best: float) -> None:
+        if fraction == 0.0:
+            spent = time.perf_counter() - begin
+            print(f"  {spent:6.1f} s {method}", file=sys.stderr, flush=True)
+
+    found = evaluate_policy(
+        policy,
+        load_checkpoint(policy),
+        graph,
+        cluster,
+        budget=Budget.parse(arguments.budget),
+        finetune=Budget.parse(arguments.finetune) if arguments.finetune else None,
+        seed=arguments.seed,
+        progress=progress,
+    )
+    task = Task(
+        evaluator=Evaluator(graph, cluster), budget=Budget(evaluations=10_000), seed=arguments.seed
+    )
+    begin = time.perf_counter()
+    proposed = propose(task, policy)
+    seconds = {each.method: each.step_time_s for each in found.rows}
+    reference = seconds[LONG_SEARCH]
+    baselines = [seconds[name] for name in PAPER_BASELINES]
+    fitting = [value for value in baselines if value is not None]
+    of_policy = [name for name in OF_POLICY if name in seconds]
+    return {
+        "policy": policy,
+        "model": graph.name,
+        "cluster": cluster.name,
+        "seed": arguments.seed,
+        "budget": arguments.budget,
+        "finetune": arguments.finetune,
+        "reference_s": reference,
+        "over_reference": {name: ratio(seconds[name], reference) for name in of_policy}
+        | {"paper_baselines": ratio(min(fitting, default=None), reference)},
+        "agent_over_paper_baselines": ratio(seconds["agent"], min(fitting, default=None)),
+        "out_of_memory": proposed.out_of_memory,
+        "agent_seconds": time.perf_counter() - begin,
+        "rows": found.to_dicts(),
+    }
+
+
+def ratio(value: float | None, reference: float | None) -> float | None:
+    """``None`` where either does not fit."""
+    return None if value is None or reference is None else value / reference
+
+
+def geometric_mean(values: list[float | None]) -> float | None:
     """Of those that there are."""
     logs = [math.log(value) for value in values if value is not None]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def shown(value: float | None) -> str:
+    """Three digits, or that it does not fit."""
+    return "OOM" if value is None else f"{value:.3f}"
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """By policy: geometric means over pairs, the worst pair, and how many do not fit."""
+    document: dict[str, Any] = {}
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        own = [row for row in rows if row["policy"] == policy]
+        names = dict.fromkeys(name for row in own for name in row["over_reference"])
+        document[policy] = {
+            "pairs": len(own),
+            "out_of_memory_draws": sum(row["out_of_memory"] for row in own) / len(own),
+            "agent_seconds_most": max(row["agent_seconds"] for row in own),
+            "agent_over_paper_baselines_most": max(
+                row["agent_over_paper_baselines"] or 0.0 for row in own
+            ),
+        } | {
+            name: {
+                "geometric_mean": geometric_mean(values),
+                "most": max((value for value in values if value is not None), default=None),
+                "do_not_fit": sum(value is None for value in values),
+            }
+            for name in names
+            for values in [[row["over_reference"].get(name) for row in own]]
+        }
+    return document
+
+
+def print_pairs(rows: list[dict[str, Any]]) -> None:
+    """One line per policy and pair, then the means."""
+    for row in rows:
+        ratios = "  ".join(f"{k} {shown(v)}" for k, v in row["over_reference"].items())
+        print(
+            f"{row['policy']:8} {row['model']:16} {row['cluster']:17} {ratios}  "
+            f"draws that do not fit {row['out_of_memory']:.0%}  {row['agent_seconds']:.2f} s"
+        )
+    for policy, found in summarise(rows).items():
+        for name, value in found.items():
+            if isinstance(value, dict):
+                print(
+                    f"{policy:8} {name:16} geometric mean {shown(value['geometric_mean'])}, most "
+                    f"{shown(value['most'])}, {value['do_not_fit']} of {found['pairs']} do not fit"
+                )
+
+
+def summarise_paired(runs: list[Run]) -> dict[str, Any]:
+    """By policy and budget: beside both rivals, and the evaluations that plain search needs."""
+    budgets = sorted({run.budget for run in runs if run.method == LED})
+    return {
+        policy: {
+            f"{budget}e": {
+                PLAIN: against(runs, budget, policy, PLAIN),
+                ENUMERATION: against(runs, budget, policy, ENUMERATION),
+                "plain_search_needs": evaluations_needed(runs, budget, policy),
+            }
+            for budget in budgets
+        }
+        for policy in dict.fromkeys(run.policy for run in runs if run.method == LED)
+    }
+
+
+def print_paired(runs: list[Run]) -> None:
+    """One line per policy, budget and rival."""
+    for policy, budgets in summarise_paired(runs).items():
+        for budget, found in budgets.items():
+            for rival in (PLAIN, ENUMERATION):
+                row = found[rival]
+                if "ratio" in row:
+                    print(
+                        f"{policy:8} {budget:>6} over {rival:25} {row['ratio']:.4f} "
+                        f"[{row['low']:.4f}, {row['high']:.4f}], {row['better']:.0f} better and "
+                        f"{row['worse']:.0f} worse by more than 0.5 % of {row['count']:.0f}"
+                    )
+            need = found["plain_search_needs"]
+            if need["count"]:
+                many = need["evaluations"]
+                said = f"more than {need['longest']:.0f}" if many is None else f"{many:.0f}"
+                print(
+                    f"{policy:8} {budget:>6} local_search needs {said} evaluations for the same "
+                    f"({need['count']} pairs and seeds with every budget)"
+                )
+
+
+def run_paired(arguments: argparse.Namespace) -> list[Run]:
+    """The paired table: runs of the file and new ones."""
+    runs = [Run(**row) for row in read_rows(arguments.output)]
+    if arguments.summary:
+        return runs
+    budgets = [int(text.removesuffix("e")) for text in arguments.paired.split(",")]
+    longer = [int(text.removesuffix("e")) for text in arguments.longer.split(",") if text]
+    begin = time.perf_counter()
+    new = paired_runs(
+        list(chosen(arguments)),
+        arguments.policy.split(","),
+        budgets=budgets,
+        longer=longer,
+        seeds=range(arguments.seed, arguments.seed + arguments.seeds),
+        done={run.key for run in runs},
+    )
+    for run in new:
+        runs.append(run)
+        append(arguments.output, run.to_dict())
+        print(
+            f"{time.perf_counter() - begin:8.1f} s seed {run.seed} {run.budget:>5}e {run.model} "
+            f"on {run.cluster}: {run.method} {run.policy} {shown(run.step_time_s)} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    return runs
+
+
+def run_pairs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The table of pairs: rows of the file and new ones."""
+    rows = read_rows(arguments.output)
+    if arguments.summary:
+        return rows
+    names = ("policy", "model", "cluster", "seed", "budget", "finetune")
+    done = {tuple(row[name] for name in names) for row in rows}
+    asked = (arguments.seed, arguments.budget, arguments.finetune)
+    for graph, cluster in chosen(arguments):
+        for policy in arguments.policy.split(","):
+            if (policy, graph.name, cluster.name, *asked) in done:
+                continue
+            print(f"{policy}: {graph.name} on {cluster.name}", file=sys.stderr, flush=True)
+            rows.append(evaluate_pair(arguments, policy, graph, cluster))
+            append(arguments.output, rows[-1])
+    return rows
 
 
 def main() -> None:
-    """Evaluate and print one row per pair."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policy", default="heldout")
+    """Evaluate, or compare searches, and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--policy", default="heldout", help="names or files with commas")
     parser.add_argument("--models", default=",".join(HELD_OUT_MODELS))
     parser.add_argument("--clusters", default=",".join(HELD_OUT_CLUSTERS))
-    parser.add_argument("--budget", default="300s")
-    parser.add_argument("--finetune", default="")
-    parser.add_argument("--paired", default="", help="budgets of the paired table: 200e,600e")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--graphs", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--budget", default="300s", help="of auto without the policy; or 5000e")
+    parser.add_argument("--finetune", default="", help="60s, say; none if empty")
+    parser.add_argument("--paired", default="", help="evaluations: 200,600,5000")
+    parser.add_argument("--longer", default="", help="more evaluations of plain search")
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--seeds", type=int, default=3, help="of the paired table")
+    parser.add_argument("--graphs", type=Path, help="folder that keeps captured graphs")
+    parser.add_argument("-o", "--output", type=Path, help="JSON lines, added to")
+    parser.add_argument("--summary", action="store_true", help="only print what the file holds")
+    parser.add_argument("--json", action="store_true", help="the summary as one document")
     arguments = parser.parse_args()
-    checkpoint = load_checkpoint(arguments.policy)
-    document: dict[str, Any] = {"policy": arguments.policy, "rows": [], "paired": []}
-    ratios: dict[str, list[float | None]] = {}
-    for model in arguments.models.split(","):
-        graph = captured(model, arguments.graphs)
-        for name in arguments.clusters.split(","):
-            cluster = Cluster.load(name)
-            found = evaluate_policy(
-                arguments.policy,
-                checkpoint,
-                graph,
-                cluster,
-                budget=Budget.parse(arguments.budget),
-                finetune=Budget.parse(arguments.finetune) if arguments.finetune else None,
-            )
-            task = Task(evaluator=Evaluator(graph, cluster), budget=Budget(evaluations=10_000))
-            too_large = propose(task, arguments.policy).out_of_memory
-            row = summary(found.rows) | {"out_of_memory": too_large}
-            row["agent_seconds"] = next(
-                each.search_seconds for each in found.rows if each.method == "agent"
-            )
-            for key, value in row.items():
-                ratios.setdefault(key, []).append(value)
-            document["rows"] += found.to_dicts()
-            shown = "  ".join(
-                f"{key} {'-' if value is None else f'{value:.3f}'}" for key, value in row.items()
-            )
-            print(f"{model:16} {name:18} {shown}", flush=True)
-            if arguments.paired:
-                budgets = arguments.paired.split(",")
-                document["paired"] += paired(
-                    arguments.policy, graph, cluster, budgets, arguments.seeds
-                )
-    for key in ("agent_greedy", "agent_16", "agent", "agent_finetuned", "agent+search"):
-        if key in ratios:
-            print(f"{key}: geometric mean {geometric_mean(ratios[key]):.3f} of the best search")
-    for budget in arguments.paired.split(",") if arguments.paired else []:
-        rows = [row for row in document["paired"] if row["budget"] == budget]
-        plain = [row["step_time_s"] for row in rows if row["method"] == "local_search"]
-        led = [row["step_time_s"] for row in rows if row["method"] != "local_search"]
-        both = [a / b for a, b in zip(led, plain, strict=True) if a is not None and b is not None]
-        wins = sum(value < 0.995 for value in both), sum(value > 1.005 for value in both)
-        print(
-            f"{budget}: agent+search over local_search {geometric_mean([*both]):.4f}, "
-            f"{wins[0]} better and {wins[1]} worse by more than 0.5 % of {len(both)}"
-        )
+    if arguments.paired:
+        runs = run_paired(arguments)
+        if arguments.json:
+            print(json.dumps(summarise_paired(runs), indent=1))
+        else:
+            print_paired(runs)
+        return
+    rows = run_pairs(arguments)
     if arguments.json:
-        arguments.json.write_text(json.dumps(document, indent=1))
-        print(f"rows: {arguments.json}", file=sys.stderr)
+        print(json.dumps(summarise(rows), indent=1))
+    else:
+        print_pairs(rows)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from heterog.agents.shipped import (
 from heterog.agents.sources import GENERATED, PairSource, captured, parse_clusters
 from heterog.agents.training import Algorithm, Trainer, TrainingConfig
 from heterog.files import check_writable, write_json
+from heterog.workers import open_workers
 
 MODELS_FILE = Path(__file__).with_name("training_models.py")
 
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--logdir", type=Path, help="folder for TensorBoard")
     parser.add_argument("--checkpoint", type=Path, help="file renewed while training")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=1, help="processes that search pairs")
+    parser.add_argument("--workers", default="1", help="processes, ray, or ray:N")
     parser.add_argument("--pairs", type=int, default=TrainingConfig().num_pairs)
     parser.add_argument("--steps", type=int, default=TrainingConfig().num_steps)
     parser.add_argument("--algorithm", type=Algorithm, default=Algorithm.IMITATION)
@@ -64,20 +65,21 @@ def main() -> None:
         print(f"{time.perf_counter() - begin:7.1f} s {stage} {fraction:4.0%} {text}",
               file=sys.stderr, flush=True)  # fmt: skip
 
-    result = Trainer(
-        PairSource(graphs=graphs, clusters=given, generated=generated, seed=arguments.seed),
-        config,
-        provenance={
-            "name": arguments.policy,
-            "command": f"python experiments/train_zoo.py {arguments.policy} --seed "
-            f"{arguments.seed} --pairs {arguments.pairs} --steps {arguments.steps}",
-            "generated_clusters": generated,
-        },
-        logdir=arguments.logdir,
-        checkpoint=arguments.checkpoint,
-        workers=arguments.workers,
-        report=report,
-    ).run()
+    with open_workers(arguments.workers) as workers:
+        result = Trainer(
+            PairSource(graphs=graphs, clusters=given, generated=generated, seed=arguments.seed),
+            config,
+            provenance={
+                "name": arguments.policy,
+                "command": f"python experiments/train_zoo.py {arguments.policy} --seed "
+                f"{arguments.seed} --pairs {arguments.pairs} --steps {arguments.steps}",
+                "generated_clusters": generated,
+            },
+            logdir=arguments.logdir,
+            checkpoint=arguments.checkpoint,
+            workers=workers,
+            report=report,
+        ).run()
     save_checkpoint(arguments.output, result.checkpoint)
     write_json(arguments.output.with_suffix(".json"), dict(result.checkpoint.provenance), indent=1)
 

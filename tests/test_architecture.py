@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "heterog"
 # Bottom up; a module may import from its own layer and from those before it.
 LAYERS = (
-    {"errors", "units", "files"},
+    {"errors", "units", "files", "workers"},
     {"graph", "cluster"},
     {"zoo"},
     {"strategy"},
@@ -34,6 +34,7 @@ ROOMS = {
     "gymnasium": ("envs/", "agents/"),
     "stable_baselines3": ("agents/",),
     "tensorboard": ("agents/",),
+    "ray": ("workers.py",),
     "typer": ("cli/",),
     "pydantic": ("cluster/spec.py", "graph/serialize.py"),
 }

@@ -14,13 +14,13 @@ from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.compare import Comparison
 from heterog.planners.planner import Budget, MethodRow, Planner, Task, planners
-from heterog.planners.portfolio import best_row, run_method, run_methods
+from heterog.planners.portfolio import AUTO, best_row, run_method, run_methods
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 
 Progress = Callable[[str, float, float], None]
 LONG_SEARCH = "search"
-"""Method of the row that holds the best of all searches without the policy."""
+"""Method of the row of ``auto`` without the policy: the best of all baselines and searches."""
 
 
 def evaluate_policy(
@@ -41,26 +41,29 @@ def evaluate_policy(
         checkpoint: the same, loaded.
         graph: the model.
         cluster: where it runs.
-        budget: of each search.
+        budget: of ``auto`` without the policy, divided among its searches, and of
+            ``agent+search`` again.
         finetune: of fine-tuning, none if ``None``.
         seed: of everything random.
         progress: told about every method's progress.
 
     Returns:
         Baselines, ``agent_greedy``, ``agent_16``, ``agent`` (64 draws), ``agent_finetuned``,
-        ``agent+search``, every search without the policy, and ``search``, the best of those.
+        ``agent+search``, every search without the policy, and ``search``, which is ``auto``
+        without the policy. The agent's seconds count from graph and policy in memory.
     """
     evaluator = Evaluator(graph, cluster)
-    others = [p.name for p in planners() if not isinstance(p, Agent | AgentSearch)]
-    rows = run_methods(evaluator, others, budget=budget, seed=seed, progress=progress)
-    best = best_row([row for row in rows if row.stage == "search"])
-    searches = [row for row in rows if row.stage == "search"]
+    learned = [p.name for p in planners() if isinstance(p, Agent | AgentSearch)]
+    rows = run_methods(
+        evaluator, [AUTO], budget=budget, seed=seed, without=learned, progress=progress
+    )
     rows.append(
         replace(
-            best,
+            best_row(rows),
             method=LONG_SEARCH,
-            num_evaluations=sum(row.num_evaluations for row in searches),
-            search_seconds=sum(row.search_seconds for row in searches),
+            stage="search",
+            num_evaluations=sum(row.num_evaluations for row in rows),
+            search_seconds=sum(row.search_seconds for row in rows),
         )
     )
     asked: list[Planner] = [

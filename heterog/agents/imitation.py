@@ -6,9 +6,7 @@ Pairs with headroom over the best uniform row come more often. A policy's own sa
 a pair's elites take their place (expert iteration), if another learner draws samples as well.
 """
 
-import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +21,7 @@ from heterog.agents.sources import PairSource
 from heterog.envs.observation import Observation
 from heterog.envs.pair import Pair
 from heterog.strategy.program import IntArray
+from heterog.workers import HERE, Workers
 
 _NUM_STARTS = 12
 
@@ -89,42 +88,22 @@ def make_examples(
     num_pairs: int,
     num_evaluations: int,
     *,
-    workers: int = 1,
+    workers: Workers = HERE,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Example]:
     """Search pairs 0, 1, ... of a source; the result does not depend on the workers."""
     found: list[Example] = []
-    for done, example in enumerate(_examples(source, num_pairs, num_evaluations, workers), 1):
+    made = workers.map(_work, source, ((index, num_evaluations) for index in range(num_pairs)))
+    for done, example in enumerate(made, 1):
         if example is not None:
             found.append(example)
         progress(done)
     return found
 
 
-def _examples(
-    source: PairSource, num_pairs: int, num_evaluations: int, workers: int
-) -> Iterator[Example | None]:
-    if workers <= 1:
-        for index in range(num_pairs):
-            yield make_example(source, index, num_evaluations)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _begin, (source, num_evaluations)) as pool:
-        yield from pool.map(_work, range(num_pairs))
-
-
-_shared: tuple[PairSource, int] | None = None
-
-
-def _begin(source: PairSource, num_evaluations: int) -> None:
-    global _shared  # a worker's own copy: sent once, not with every pair
-    _shared = source, num_evaluations
-    torch.set_num_threads(1)
-
-
-def _work(index: int) -> Example | None:
-    assert _shared is not None
-    return make_example(_shared[0], index, _shared[1])
+def _work(source: PairSource, job: tuple[int, int]) -> Example | None:
+    torch.set_num_threads(1)  # workers are beside each other
+    return make_example(source, *job)
 
 
 class Imitation:

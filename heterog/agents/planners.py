@@ -17,6 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+# The other methods are registered before: the searches that start from what they find run last.
+import heterog.planners.portfolio  # noqa: F401
+
+# isort: split
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.local_search import LocalSearch
 from heterog.planners.planner import Budget, Candidate, PlanResult, Spending, Task, register
@@ -27,7 +31,7 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 if TYPE_CHECKING:
     from heterog.agents.checkpoint import Checkpoint
-    from heterog.agents.policy import PairScores
+    from heterog.agents.policy import PairScores, Policy
     from heterog.envs.pair import Pair
 
 DEFAULT_POLICY = "default"
@@ -39,8 +43,9 @@ BUCKETS = (0, DEFAULT_BUCKET_BYTES)
 NUM_VARIED = 3
 TIGHT = 0.5
 """Part of the candidates that cannot hold the whole model from which memory counts as scarce."""
-VARIANTS = ((1, True), (2, False), (2, True), (4, False), (4, True), (8, False), (8, True))
-"""Micro-batches, and whether every group recomputes."""
+MICRO_BATCHES = (2, 4, 8)
+HOPELESS = 0.05
+"""Memory missing by the coarse evaluator, as a part, from which a row is left to recomputation."""
 
 _log = logging.getLogger(__name__)
 
@@ -82,25 +87,25 @@ class _Policies:
 _policies = _Policies()
 
 
-def propose(task: Task, policy: str, num_samples: int = NUM_SAMPLES) -> Proposed:
+def propose(task: Task, policy: "str | Policy", num_samples: int = NUM_SAMPLES) -> Proposed:
     """Draw strategies for a task and choose the best.
 
     Args:
         task: graph, cluster, seed; evaluations beyond its budget are not made.
-        policy: shipped name or file.
+        policy: shipped name, file, or the network itself.
         num_samples: draws, the greedy one included.
     """
     from heterog.agents.policy import draw, score_pairs
     from heterog.envs.observation import WHOLE_OVERFLOWS
     from heterog.envs.pair import Pair
 
-    loaded = _policies.get(policy)
+    network = _policies.get(policy).policy if isinstance(policy, str) else policy
     evaluator = task.evaluator
     if task.budget.evaluations is not None:
         # A fifth of a small budget is left for the op level.
         num_samples = max(min(num_samples, int(0.8 * task.budget.evaluations)), 1)
     pair = Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)
-    scores = score_pairs(loaded.policy, [pair])[0]
+    scores = score_pairs(network, [pair])[0]
     rng = np.random.default_rng([task.seed, 64])
     greedy = draw(scores, pair, 1, rng, greedy=True).rows
     # Where memory is scarce, half of the draws may recompute.
@@ -119,7 +124,8 @@ def propose(task: Task, policy: str, num_samples: int = NUM_SAMPLES) -> Proposed
     out_of_memory = float(np.mean([each.overflow > 0.0 for each in found]))
     _log.info(
         "policy %s, seed %d: %d draws for %s, %d different, %.0f %% do not fit",
-        policy, task.seed, num_samples, pair.name, len(rows), 100.0 * out_of_memory,
+        policy if isinstance(policy, str) else "in training",
+        task.seed, num_samples, pair.name, len(rows), 100.0 * out_of_memory,
     )  # fmt: skip
     return Proposed(
         candidates=candidates,
@@ -135,8 +141,8 @@ def rescore(
 ) -> tuple[tuple[Candidate, ...], int]:
     """Score the first rows at the op level, in both bucket sizes.
 
-    What holds for the whole step is no part of a row: for the best three, micro-batches and
-    recomputation are tried as well.
+    What holds for the whole step is no part of a row: for the best three, micro-batches are tried
+    as well, twice as many while that helps, and recomputation where nothing fits without.
 
     Args:
         task: what the rows are for.
@@ -169,15 +175,36 @@ def rescore(
         row = pair.groups(rows[whole.number])
         return np.array(again, np.int32)[row] if whole.recompute else row
 
-    def score(whole: _Whole) -> None:
+    def score(whole: _Whole) -> tuple[float, float]:
+        """(bytes missing, seconds); nothing is found out once the budget is spent."""
+        allowed = task.budget.evaluations
+        if scored and allowed is not None and spent + len(scored) >= allowed:
+            return np.inf, np.inf
         choice = space.encode(
             row_of(whole),
             bucket_bytes=whole.bucket_bytes,
             num_steps=steps,
             num_micro=whole.num_micro,
         )
-        scored.append((evaluator.evaluate_choice(choice, judge).preference, whole))
+        preference = evaluator.evaluate_choice(choice, judge).preference
+        scored.append((preference, whole))
+        return preference
 
+    def vary(best: tuple[float, float], whole: _Whole) -> None:
+        if best[0] > 0.0 and not whole.recompute:
+            best = min(best, score(replace(whole, recompute=True)))
+        for num_micro in MICRO_BATCHES:
+            if num_micro > pair.graph.batch_size:
+                return
+            found = score(replace(whole, num_micro=num_micro, recompute=False))
+            if found[0] == 0.0 and found >= best:
+                return
+            best = min(best, found)
+            if best[0] > 0.0:
+                best = min(best, score(replace(whole, num_micro=num_micro, recompute=True)))
+
+    if recomputing is not None and len(recomputing):
+        rows = np.array([row for row in rows if pair.score(row).overflow <= HOPELESS] or rows[:1])
     plain = min(count, len(rows))
     for number in range(plain):
         for bucket_bytes in BUCKETS:
@@ -187,13 +214,8 @@ def rescore(
         for number in range(plain, len(rows)):
             score(_Whole(number=number, bucket_bytes=DEFAULT_BUCKET_BYTES, recompute=True))
     scored.sort()
-    for whole in [whole for _, whole in scored[:NUM_VARIED]]:
-        for num_micro, recompute in VARIANTS:
-            allowed = task.budget.evaluations
-            if allowed is not None and spent + len(scored) >= allowed:
-                break
-            if num_micro <= pair.graph.batch_size:
-                score(replace(whole, num_micro=num_micro, recompute=recompute))
+    for best, whole in scored[:NUM_VARIED]:
+        vary(best, whole)
     scored.sort()
     candidates = tuple(
         Candidate(
@@ -224,7 +246,7 @@ class Agent:
     """A policy's own answer; see the module docstring.
 
     Args:
-        policy: shipped name or file.
+        policy: shipped name, file, or the network itself.
         name: under which it is registered.
         num_samples: draws, the greedy one included.
     """
@@ -232,7 +254,11 @@ class Agent:
     stage = "zero_shot"
 
     def __init__(
-        self, policy: str = DEFAULT_POLICY, *, name: str = "agent", num_samples: int = NUM_SAMPLES
+        self,
+        policy: "str | Policy" = DEFAULT_POLICY,
+        *,
+        name: str = "agent",
+        num_samples: int = NUM_SAMPLES,
     ) -> None:
         self.name = name
         self.policy = policy

@@ -12,7 +12,7 @@ steered so that the entropy of whole strategies follows the schedule: with a fix
 nothing within a hundred steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,12 +20,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from heterog.agents.policy import Scores, draw, log_probabilities, masks_of
+from heterog.agents.policy import Samples, Scores, draw, log_probabilities, masks_of
 from heterog.envs.pair import Pair
 from heterog.envs.reward import RewardFunction, reward_of
 from heterog.strategy.program import IntArray
 
 POOL_SIZE = 8
+ScoreAhead = Callable[[Sequence[int], Sequence[Pair], Sequence[IntArray]], None]
+"""Called with (keys, pairs, rows of each pair) before the rows' scores are asked for."""
 
 
 @dataclass(slots=True)
@@ -76,6 +78,7 @@ class Reinforce:
         samples_per_pair: K.
         entropy_nats: entropy of whole strategies at the start and at the end of training.
         reward: of a scored row.
+        score_ahead: may score a step's rows elsewhere; see ``scoring.Scorer``.
     """
 
     def __init__(
@@ -83,8 +86,9 @@ class Reinforce:
         samples_per_pair: int = 16,
         entropy_nats: tuple[float, float] = (12.0, 6.0),
         reward: RewardFunction = reward_of,
+        score_ahead: ScoreAhead = lambda keys, pairs, rows: None,
     ) -> None:
-        self._reward = reward
+        self._reward, self._score_ahead = reward, score_ahead
         self.num_samples = samples_per_pair
         self._entropy_nats = entropy_nats
         self.coefficient = 0.01
@@ -107,9 +111,15 @@ class Reinforce:
             fraction: part of the training that is done.
             rng: for the draws.
         """
+        states = [self._state(pair, key) for pair, key in zip(pairs, keys, strict=True)]
+        samples = [
+            self._draw(scores, index, pair, state, rng)
+            for index, (pair, state) in enumerate(zip(pairs, states, strict=True))
+        ]
+        self._score_ahead(keys, pairs, [each.rows for each in samples])
         drawn = [
-            self._draw(scores, index, pair, self._state(pair, key), rng)
-            for index, (pair, key) in enumerate(zip(pairs, keys, strict=True))
+            self._judge(pair, state, each)
+            for pair, state, each in zip(pairs, states, samples, strict=True)
         ]
         num_blocks, num_candidates = scores.unary.shape[1:]
         which = np.repeat(np.arange(len(pairs)), [len(each.rows) for each in drawn])
@@ -167,11 +177,16 @@ class Reinforce:
 
     def _draw(
         self, scores: Scores, index: int, pair: Pair, state: PairState, rng: np.random.Generator
-    ) -> "_Drawn":
+    ) -> Samples:
         found = draw(scores.of(index, pair), pair, self.num_samples, rng, keep_masks=True)
         replay = np.frombuffer(state.pool[rng.integers(len(state.pool))][1], np.int32)
         rows = np.concatenate([found.rows, replay[None]])
-        masks = np.concatenate([found.masks, masks_of(pair, replay[None])])
+        return Samples(
+            rows=rows, masks=np.concatenate([found.masks, masks_of(pair, replay[None])])
+        )
+
+    def _judge(self, pair: Pair, state: PairState, samples: Samples) -> "_Drawn":
+        rows = samples.rows
         results = [self._reward(pair, pair.score(row)) for row in rows]
         rewards = np.array([each.reward for each in results])
         fresh = rewards[:-1]
@@ -186,7 +201,7 @@ class Reinforce:
         best = min(fitting, key=lambda n: results[n].step_time_s) if fitting else None
         return _Drawn(
             rows=rows,
-            masks=masks,
+            masks=samples.masks,
             reward=fresh,
             advantage=np.clip((rewards - average) / scale, -4.0, 4.0),
             in_pool=np.array(in_pool),

@@ -22,10 +22,12 @@ from heterog.agents.graph_data import PairBatch
 from heterog.agents.imitation import Example, Imitation, make_examples
 from heterog.agents.policy import Policy
 from heterog.agents.reinforce import PairState, Reinforce, ReinforceStep
+from heterog.agents.scoring import Scorer
 from heterog.agents.sources import PairSource
 from heterog.agents.validation import Validation
 from heterog.envs.pair import Pair
 from heterog.errors import HeterogError
+from heterog.workers import HERE, Workers
 
 Report = Callable[[str, float, str], None]
 """Called with (stage, part done, what is known)."""
@@ -116,7 +118,8 @@ class Trainer:
         checkpoint: file that is renewed at every validation, none if ``None``.
         resume: a checkpoint to go on from.
         initial: weights to begin with, of the same network.
-        workers: processes that search pairs.
+        workers: where pairs are searched and strategies scored; the policy does not depend on
+            it.
         report: told about progress.
     """
 
@@ -131,7 +134,7 @@ class Trainer:
         checkpoint: Path | None = None,
         resume: Path | None = None,
         initial: Policy | None = None,
-        workers: int = 1,
+        workers: Workers = HERE,
         report: Report = lambda stage, fraction, text: None,
     ) -> None:
         self.source, self.config, self.report = source, config, report
@@ -145,7 +148,9 @@ class Trainer:
             self.policy.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.02
         )
         self.rng = np.random.default_rng([config.seed, 77])
-        self.reinforce = Reinforce(config.samples_per_pair, config.entropy_nats)
+        self.reinforce = Reinforce(
+            config.samples_per_pair, config.entropy_nats, score_ahead=Scorer(workers, source)
+        )
         self.step = 0
         self.num_evaluations = 0
         self.history: list[dict[str, float]] = []
@@ -188,7 +193,7 @@ class Trainer:
         self.best = self.best or (float("inf"), _copy(self.policy))
         try:
             self.report("validation pairs", 0.0, "")
-            validation = Validation(self.source, self.config)
+            validation = Validation(self.source, self.config, self._workers)
             if self.step == 0:
                 self.num_evaluations += validation.num_evaluations
             examples = self._examples()

@@ -4,11 +4,15 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from heterog.agents.elites import Elites
 from heterog.agents.imitation import search_pair
 from heterog.agents.policy import Policy, draw, score_pairs
+from heterog.agents.scoring import Scorer
 from heterog.agents.sources import PairSource
 from heterog.envs.pair import Pair
+from heterog.workers import HERE, Workers
 
 if TYPE_CHECKING:
     from heterog.agents.training import TrainingConfig
@@ -25,34 +29,45 @@ class Validation:
     Args:
         source: of the pairs.
         config: how many, and how long to search.
+        workers: where the searches run.
     """
 
-    def __init__(self, source: PairSource, config: "TrainingConfig") -> None:
+    def __init__(
+        self, source: PairSource, config: "TrainingConfig", workers: Workers = HERE
+    ) -> None:
+        self.indices: list[int] = []
         self.pairs: list[Pair] = []
         self.reference_s: list[float] = []
         self.num_evaluations = 0
         self._seed = config.seed
-        index = FIRST_PAIR
-        while len(self.pairs) < config.num_validation and index < FIRST_PAIR + 500:
-            pair = source.pair(index)
-            found = search_pair(pair, config.search_evaluations, source.rng(index))
+        self._score = Scorer(workers, source)
+        if config.num_validation == 0:
+            return
+        numbers = range(FIRST_PAIR, FIRST_PAIR + 500)
+        jobs = ((index, config.search_evaluations) for index in numbers)
+        for index, found in zip(numbers, workers.map(_search, source, jobs), strict=True):
             self.num_evaluations += found.num_evaluations
             if found.overflow == 0.0:
-                self.pairs.append(pair)
+                self.indices.append(index)
+                self.pairs.append(source.pair(index))
                 self.reference_s.append(found.step_time_s)
-            index += 1
+            if len(self.pairs) == config.num_validation:
+                break
 
     def run(self, policy: Policy, num_samples: int = 16) -> dict[str, float]:
         """Geometric mean ratios to the reference: greedy, best of 16; how many do not fit."""
         policy.eval()
-        greedy, best, too_large = [], [], []
-        evaluations = 0
+        drawn = []
         for number, pair in enumerate(self.pairs):
             rng = np.random.default_rng([self._seed, number])
             scores = score_pairs(policy, [pair])[0]
-            first = pair.score(draw(scores, pair, 1, rng, greedy=True).rows[0])
-            rows = draw(scores, pair, num_samples, rng).rows
-            found = [first, *(pair.score(row) for row in rows)]
+            first = draw(scores, pair, 1, rng, greedy=True).rows
+            drawn.append(np.concatenate([first, draw(scores, pair, num_samples, rng).rows]))
+        self._score(self.indices, self.pairs, drawn)
+        greedy, best, too_large = [], [], []
+        evaluations = 0
+        for number, pair in enumerate(self.pairs):
+            found = [pair.score(row) for row in drawn[number]]
             pair.forget()
             evaluations += len(found)
             reference = self.reference_s[number]
@@ -68,3 +83,9 @@ class Validation:
             "out_of_memory": float(np.mean(too_large)),
             "evaluations": float(evaluations),
         }
+
+
+def _search(source: PairSource, job: tuple[int, int]) -> Elites:
+    torch.set_num_threads(1)  # workers are beside each other
+    index, num_evaluations = job
+    return search_pair(source.pair(index), num_evaluations, source.rng(index))

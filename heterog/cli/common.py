@@ -30,6 +30,9 @@ BudgetOption = Annotated[str, typer.Option("--budget", help="30s, 2m, or 5000e (
 PolicyOption = Annotated[
     str, typer.Option("--policy", help="default, heldout, or policy.pt: what agents ask")
 ]
+WorkersOption = Annotated[
+    str, typer.Option("--workers", help="processes, or ray or ray:N for a Ray cluster")
+]
 SeedOption = Annotated[int, typer.Option("--seed")]
 
 

@@ -2,8 +2,9 @@
 
 import csv
 import io
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +12,7 @@ from heterog.cli.common import (
     BudgetOption,
     JsonOption,
     SeedOption,
+    WorkersOption,
     load_cluster,
     method_names,
     model_graphs,
@@ -19,6 +21,12 @@ from heterog.cli.common import (
     progress_line,
     split_names,
 )
+from heterog.workers import HERE, Workers, open_workers
+
+if TYPE_CHECKING:
+    from heterog.cluster import Cluster
+    from heterog.graph.op_graph import OpGraph
+    from heterog.planners.compare import Comparison, Question
 
 
 def compare(
@@ -30,44 +38,67 @@ def compare(
     order: Annotated[str, typer.Option("--order")] = "best",
     no_step_barrier: Annotated[bool, typer.Option("--no-step-barrier")] = False,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="write the rows there")] = None,
+    workers: WorkersOption = "1",
     as_json: JsonOption = False,
 ) -> None:
-    """Compare methods over models and clusters; every method gets the full budget."""
+    """Compare methods over models and clusters; every method gets the full budget.
+
+    Workers take one model and cluster each; a budget in seconds is each worker's own time.
+    """
     from heterog.files import check_writable, write_atomically
-    from heterog.planners.compare import compare_methods
+    from heterog.planners.compare import Question
     from heterog.planners.plan import check_batch, parse_orders
     from heterog.planners.planner import Budget
     from heterog.report.tables import methods_table
 
     if csv_file is not None:
         check_writable(csv_file)
-    parsed = Budget.parse(budget)
-    orders = parse_orders(order)
-    names = method_names(methods)
+    question = Question(
+        methods=tuple(method_names(methods)),
+        budget=Budget.parse(budget),
+        seed=seed,
+        step_barrier=not no_step_barrier,
+        orders=parse_orders(order),
+    )
     targets = [load_cluster(name) for name in split_names(clusters)]
     documents: list[dict[str, Any]] = []
-    for graph in model_graphs(models, as_json):
-        for target in targets:
-            check_batch(graph, target)
-            with progress_line(as_json) as progress:
-                result = compare_methods(
-                    graph,
-                    target,
-                    names,
-                    budget=parsed,
-                    seed=seed,
-                    step_barrier=not no_step_barrier,
-                    orders=orders,
-                    progress=progress,
-                )
+
+    def pairs() -> "Iterator[tuple[OpGraph, Cluster]]":
+        for graph in model_graphs(models, as_json):
+            for target in targets:
+                check_batch(graph, target)
+                yield graph, target
+
+    def found(crew: Workers) -> "Iterator[Comparison]":
+        if crew is HERE:
+            for graph, target in pairs():
+                with progress_line(as_json) as progress:
+                    yield question.ask(graph, target, progress)
+            return
+        everything = list(pairs())
+        with progress_line(as_json) as progress:
+            for done, result in enumerate(crew.map(_compare, question, everything), 1):
+                text = f"{result.graph.name} on {result.cluster.name}"
+                progress(text, done / len(everything), float("inf"))
+                yield result
+
+    with open_workers(workers) as crew:
+        for result in found(crew):
             documents += result.to_dicts()
             if not as_json:
+                graph, target = result.graph, result.cluster
                 title = f"{graph.name}, batch {graph.batch_size}, on {target.name}"
                 out.print(methods_table(result.rows, target, title=title))
     if csv_file is not None:
         write_atomically(csv_file, _csv(documents).encode())
     if as_json:
         print_json({"rows": documents})
+
+
+def _compare(question: "Question", pair: "tuple[OpGraph, Cluster]") -> "Comparison":
+    import heterog.agents.planners  # noqa: F401  registers the policies as methods
+
+    return question.ask(*pair)
 
 
 def _csv(documents: list[dict[str, Any]]) -> str:

@@ -5,8 +5,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterog.cli.common import JsonOption, SeedOption, err, out, print_json, split_names
+from heterog.cli.common import (
+    JsonOption,
+    SeedOption,
+    WorkersOption,
+    err,
+    out,
+    print_json,
+    split_names,
+)
 from heterog.errors import HeterogError, UnknownNameError
+from heterog.workers import open_workers
 
 if TYPE_CHECKING:
     from heterog.agents.training import Report
@@ -39,7 +48,7 @@ def train(
     graphs: Annotated[
         Path | None, typer.Option("--graphs", help="folder that keeps captured graphs")
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", help="processes that search pairs")] = 1,
+    workers: WorkersOption = "1",
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -53,13 +62,13 @@ def train(
         ("--pairs", pairs),
         ("--steps", steps),
         ("--search", search),
-        ("--workers", workers),
     ):
         if value < 1:
             raise HeterogError(f"{name} {value} is too small; give 1 or more.")
     if max_devices < 2:
         raise HeterogError(f"--max-devices {max_devices}: a cluster needs 2 devices or more.")
     names = split_names(models)
+    crew = open_workers(workers)
 
     from heterog.agents.checkpoint import load_checkpoint, save_checkpoint
     from heterog.agents.config import PolicyConfig
@@ -89,25 +98,26 @@ def train(
     for number, name in enumerate(names):
         report("capture", number / len(names), name)
         found.append(captured(name, graphs))
-    trainer = make_trainer(
-        PairSource(
-            graphs=found,
-            clusters=given,
-            generated=generated,
-            wanted=ClusterRange(max_devices=max_devices),
-            seed=seed,
-        ),
-        config,
-        start.config if start is not None else network,
-        provenance={"name": output.stem, "encoder": encoder, "asked_clusters": clusters},
-        logdir=logdir,
-        checkpoint=checkpoint,
-        resume=resume,
-        initial=start,
-        workers=workers,
-        report=report,
-    )
-    result = trainer.run()
+    with crew:
+        trainer = make_trainer(
+            PairSource(
+                graphs=found,
+                clusters=given,
+                generated=generated,
+                wanted=ClusterRange(max_devices=max_devices),
+                seed=seed,
+            ),
+            config,
+            start.config if start is not None else network,
+            provenance={"name": output.stem, "encoder": encoder, "asked_clusters": clusters},
+            logdir=logdir,
+            checkpoint=checkpoint,
+            resume=resume,
+            initial=start,
+            workers=crew,
+            report=report,
+        )
+        result = trainer.run()
     save_checkpoint(output, result.checkpoint)
     first, last = result.history[0], min(result.history, key=lambda row: row["best_of_16"])
     document = {

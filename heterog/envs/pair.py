@@ -116,6 +116,11 @@ class Pair:
             )
         return self._scores[key]
 
+    def remember(self, rows: Sequence[IntArray] | IntArray, scores: Sequence[Score]) -> None:
+        """Take in scores of rows that were computed elsewhere."""
+        for row, score in zip(rows, scores, strict=True):
+            self._scores[np.asarray(row, np.int32).tobytes()] = score
+
     def forget(self) -> None:
         """Let go of the scores of rows seen so far."""
         self._scores.clear()

@@ -24,6 +24,35 @@ from heterog.simulator.lower_bound import lower_bound_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What ``compare_methods`` is asked, but for model and cluster; its arguments say what."""
+
+    methods: tuple[str, ...]
+    budget: Budget
+    seed: int = 0
+    step_barrier: bool = True
+    orders: tuple[Order, ...] = tuple(Order)
+
+    def ask(
+        self,
+        graph: OpGraph,
+        cluster: Cluster,
+        progress: Progress = lambda method, fraction, best: None,
+    ) -> "Comparison":
+        """Compare on one model and cluster."""
+        return compare_methods(
+            graph,
+            cluster,
+            self.methods,
+            budget=self.budget,
+            seed=self.seed,
+            step_barrier=self.step_barrier,
+            orders=self.orders,
+            progress=progress,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """The rows of one model on one cluster.
 

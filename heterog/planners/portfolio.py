@@ -7,7 +7,7 @@ looks at the baselines' rows, is never worse by the referee's.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import heterog.planners.data_parallel
@@ -56,6 +56,7 @@ def run_methods(
     seed: int = 0,
     step_barrier: bool = True,
     orders: tuple[Order, ...] = tuple(Order),
+    without: Collection[str] = (),
     progress: Progress = lambda method, fraction, best: None,
 ) -> list[MethodRow]:
     """Run methods and judge them by the referee.
@@ -67,6 +68,7 @@ def run_methods(
         seed: of everything random.
         step_barrier: whether a step ends with all updates.
         orders: orders that searching methods may choose from.
+        without: names that ``auto`` leaves out.
         progress: told about every method's progress.
 
     Returns:
@@ -75,7 +77,7 @@ def run_methods(
     Raises:
         UnknownNameError: a method does not exist.
     """
-    chosen = _chosen(methods)
+    chosen = [planner for planner in _chosen(methods) if planner.name not in without]
     searches_left = sum(planner.stage != "baseline" for planner in chosen)
     task = Task(
         evaluator=evaluator, budget=budget, seed=seed, step_barrier=step_barrier, orders=orders

@@ -13,7 +13,6 @@ import torch
 from heterog.agents.config import PolicyConfig
 from heterog.agents.elites import find_elites
 from heterog.agents.graph_data import PairBatch
-from heterog.agents.imitation import make_examples
 from heterog.agents.policy import Policy, draw, log_probabilities, score_pairs
 from heterog.agents.ppo import PpoLearner
 from heterog.agents.ppo_training import make_trainer
@@ -22,7 +21,7 @@ from heterog.agents.sources import PairSource
 from heterog.agents.training import Algorithm, TrainingConfig
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError
-from tests.envs.cases import language_graph, toy_pair
+from tests.envs.cases import toy_pair
 
 NETWORK = PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4, stay_bias=0.0)
 SETTINGS = TrainingConfig(
@@ -140,16 +139,6 @@ def test_search_finds_the_optimum_and_knows_its_headroom() -> None:
     found = find_elites(pair, 250, np.random.default_rng(0))
     assert found.step_time_s == pytest.approx(optimum_s())
     assert found.headroom == pytest.approx(np.log(found.uniform_s / found.step_time_s))
-
-
-@pytest.mark.slow
-def test_examples_do_not_depend_on_the_number_of_workers() -> None:
-    pairs = PairSource(graphs=[language_graph()], seed=4)
-    alone = make_examples(pairs, 2, 30)
-    shared = make_examples(pairs, 2, 30, workers=2)
-    assert [example.index for example in alone] == [example.index for example in shared]
-    for mine, theirs in zip(alone, shared, strict=True):
-        np.testing.assert_array_equal(mine.elites, theirs.elites)
 
 
 def test_the_pool_starts_with_data_parallelism_and_keeps_the_best() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -94,9 +96,10 @@ def test_fine_tuning_improves_on_an_untrained_policy() -> None:
     torch.manual_seed(0)
     policy = Policy(PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4)).eval()
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    tuned = FineTuned(policy, Budget(evaluations=600), learning_rate=2e-3).plan(task())
-    short = FineTuned(policy, Budget(evaluations=25), learning_rate=2e-3).plan(task())
-    evaluator = task().evaluator
+    evaluator = Evaluator(language_graph(), mixed_cluster(network=10.0))
+    asked = Task(evaluator=evaluator, budget=Budget(evaluations=400))
+    tuned = FineTuned(policy, Budget(evaluations=300), learning_rate=2e-3).plan(asked)
+    short = FineTuned(policy, Budget(evaluations=25), learning_rate=2e-3).plan(asked)
     seconds = [
         min(evaluator.evaluate(c.strategy, c.orders[1]).step_time_s for c in result.candidates)
         for result in (tuned, short)
@@ -208,3 +211,23 @@ def test_train_refuses_bad_options(options: list[str], text: str, tmp_path: Path
     done = CliRunner().invoke(app, asked)
     assert done.exit_code != 0
     assert text in str(done.exception)
+
+
+def test_searches_that_start_from_the_others_run_last() -> None:
+    """Whatever is imported first: ``auto`` gives them what the others found, and their rest."""
+    code = (
+        "import heterog.agents.planners; from heterog.planners.planner import planners; "
+        "print([p.name for p in planners()][-2:])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['local_search', 'agent+search']"
+
+
+def test_fine_tuning_keeps_what_zero_shot_had() -> None:
+    torch.manual_seed(3)
+    fresh = Policy(PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4)).eval()
+    zero_shot = run_method(Agent(fresh), task())
+    tuned = run_method(FineTuned(fresh, Budget(evaluations=30)), task())
+    assert zero_shot.step_time_s is not None
+    assert tuned.step_time_s is not None
+    assert tuned.step_time_s <= zero_shot.step_time_s * 1.01

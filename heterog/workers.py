@@ -1,0 +1,290 @@
+"""Where independent jobs run: in this process, in processes of this machine, or on Ray.
+
+A job is ``work(shared, job)``: a function of a module, one large value that all jobs need and that
+is sent to each worker once, and a small value of its own. Results come in the order of the jobs,
+so what is computed from them does not depend on where, or beside how many others, a job ran.
+"""
+
+import multiprocessing
+import os
+import pickle
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from heterog.errors import HeterogError
+
+RAY = "ray"
+_HELP = "give a number of processes (4), ray (a whole Ray cluster) or ray:4"
+
+Shared = TypeVar("Shared")
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class Workers(ABC):
+    """Runs jobs; a context manager that ends what it started."""
+
+    @abstractmethod
+    def map(
+        self, work: Callable[[Shared, Job], Result], shared: Shared, jobs: Iterable[Job]
+    ) -> Iterator[Result]:
+        """Run ``work(shared, job)`` for every job; results in the order of the jobs.
+
+        Jobs are taken from the iterable as workers become free, so a caller may stop early.
+
+        Raises:
+            HeterogError: a job raised one, or a worker was lost.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what was started."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Here(Workers):
+    """One job after another, in this process."""
+
+    def map(
+        self, work: Callable[[Shared, Job], Result], shared: Shared, jobs: Iterable[Job]
+    ) -> Iterator[Result]:
+        """Run each job when its result is asked for."""
+        for job in jobs:
+            yield work(shared, job)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+HERE = Here()
+
+
+class _Remote(Workers):
+    """What processes and Ray have in common: never more jobs under way than are useful."""
+
+    def map(
+        self, work: Callable[[Shared, Job], Result], shared: Shared, jobs: Iterable[Job]
+    ) -> Iterator[Result]:
+        """Hand jobs out as others end."""
+        limit = self._open(shared)
+        ordered: deque[Future[Any]] = deque()
+        running: set[Future[Any]] = set()
+        try:
+            for job in jobs:
+                if len(running) >= limit:
+                    running = wait(running, return_when=FIRST_COMPLETED).not_done
+                ordered.append(self._submit(work, job))
+                running.add(ordered[-1])
+                while ordered and ordered[0].done():
+                    yield self._result(ordered.popleft())
+            while ordered:
+                yield self._result(ordered.popleft())
+        finally:
+            for future in ordered:
+                self._cancel(future)
+
+    @abstractmethod
+    def _open(self, shared: Any) -> int:
+        """Send ``shared``; how many jobs may be under way."""
+
+    @abstractmethod
+    def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]": ...
+
+    @abstractmethod
+    def _cancel(self, future: "Future[Any]") -> None: ...
+
+    def _result(self, future: "Future[Any]") -> Any:
+        outcome: _Outcome = future.result()
+        if outcome.error:
+            raise HeterogError(outcome.error)
+        return outcome.value
+
+
+class Processes(_Remote):
+    """Processes of this machine.
+
+    Args:
+        count: how many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._pool: ProcessPoolExecutor | None = None
+        self._shared: Any = None
+
+    def _open(self, shared: Any) -> int:
+        if self._pool is None or self._shared is not shared:
+            self.close()
+            context = multiprocessing.get_context("spawn")
+            payload = pickle.dumps(shared)
+            self._pool = ProcessPoolExecutor(self._count, context, _begin, (payload,))
+            self._shared = shared
+        return 2 * self._count  # the next job waits in the pool
+
+    def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]":
+        assert self._pool is not None
+        return self._pool.submit(_in_process, work, job)
+
+    def _cancel(self, future: "Future[Any]") -> None:
+        future.cancel()
+
+    def _result(self, future: "Future[Any]") -> Any:
+        try:
+            return super()._result(future)
+        except BrokenProcessPool as error:
+            raise HeterogError(
+                f"one of {self._count} worker processes ended without an answer, perhaps for "
+                "lack of memory; use fewer workers."
+            ) from error
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool, self._shared = None, None
+
+
+class RayWorkers(_Remote):
+    """Ray, of any size: the cluster of ``RAY_ADDRESS`` or of this machine, or a new local one.
+
+    Every node needs this version of heterog. Ray starts a lost job again on another node. Nothing
+    is reported to Ray's makers unless ``RAY_USAGE_STATS_ENABLED`` says so.
+
+    Args:
+        count: jobs at a time; as many as the cluster has CPUs if ``None``.
+
+    Raises:
+        HeterogError: Ray is not installed, or the cluster does not answer.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray
+        except ImportError as error:
+            raise HeterogError(
+                "--workers ray needs Ray, which is not installed; pip install heterog[ray]."
+            ) from error
+        self._ray: Any = ray
+        self._count = count
+        self._shared: Any = None
+        self._box: list[Any] = []
+        self._is_mine = not ray.is_initialized()
+        if self._is_mine:
+            try:
+                ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                first = str(error).strip().split("\n")[0]
+                raise HeterogError(
+                    f"cannot reach the Ray cluster at {os.environ.get('RAY_ADDRESS', 'hand')}: "
+                    f"{first}; start one with ray start --head, or unset RAY_ADDRESS."
+                ) from error
+        self._run = ray.remote(_on_ray)
+
+    def _open(self, shared: Any) -> int:
+        if not self._box or self._shared is not shared:
+            # In a list, Ray hands over the reference and not the value.
+            self._box, self._shared = [self._ray.put(shared)], shared
+        if self._count is not None:
+            return self._count
+        return max(int(self._ray.cluster_resources().get("CPU", 1)), 1)
+
+    def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]":
+        future: Future[Any] = self._run.remote(work, self._box, job).future()
+        return future
+
+    def _cancel(self, future: "Future[Any]") -> None:
+        reference = getattr(future, "object_ref", None)
+        if reference is not None:
+            self._ray.cancel(reference)
+
+    def _result(self, future: "Future[Any]") -> Any:
+        try:
+            return super()._result(future)
+        except self._ray.exceptions.RayError as error:
+            last = str(error).strip().split("\n")[-1]
+            raise HeterogError(
+                f"a Ray worker failed: {last}; every node needs this version of heterog and "
+                "memory for the job."
+            ) from error
+
+    def close(self) -> None:
+        """Leave the cluster; end it if it was started here."""
+        self._box, self._shared = [], None
+        if self._is_mine:
+            self._ray.shutdown()
+
+
+def open_workers(text: str) -> Workers:
+    """The workers of ``"1"`` (this process), ``"4"`` (processes), ``"ray"`` or ``"ray:4"``.
+
+    Raises:
+        HeterogError: it is something else, too small, or Ray is asked for and not there.
+    """
+    kind, colon, number = text.strip().rpartition(":")
+    if text.strip() == RAY:
+        return RayWorkers()
+    if (colon and kind != RAY) or not number.isdigit():
+        raise HeterogError(f"cannot read --workers {text}; {_HELP}.")
+    if int(number) < 1:
+        raise HeterogError(f"--workers {text} is too small; {_HELP}.")
+    if kind == RAY:
+        return RayWorkers(int(number))
+    return HERE if int(number) == 1 else Processes(int(number))
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a job returned, or the text of the error that a user should read.
+
+    The text, because errors with arguments of their own do not survive pickling.
+    """
+
+    value: Any = None
+    error: str = ""
+
+
+def _outcome(work: Callable[[Any, Any], Any], shared: Any, job: Any) -> _Outcome:
+    try:
+        return _Outcome(work(shared, job))
+    except HeterogError as error:
+        return _Outcome(error=str(error))
+
+
+_kept: tuple[str, Any] = ("", None)
+"""In a worker: the name of what was sent once, and the value."""
+
+
+def _begin(payload: bytes) -> None:
+    global _kept
+    _kept = "", pickle.loads(payload)
+
+
+def _in_process(work: Callable[[Any, Any], Any], job: Any) -> _Outcome:
+    return _outcome(work, _kept[1], job)
+
+
+def _on_ray(work: Callable[[Any, Any], Any], box: list[Any], job: Any) -> _Outcome:
+    global _kept
+    (reference,) = box
+    if _kept[0] != reference.hex():
+        import ray
+
+        _kept = reference.hex(), ray.get(reference)
+    return _outcome(work, _kept[1], job)
