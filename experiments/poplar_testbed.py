@@ -2,10 +2,12 @@
 
     python experiments/poplar_testbed.py --json        # Linux, as root
 
-On a testbed, for each stage of ZeRO: Poplar's plan against the same stage with equal shares, as few
-micro-steps as fit and 25 MiB buckets. All plans of a workload run in one job and in turn, so what
-else the machine does meets all of them. Measured, not simulated, with the predicted gains beside.
-Plans are made with a calibration of the testbed, on other workloads than these.
+On a testbed, for each stage of ZeRO: Poplar's plan against the same stage with equal shares, as
+few micro-steps as fit and 25 MiB buckets. Where Poplar's plan has more micro-steps, equal shares
+in as many are measured too: the rest of the gain is that of the shares. All plans of a workload
+run in one job and in turn, so what else the machine does meets all of them. Measured, not
+simulated, with the predicted gains beside. Plans are made with a calibration of the testbed, on
+other workloads than these.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +39,32 @@ from heterog.runtime.testbed import Testbed
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import load_workload
 
-CASES = (("vgg", 768), ("gpt", 192), ("encoder", 144), ("mlp", 8192))
-"""(workload, samples per step): twice its own batch, so that no step is shorter than 0.7 s."""
+CASES = (("vgg", 768), ("gpt", 192), ("encoder", 216), ("mlp", 8192))
+"""(workload, samples per step): two or three times its own batch, for steps of a second or more."""
 WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
 WARM_UP = 1
 
 
 def make_plans(cluster: Cluster, model: str, batch_size: int, budget: Budget) -> dict[str, Plan]:
-    """Plans of both methods, by the planner's name, for every stage."""
+    """Plans for every stage: ``poplar0``, ``even0``, maybe ``even_steps0`` and so on."""
     graph = capture(load_workload(f"{WORKLOADS}:{model}", batch_size))
     evaluator = Evaluator(graph, cluster)
     task = Task(evaluator=evaluator, budget=budget)
-    planners: list[Planner] = []
-    for stage in STAGES:
-        planners += [EvenZero(stage), Poplar(stage, name=f"poplar_zero{stage}")]
-    return {
-        planner.name: plan_from_rows(
-            evaluator, [run_method(planner, task)], budget=str(budget), seed=0, search_seconds=0.0
+
+    def made(planner: Planner) -> Plan:
+        row = run_method(planner, task)
+        return plan_from_rows(
+            evaluator, [row], budget=str(budget), seed=0, search_seconds=row.search_seconds
         )
-        for planner in planners
-    }
+
+    plans: dict[str, Plan] = {}
+    for stage in STAGES:
+        plans[f"even{stage}"] = even = made(EvenZero(stage))
+        plans[f"poplar{stage}"] = ours = made(Poplar(stage))
+        num_micro = ours.strategy.num_micro_batches
+        if num_micro != even.strategy.num_micro_batches:
+            plans[f"even_steps{stage}"] = made(EvenZero(stage, num_micro))
+    return plans
 
 
 def serve(folder: Path, model: str, batch_size: int, num_pairs: int) -> None:
@@ -65,7 +74,7 @@ def serve(folder: Path, model: str, batch_size: int, num_pairs: int) -> None:
     workload = load_workload(f"{WORKLOADS}:{model}", batch_size)
     batch = workload.make_batch()
     steps = {
-        path.stem: deploy(workload, load_plan(path)) for path in sorted(folder.glob("*zero?.json"))
+        path.stem: deploy(workload, load_plan(path)) for path in sorted(folder.glob("*.json"))
     }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(num_pairs + WARM_UP):
@@ -102,44 +111,49 @@ def measure(
             timeout_s=1800,
         )
         seconds = json.loads((folder / "seconds.json").read_text())
-    rows = []
-    for stage in STAGES:
-        ours, even = plans[f"poplar_zero{stage}"], plans[f"even_zero{stage}"]
-        measured = {key: seconds[f"{key}_zero{stage}"] for key in ("poplar", "even")}
-        medians = {key: statistics.median(values) for key, values in measured.items()}
-        assert ours.step_time_s is not None and even.step_time_s is not None
-        ratios = [e / p for e, p in zip(measured["even"], measured["poplar"], strict=True)]
-        rows.append(
-            {
-                "testbed": cluster.name,
-                "model": model,
-                "batch_size": batch_size,
-                "zero_stage": stage,
-                "samples": ours.strategy.decisions[0].shares,
-                "num_micro": ours.strategy.num_micro_batches,
-                "bucket_bytes": ours.strategy.bucket_bytes,
-                "predicted_poplar_step_time_s": ours.step_time_s,
-                "predicted_even_step_time_s": even.step_time_s,
-                "predicted_gain": even.step_time_s / ours.step_time_s,
-                "poplar_step_time_s": medians["poplar"],
-                "even_step_time_s": medians["even"],
-                "gain": medians["even"] / medians["poplar"],
-                "gain_quartiles": statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [],
-                "num_pairs": num_pairs,
-                "seconds": measured,
-            }
-        )
-    return rows
+    return [_row(plans, seconds, stage) for stage in STAGES]
+
+
+def _row(
+    plans: Mapping[str, Plan], seconds: Mapping[str, list[float]], stage: int
+) -> dict[str, Any]:
+    ours = plans[f"poplar{stage}"]
+    row: dict[str, Any] = {
+        "testbed": ours.cluster.name,
+        "model": ours.graph.name,
+        "batch_size": ours.graph.batch_size,
+        "zero_stage": stage,
+        "samples": ours.strategy.decisions[0].shares,
+        "num_micro": ours.strategy.num_micro_batches,
+        "bucket_bytes": ours.strategy.bucket_bytes,
+    }
+    for name in ("poplar", "even", "even_steps"):
+        key = f"{name}{stage}"
+        if key in plans:
+            row[f"predicted_{name}_step_time_s"] = plans[key].step_time_s
+            row[f"{name}_step_time_s"] = statistics.median(seconds[key])
+            row[f"{name}_seconds"] = seconds[key]
+    row["predicted_gain"] = row["predicted_even_step_time_s"] / row["predicted_poplar_step_time_s"]
+    row["gain"] = row["even_step_time_s"] / row["poplar_step_time_s"]
+    same_steps = row.get("even_steps_step_time_s", row["even_step_time_s"])
+    row["gain_of_shares"] = same_steps / row["poplar_step_time_s"]
+    pairs = zip(seconds[f"even{stage}"], seconds[f"poplar{stage}"], strict=True)
+    row["gains"] = [even / poplar for even, poplar in pairs]
+    return row
 
 
 def line(row: dict[str, Any]) -> str:
     """A row for people."""
+
+    def seconds(name: str) -> str:
+        measured, predicted = row[f"{name}_step_time_s"], row[f"predicted_{name}_step_time_s"]
+        return f"{measured:.3f} s (predicted {predicted:.3f})"
+
     return (
-        f"{row['testbed']} {row['model']:8} batch {row['batch_size']:5} ZeRO-{row['zero_stage']}: "
-        f"even {row['even_step_time_s']:.3f} s (predicted {row['predicted_even_step_time_s']:.3f}), "
-        f"Poplar {row['poplar_step_time_s']:.3f} s "
-        f"(predicted {row['predicted_poplar_step_time_s']:.3f}): {row['gain']:.2f}x "
-        f"(predicted {row['predicted_gain']:.2f}x), samples {row['samples']} in {row['num_micro']}"
+        f"{row['model']:8} batch {row['batch_size']:5} ZeRO-{row['zero_stage']}: "
+        f"even {seconds('even')}, Poplar {seconds('poplar')}: {row['gain']:.2f}x "
+        f"(predicted {row['predicted_gain']:.2f}x), by the shares alone "
+        f"{row['gain_of_shares']:.2f}x, samples {row['samples']} in {row['num_micro']}"
     )
 
 

@@ -19,8 +19,8 @@ from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.graph.workload import Workload
 from heterog.planners.planner import Budget, Task
 from heterog.planners.poplar import EvenZero, Poplar, even_allocation, zero_strategy
-from heterog.planners.poplar_allocation import Allocation, common_steps, own_micro_batches
-from heterog.planners.poplar_curves import samples_that_fit, seconds_over_samples
+from heterog.planners.poplar.allocation import Allocation, common_steps, own_micro_batches
+from heterog.planners.poplar.curves import samples_that_fit, seconds_over_samples
 from heterog.planners.portfolio import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

@@ -4,13 +4,12 @@ ZeRO gives every device the same batch; Poplar gives each what its speed and mem
 stage of ZeRO:
 
 1. The most samples that fit each device at once, from the liveness of the step's values
-   (``poplar_curves``).
+   (``curves``).
 2. Seconds of each device over its micro-batch: measured if the cluster has a calibration, else the
    roofline's. A few micro-batches are priced and interpolated. Unlike the paper's cubic splines
    the interpolation is monotone (PCHIP, Fritsch and Carlson 1980), for it must be inverted.
-3. The allocation, exactly (``poplar_allocation``): under stages 0 and 1 devices meet once per
-   step, so each has its own micro-batches; under 2 and 3 once per micro-step, so the number is
-   common.
+3. The allocation, exactly (``allocation``): under stages 0 and 1 devices meet once per step, so
+   each has its own micro-batches; under 2 and 3 once per micro-step, so the number is common.
 
 The paper's own code is not public: this follows its description, with an exact search in place of
 its heuristic. Collectives may hide behind compute or not; allocations for both are tried, beside
@@ -25,31 +24,31 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
-from heterog.planners.poplar_allocation import Allocation, common_steps, own_micro_batches
-from heterog.planners.poplar_curves import (
+from heterog.planners.poplar.allocation import Allocation, common_steps, own_micro_batches
+from heterog.planners.poplar.curves import (
     liveness,
     micro_step_seconds,
     samples_that_fit,
     seconds_over_samples,
 )
+from heterog.planners.poplar.zero import (
+    STAGES,
+    even_allocation,
+    zero_decision,
+    zero_strategy,
+)
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.strategy import (
     DEFAULT_BUCKET_BYTES,
     ELEMENTWISE_OPTIMIZERS,
-    Decision,
     Strategy,
-    Sync,
-    split_evenly,
 )
 
-STAGES = (0, 1, 2, 3)
 NUM_RETURNED = 4
 """Strategies handed to the referee."""
 
-_SYNC = {1: Sync.ZERO1, 2: Sync.ZERO2, 3: Sync.ZERO3}
 _MOST_CORRECTIONS = 4
 
 
@@ -202,59 +201,30 @@ class _Search:
             num_micro = min(2 * num_micro, most)
 
 
-def even_allocation(evaluator: Evaluator, num_micro: int) -> Allocation:
-    """The batch in equal parts over all devices and micro-steps."""
-    shares = split_evenly(evaluator.graph.batch_size, evaluator.cluster.num_devices)
-    rows = [split_evenly(share, num_micro) for share in shares]
-    used = max(sum(size > 0 for size in row) for row in rows)
-    return tuple(row[:used] for row in rows)
-
-
-def zero_decision(evaluator: Evaluator, stage: int, micro_batches: Allocation) -> Decision:
-    """The decision of every group: all devices, with equal slices.
-
-    Stage 0 all-reduces, in a hierarchy where there are several hosts.
-    """
-    hosts = set(evaluator.cluster.host_of)
-    plain = Sync.HIERARCHICAL if len(hosts) > 1 else Sync.RING
-    return Decision(
-        devices=tuple(range(evaluator.cluster.num_devices)),
-        shares=tuple(map(sum, micro_batches)),
-        sync=_SYNC.get(stage, plain),
-    )
-
-
-def zero_strategy(
-    task: Task, stage: int, micro_batches: Allocation, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
-) -> Strategy:
-    """ZeRO over the whole model with given micro-batches."""
-    return uniform_strategy(
-        task.evaluator,
-        zero_decision(task.evaluator, stage, micro_batches),
-        bucket_bytes=bucket_bytes,
-        micro_batches=micro_batches if len(micro_batches[0]) > 1 else (),
-        step_barrier=task.step_barrier,
-    )
-
-
 class EvenZero:
     """ZeRO as it is used on equal devices: the baseline of Poplar's tables, not registered.
 
     Args:
         zero_stage: 0 to 3.
+        num_micro: micro-steps; by default the fewest that fit.
+        name: in tables.
     """
 
     stage = "baseline"
 
-    def __init__(self, zero_stage: int) -> None:
-        self.name = f"even_zero{zero_stage}"
+    def __init__(self, zero_stage: int, num_micro: int | None = None, name: str = "") -> None:
+        self.name = name or f"even_zero{zero_stage}"
         self._stage = zero_stage
+        self._num_micro = num_micro
 
     def plan(self, task: Task) -> PlanResult:
-        """Equal shares, the fewest micro-steps that fit."""
+        """Equal shares in micro-steps."""
         begin = time.perf_counter()
         search = _Search(replace(task, orders=(Order.FIFO,)))
-        (allocation,) = search._even_that_fits(self._stage)
+        if self._num_micro is None:
+            (allocation,) = search._even_that_fits(self._stage)
+        else:
+            allocation = even_allocation(task.evaluator, self._num_micro)
         strategy = zero_strategy(task, self._stage, allocation)
         return PlanResult(
             candidates=(Candidate(strategy=strategy, orders=(Order.FIFO,)),),
