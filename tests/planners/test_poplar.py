@@ -254,6 +254,14 @@ def test_an_optimizer_that_looks_at_whole_parameters_leaves_stage_0() -> None:
         Poplar(4)
 
 
+def test_even_zero_in_a_given_number_of_micro_steps() -> None:
+    task = Task(evaluator=Evaluator(graph_of(), UNEQUAL), budget=Budget(evaluations=9))
+    row = run_method(EvenZero(2, 3), task)
+    assert row.candidate is not None
+    assert row.candidate.strategy.micro_batches == ((8, 8, 8),) * 4
+    assert row.candidate.strategy.decisions[0].sync == Sync.ZERO2
+
+
 def test_even_parts() -> None:
     evaluator = Evaluator(graph_of(), UNEQUAL)
     assert even_allocation(evaluator, 1) == ((24,),) * 4
