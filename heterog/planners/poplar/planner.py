@@ -13,7 +13,8 @@ stage of ZeRO:
 
 The paper's own code is not public: this follows its description, with an exact search in place of
 its heuristic. Collectives may hide behind compute or not; allocations for both are tried, beside
-even ones, and the simulator decides. Slices are equal, as in the paper.
+even ones, and the simulator decides. Slices are equal, as in the paper, and where memory is short
+also such that the devices are left alike room for samples.
 """
 
 import time
@@ -31,6 +32,7 @@ from heterog.planners.poplar.curves import (
     micro_step_seconds,
     samples_that_fit,
     seconds_over_samples,
+    slices_by_memory,
 )
 from heterog.planners.poplar.zero import (
     STAGES,
@@ -112,11 +114,17 @@ class _Search:
         )
 
     def try_stage(self, stage: int) -> None:
-        """Evaluate the allocations of one stage, and the even one."""
-        for micro_batches in dict.fromkeys(self._allocations(stage)):
+        """Evaluate the allocations of one stage: of equal slices, even ones, of uneven slices."""
+        equal: tuple[int, ...] = ()
+        tried = [(each, equal) for each in self._allocations(stage, equal)]
+        tried += [(each, equal) for each in self._even_that_fits(stage)]
+        slices = slices_by_memory(self.evaluator, stage)
+        if slices:
+            tried += [(each, slices) for each in self._allocations(stage, slices)]
+        for micro_batches, sliced in dict.fromkeys(tried):
             for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
                 strategy = zero_strategy(
-                    self.task, stage, micro_batches, bucket_bytes=bucket_bytes
+                    self.task, stage, micro_batches, sliced, bucket_bytes=bucket_bytes
                 )
                 for order in self.task.orders:
                     self._evaluate(strategy, order)
@@ -136,20 +144,19 @@ class _Search:
             default=float("inf"),
         )
 
-    def _allocations(self, stage: int) -> Iterator[Allocation]:
-        """Allocations as if collectives took their time, as if they were hidden, and even ones."""
-        whole = zero_decision(self.evaluator, stage, self._even(1))
+    def _allocations(self, stage: int, slices: tuple[int, ...]) -> Iterator[Allocation]:
+        """Allocations as if collectives took their time, and as if they were hidden."""
+        whole = zero_decision(self.evaluator, stage, self._even(1), slices)
         full_s = micro_step_seconds(self.evaluator, whole, stage)
         for step_s in dict.fromkeys((full_s, 0.0)):
-            allocation = self._fitting(stage, step_s)
+            allocation = self._fitting(stage, slices, step_s)
             if allocation is not None:
                 yield allocation
-        yield from self._even_that_fits(stage)
 
-    def _fitting(self, stage: int, step_s: float) -> Allocation | None:
+    def _fitting(self, stage: int, slices: tuple[int, ...], step_s: float) -> Allocation | None:
         """An allocation that fits by the simulator, which sees more than the model of memory."""
         evaluator = self.evaluator
-        most = samples_that_fit(evaluator, stage, evaluator.cluster.num_devices)
+        most = samples_that_fit(evaluator, stage, slices)
         slope = max(float(liveness(evaluator.tables).per_sample.max(initial=0.0)), 1.0)
         allocation: Allocation | None = None
         for _ in range(_MOST_CORRECTIONS):
@@ -157,7 +164,7 @@ class _Search:
             if found is None:
                 return allocation
             allocation = found
-            strategy = zero_strategy(self.task, stage, allocation)
+            strategy = zero_strategy(self.task, stage, allocation, slices)
             evaluation = self._evaluate(strategy, self.task.orders[0])
             if evaluation is None or evaluation.is_ok:
                 return allocation

@@ -25,8 +25,10 @@ def even_allocation(evaluator: Evaluator, num_micro: int) -> Allocation:
     return tuple(row[:used] for row in rows)
 
 
-def zero_decision(evaluator: Evaluator, stage: int, micro_batches: Allocation) -> Decision:
-    """The decision of every group: all devices, with equal slices.
+def zero_decision(
+    evaluator: Evaluator, stage: int, micro_batches: Allocation, slices: tuple[int, ...] = ()
+) -> Decision:
+    """The decision of every group: all devices, with equal slices unless others are given.
 
     Stage 0 all-reduces, in a hierarchy where there are several hosts.
     """
@@ -36,16 +38,22 @@ def zero_decision(evaluator: Evaluator, stage: int, micro_batches: Allocation) -
         devices=tuple(range(evaluator.cluster.num_devices)),
         shares=tuple(map(sum, micro_batches)),
         sync=_SYNC.get(stage, plain),
+        slices=slices,
     )
 
 
 def zero_strategy(
-    task: Task, stage: int, micro_batches: Allocation, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    task: Task,
+    stage: int,
+    micro_batches: Allocation,
+    slices: tuple[int, ...] = (),
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Strategy:
     """ZeRO over the whole model with given micro-batches."""
     return uniform_strategy(
         task.evaluator,
-        zero_decision(task.evaluator, stage, micro_batches),
+        zero_decision(task.evaluator, stage, micro_batches, slices),
         bucket_bytes=bucket_bytes,
         micro_batches=micro_batches if len(micro_batches[0]) > 1 else (),
         step_barrier=task.step_barrier,
