@@ -154,27 +154,39 @@ class _Search:
                 yield allocation
 
     def _fitting(self, stage: int, slices: tuple[int, ...], step_s: float) -> Allocation | None:
-        """An allocation that fits by the simulator, which sees more than the model of memory."""
+        """An allocation that fits by the simulator, which sees more than the model of memory.
+
+        What is over is taken off, and what is left over on devices that take all they may is used.
+        """
         evaluator = self.evaluator
         most = samples_that_fit(evaluator, stage, slices)
         slope = max(float(liveness(evaluator.tables).per_sample.max(initial=0.0)), 1.0)
-        allocation: Allocation | None = None
+        usable = np.array([d.usable_memory_bytes for d in evaluator.cluster.devices], np.float64)
+        last: Allocation | None = None
+        fitting: Allocation | None = None
         for _ in range(_MOST_CORRECTIONS):
             found = self._solve(stage, most, step_s)
             if found is None:
-                return allocation
-            allocation = found
-            strategy = zero_strategy(self.task, stage, allocation, slices)
+                break
+            last = found
+            strategy = zero_strategy(self.task, stage, found, slices)
             evaluation = self._evaluate(strategy, self.task.orders[0])
-            if evaluation is None or evaluation.is_ok:
-                return allocation
-            used = np.array(evaluation.peak_memory_bytes, np.float64)
-            usable = np.array([d.usable_memory_bytes for d in evaluator.cluster.devices])
-            taken = np.array([max(sizes) for sizes in allocation])
-            over = used > usable
-            fewer = np.ceil((used - usable) / slope)
-            most = np.where(over, np.maximum(np.minimum(most, taken) - fewer, 0), most).astype(int)
-        return allocation
+            if evaluation is None:
+                break
+            taken = np.array([max(sizes) for sizes in found])
+            room = (usable - np.array(evaluation.peak_memory_bytes)) / slope
+            if evaluation.is_ok:
+                fitting = found
+                more = np.where(taken >= most, np.maximum(np.floor(room), 0.0), 0.0)
+                if not more.any():
+                    break
+                most = np.minimum(most + more, evaluator.graph.batch_size).astype(int)
+            elif fitting is not None:
+                break
+            else:
+                fewer = np.maximum(np.minimum(most, taken) - np.ceil(-room), 0.0)
+                most = np.where(room < 0.0, fewer, most).astype(int)
+        return fitting or last
 
     def _solve(self, stage: int, most: npt.NDArray[np.int64], step_s: float) -> Allocation | None:
         evaluator, batch = self.evaluator, self.evaluator.graph.batch_size
