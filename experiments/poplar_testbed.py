@@ -39,8 +39,8 @@ from heterog.runtime.testbed import Testbed
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import load_workload
 
-CASES = (("vgg", 768), ("gpt", 192), ("encoder", 216), ("mlp", 8192))
-"""(workload, samples per step): two or three times its own batch, so that steps take a second."""
+CASES = (("vgg", 768), ("gpt", 192), ("encoder", 144), ("mlp", 8192))
+"""(workload, samples per step): twice its own batch, so that steps take a second."""
 WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
 WARM_UP = 1
 
