@@ -61,6 +61,7 @@ def rows_of(
                 "poplar_outcome": ours.outcome,
                 "gain": gain,
                 "samples": strategy.decisions[0].shares if strategy else (),
+                "slices": strategy.decisions[0].slices if strategy else (),
                 "num_micro": strategy.num_micro_batches if strategy else 0,
                 "num_evaluations": ours.num_evaluations,
                 "search_seconds": ours.search_seconds,

@@ -203,6 +203,15 @@ def _signatures(graph: OpGraph) -> tuple[str, ...]:
     return tuple(op_signature(graph, index) for index in range(graph.num_ops))
 
 
+@lru_cache(maxsize=16)
+def _members(graph: OpGraph) -> Mapping[str, list[int]]:
+    """Ops of each kind."""
+    members: dict[str, list[int]] = {}
+    for index in range(graph.num_ops):
+        members.setdefault(op_kind(graph, index), []).append(index)
+    return members
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindFit:
     """Seconds of ops of one kind on one device type, from measurements at several sizes.
@@ -274,14 +283,11 @@ class TypeFit:
     ) -> tuple[FloatArray, np.ndarray[Any, np.dtype[np.bool_]]]:
         """(seconds by kind, whether extrapolated) of ops that do this much work."""
         is_far = np.ones(graph.num_ops, np.bool_)
-        seconds, _ = self.any_kind.seconds(flops, num_bytes)
-        members: dict[str, list[int]] = {}
-        for index in range(graph.num_ops):
-            members.setdefault(op_kind(graph, index), []).append(index)
-        for kind, indices in members.items():
+        seconds = np.empty(graph.num_ops)
+        for kind, indices in _members(graph).items():
+            fit = self.kinds.get(kind, self.any_kind)
+            seconds[indices], distance = fit.seconds(flops[indices], num_bytes[indices])
             if kind in self.kinds:
-                near, distance = self.kinds[kind].seconds(flops[indices], num_bytes[indices])
-                seconds[indices] = near
                 is_far[indices] = distance > _FAR
         return seconds, is_far
 

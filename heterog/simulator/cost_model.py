@@ -23,6 +23,9 @@ class CostModel(Protocol):
     def name(self) -> str:
         """Shown with every prediction: ``"roofline"`` or the calibration it comes from."""
 
+    def __hash__(self) -> int:
+        """What a model has priced once may be kept, so models are hashable."""
+
     def op_seconds(self, graph: OpGraph, device_type: DeviceType, samples: int) -> FloatArray:
         """Seconds of every op at a local share.
 

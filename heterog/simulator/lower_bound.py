@@ -28,6 +28,7 @@ they give the same result in every step, so a strategy is free to keep it.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +102,7 @@ def _on_path(graph: OpGraph, shortest: FloatArray, counts: npt.NDArray[np.int64]
     return seconds
 
 
+@lru_cache(maxsize=16)
 def _best_times(
     graph: OpGraph, device_type: DeviceType, cost_model: CostModel
 ) -> tuple[FloatArray, FloatArray]:
@@ -128,6 +130,7 @@ def _best_times(
     for best in (whole, shortest):
         best[is_update] = full[is_update]
         best[is_free] = 0.0
+        best.flags.writeable = False
     return whole, shortest
 
 

@@ -1,6 +1,7 @@
 """The search of HAP: equal to brute force, with a heuristic that never exceeds what is left."""
 
 from collections.abc import Iterator
+from itertools import permutations
 from random import Random
 
 import pytest
@@ -118,6 +119,19 @@ def test_delivering_more_never_costs_less(seed: int) -> None:
             assert delivery.price(made, forms | 1 << form) >= delivery.price(made, forms)
     direct = sum(price[made])
     assert delivery.price(made, (1 << count) - 1) <= direct + 1e-12
+    # In whichever order forms are made, each from the cheapest form that is there.
+    others = [form for form in range(count) if form != made]
+    for forms in range(1 << count):
+        wanted = {form for form in others if forms >> form & 1}
+        costs = []
+        for order in permutations(others):
+            there, cost = [made], 0.0
+            while not wanted <= set(there):
+                form = order[len(there) - 1]
+                cost += min(delivery.conversions[source][form] for source in there)
+                there.append(form)
+            costs.append(cost)
+        assert delivery.price(made, forms) == pytest.approx(min(costs), abs=1e-12)
 
 
 def test_delivery_shares_what_is_gathered() -> None:

@@ -19,8 +19,13 @@ from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.graph.workload import Workload
 from heterog.planners.planner import Budget, Task
 from heterog.planners.poplar import EvenZero, Poplar, even_allocation, zero_strategy
-from heterog.planners.poplar_allocation import Allocation, common_steps, own_micro_batches
-from heterog.planners.poplar_curves import samples_that_fit, seconds_over_samples
+from heterog.planners.poplar.allocation import Allocation, common_steps, own_micro_batches
+from heterog.planners.poplar.curves import (
+    room_left,
+    samples_that_fit,
+    seconds_over_samples,
+    slices_by_memory,
+)
 from heterog.planners.portfolio import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -198,7 +203,7 @@ def test_interpolated_seconds_are_near_the_priced_ones_and_never_fall() -> None:
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_samples_that_fit_are_those_that_the_simulator_lets_through(zero_stage: int) -> None:
     evaluator = tight(60_000_000, 60_000_000)
-    most = samples_that_fit(evaluator, zero_stage, 4, bucket_bytes=0)
+    most = samples_that_fit(evaluator, zero_stage, bucket_bytes=0)
     assert (most == most[0]).all()
     task = Task(evaluator=evaluator, budget=Budget(evaluations=100))
     for samples, fits in ((int(most[0]) - 1, True), (int(most[0]) + 2, False)):
@@ -224,6 +229,31 @@ def test_unequal_devices_get_unequal_batches_and_it_pays(zero_stage: int) -> Non
     wanted = {0: Sync.HIERARCHICAL, 1: Sync.ZERO1, 2: Sync.ZERO2, 3: Sync.ZERO3}
     assert decision.sync == wanted[zero_stage]
     assert decision.shares[0] > decision.shares[3]
+
+
+@given(st.lists(st.integers(-50, 50), min_size=1, max_size=6), st.integers(1, 100))
+def test_slices_leave_everybody_the_same_room(room: list[int], divided: int) -> None:
+    level = room_left(np.array(room, np.float64), float(divided))
+    assert sum(max(each - level, 0.0) for each in room) == pytest.approx(divided)
+
+
+def test_slices_follow_memory_where_it_is_short() -> None:
+    roomy = Evaluator(graph_of(), UNEQUAL)
+    assert all(slices_by_memory(roomy, stage) == () for stage in (0, 1, 2, 3))
+    evaluator = tight(60_000_000, 34_000_000)
+    assert slices_by_memory(evaluator, 0) == ()  # nothing is divided
+    slices = slices_by_memory(evaluator, 2)
+    # The first T4 has fewer samples than the V100s and as much memory, the second one has less.
+    assert slices[0] == slices[1] < slices[2]
+    assert slices[3] == 0
+    equal, uneven = samples_that_fit(evaluator, 2), samples_that_fit(evaluator, 2, slices)
+    assert equal[3] == 0 < uneven[3]
+    row = run_method(Poplar(2), Task(evaluator=evaluator, budget=Budget(evaluations=200)))
+    assert row.outcome == "ok"
+    assert row.candidate is not None
+    (decision,) = set(row.candidate.strategy.decisions)
+    assert decision.slices == slices
+    assert decision.shares[3] > 0
 
 
 def test_the_planner_chooses_the_stage_that_fits() -> None:
@@ -252,6 +282,14 @@ def test_an_optimizer_that_looks_at_whole_parameters_leaves_stage_0() -> None:
     assert "Adafactor cannot update slices" in refused.reason
     with pytest.raises(StrategyError, match="stages 0 to 3, not 4"):
         Poplar(4)
+
+
+def test_even_zero_in_a_given_number_of_micro_steps() -> None:
+    task = Task(evaluator=Evaluator(graph_of(), UNEQUAL), budget=Budget(evaluations=9))
+    row = run_method(EvenZero(2, 3), task)
+    assert row.candidate is not None
+    assert row.candidate.strategy.micro_batches == ((8, 8, 8),) * 4
+    assert row.candidate.strategy.decisions[0].sync == Sync.ZERO2
 
 
 def test_even_parts() -> None:

@@ -24,6 +24,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from operator import getitem
 from typing import TypeVar
 
@@ -232,15 +233,19 @@ class Search:
             ordered = sorted(states.items(), key=lambda item: rank[item[0]])
         else:
             ordered = sorted(states.items(), key=lambda item: item[1][0])
+        # Most entries are the same in all states: only the others are compared.
+        is_compared = [len(set(column)) > 1 for column in zip(*states, strict=True)]
+        compared = list(compress(kinds, is_compared))
         kept: list[tuple[float, Codes]] = []
         result: dict[Codes, tuple[float, Path]] = {}
         for codes, known in ordered:
-            if self._is_dominated(known[0], codes, kept, kinds):
+            differing = tuple(compress(codes, is_compared))
+            if self._is_dominated(known[0], differing, kept, compared):
                 continue
             if len(kept) == self.width:
                 self.is_exact = False
                 break
-            kept.append((known[0], codes))
+            kept.append((known[0], differing))
             result[codes] = known
         return result
 

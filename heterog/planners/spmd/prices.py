@@ -359,6 +359,7 @@ class Delivery:
                 for j in forms:
                     price[i][j] = min(price[i][j], price[i][k] + price[k][j])
         self._price: dict[tuple[int, int], float] = {}
+        self._all: dict[int, list[float]] = {}
 
     def price(self, made: int, wanted: int) -> float:
         """Seconds from form ``made`` to all forms in the bit set ``wanted``."""
@@ -366,37 +367,44 @@ class Delivery:
         if wanted == 0:
             return 0.0
         key = (made, wanted)
-        if key not in self._price:
-            self._price[key] = self._grow(made, wanted)
-        return self._price[key]
+        known = self._price.get(key)
+        if known is None:
+            known = self._price[key] = self._look_up(made, wanted)
+        return known
 
-    def _grow(self, made: int, wanted: int) -> float:
+    def _look_up(self, made: int, wanted: int) -> float:
         if wanted & (wanted - 1) == 0:
             return self.conversions[made][wanted.bit_length() - 1]
+        if made not in self._all:
+            self._all[made] = self._grow(made)
+        return min(self._all[made][wanted | 1 << made], IMPOSSIBLE)
+
+    def _grow(self, made: int) -> list[float]:
+        """Seconds from form ``made`` to every set of forms, or to more than those."""
         count = len(self.conversions)
-        cost = {1 << made: 0.0}
-        best = float("inf")
-        # Sets in order of size: every set is reached by adding one form to a smaller one.
-        for _ in range(count):
-            grown: dict[int, float] = {}
-            for reached, price in cost.items():
-                if wanted & ~reached == 0:
-                    best = min(best, price)
-                    continue
-                for form in range(count):
-                    if reached >> form & 1:
-                        continue
-                    step = min(
-                        self.conversions[source][form]
-                        for source in range(count)
-                        if reached >> source & 1
-                    )
-                    key = reached | 1 << form
-                    total = price + step
-                    if total < grown.get(key, float("inf")):
-                        grown[key] = total
-            cost = grown
-        for reached, price in cost.items():
-            if wanted & ~reached == 0:
-                best = min(best, price)
-        return min(best, IMPOSSIBLE)
+        # Every set is reached by adding one form to a smaller one, which has a smaller number.
+        cost = [float("inf")] * (1 << count)
+        cost[1 << made] = 0.0
+        for reached, step in enumerate(self._steps):
+            so_far = cost[reached]
+            if so_far == float("inf"):
+                continue
+            for form in range(count):
+                grown = reached | 1 << form
+                if grown != reached:
+                    cost[grown] = min(cost[grown], so_far + step[form])
+        for form in range(count):
+            for forms in range(1 << count):
+                if not forms >> form & 1:
+                    cost[forms] = min(cost[forms], cost[forms | 1 << form])
+        return cost
+
+    @cached_property
+    def _steps(self) -> list[list[float]]:
+        """Seconds of the cheapest conversion from any form of each set to each form."""
+        steps = [[float("inf")] * len(self.conversions)]
+        for forms in range(1, 1 << len(self.conversions)):
+            lowest = forms & -forms
+            others, alone = steps[forms ^ lowest], self.conversions[lowest.bit_length() - 1]
+            steps.append([min(pair) for pair in zip(others, alone, strict=True)])
+        return steps

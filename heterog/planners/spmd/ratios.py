@@ -12,6 +12,7 @@ from below and are exact where they touch. Stages that repeat are one stage with
 Unlike the paper: bytes instead of elements, latencies, no upper bound on T_k, and memory.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -111,30 +112,34 @@ def _stages(
     rows: list[tuple[int, int, float]] = []
     bounds: list[float] = []
 
-    def add(lines: list[tuple[int, float, float]]) -> None:
-        """A stage from (class, value at 0, slope); like stages are one."""
+    def add(lines: list[tuple[int, float, float]], count: int) -> None:
+        """Stages from (class, value at 0, slope); like stages are one."""
         key = tuple(round(number, 15) for line in lines for number in line)
         if key in numbers:
-            weights[numbers[key]] += 1.0
+            weights[numbers[key]] += count
             return
         stage = numbers[key] = len(weights)
-        weights.append(1.0)
+        weights.append(float(count))
         for device_class, value, slope in lines:
             rows.append((stage, device_class, slope))
             bounds.append(value)
 
+    # The same triple of a repeated layer costs the same.
+    repeated: dict[tuple[int, int], tuple[int, int]] = {}  # (an op, how often)
     for row, number in zip(theory.rows, triples, strict=True):
         if row.triples[number].units:
-            add(
-                [
-                    (device_class, float(value[number, row.op]), float(slope[number, row.op]))
-                    for device_class, lines in enumerate(tangents)
-                    for value, slope in lines
-                ]
-            )
-    for num_bytes in _gathered(work, triples):
+            op, count = repeated.get((theory.call_id[row.op], number), (row.op, 0))
+            repeated[theory.call_id[row.op], number] = op, count + 1
+    for (_, number), (op, count) in repeated.items():
+        lines = [
+            (device_class, float(value[number, op]), float(slope[number, op]))
+            for device_class, tangent in enumerate(tangents)
+            for value, slope in tangent
+        ]
+        add(lines, count)
+    for num_bytes, count in Counter(_gathered(work, triples)).items():
         latency, per_byte = prices.padded_gather(num_bytes)
-        add([(device_class, latency, per_byte) for device_class in range(len(classes))])
+        add([(device_class, latency, per_byte) for device_class in range(len(classes))], count)
     return rows, bounds, weights
 
 

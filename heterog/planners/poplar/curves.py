@@ -1,5 +1,6 @@
 """What Poplar knows about each device: samples that fit it, seconds over samples."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,7 @@ from scipy.interpolate import PchipInterpolator
 
 from heterog.cluster.topology import DeviceType
 from heterog.graph.op_graph import FloatArray, Phase
+from heterog.planners.data_parallel import device_speeds
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.strategy.channels import Channel
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision
@@ -79,35 +81,90 @@ def liveness(tables: GraphTables) -> Liveness:
 
 
 def samples_that_fit(
-    evaluator: Evaluator, stage: int, num_owners: int, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    evaluator: Evaluator,
+    stage: int,
+    slices: Sequence[int] = (),
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> npt.NDArray[np.int64]:
     """The most samples at once on each device, if all of them accumulate gradients.
 
-    With P bytes of parameters, r bytes of optimizer state per byte and n devices, a device keeps
-    (2 + r) P under stage 0, (2 + r / n) P under 1, (1 + (1 + r) / n) P under 2 and
-    (2 + r) P / n under 3 (Rajbhandari et al. 2020, section 5, without mixed precision), and the
-    buckets that are under way.
+    Args:
+        evaluator: graph and cluster.
+        stage: of ZeRO.
+        slices: relative slice of each device; empty means equal ones.
+        bucket_bytes: of the collectives.
+    """
+    whole, divided = kept_bytes(evaluator, stage, bucket_bytes)
+    weights = np.array(slices or [1] * evaluator.cluster.num_devices, np.float64)
+    kept = whole + divided * weights / weights.sum()
+    alive = liveness(evaluator.tables)
+    return np.array(
+        [
+            alive.most_samples(room, evaluator.graph.batch_size)
+            for room in (_usable_bytes(evaluator) - kept).tolist()
+        ]
+    )
+
+
+def kept_bytes(evaluator: Evaluator, stage: int, bucket_bytes: int) -> tuple[float, float]:
+    """(bytes that every device keeps for the step, bytes that the devices divide into slices).
+
+    With P bytes of parameters and r bytes of optimizer state per byte, (2 + r) P are kept in all:
+    parameters, gradients and state (Rajbhandari et al. 2020, section 5, without mixed precision).
+    Divided are r P of them under stage 1, (1 + r) P under 2 and all under 3. The buckets that are
+    under way come on top.
     """
     tables, cluster = evaluator.tables, evaluator.cluster
     size, state = float(tables.parameter_bytes.sum()), tables.state_ratio
     largest = max(float(tables.parameter_bytes.max(initial=0.0)), float(bucket_bytes))
     largest = min(largest, size)
-    kept = {
-        0: (2.0 + state) * size,
-        1: (2.0 + state / num_owners) * size,
-        2: (1.0 + (1.0 + state) / num_owners) * size + 3.0 * largest,
-        3: (2.0 + state) / num_owners * size + 6.0 * largest,
-    }[stage]
-    alive = liveness(tables)
-    batch = evaluator.graph.batch_size
+    divided = {0: 0.0, 1: state, 2: 1.0 + state, 3: 2.0 + state}[stage] * size
+    under_way = {0: 0.0, 1: 0.0, 2: 3.0, 3: 6.0}[stage] * largest
     # Of the batch itself an even part: who takes more is corrected when it does not fit.
-    kept += tables.common_bytes + batch / cluster.num_devices * tables.input_bytes_per_sample
-    return np.array(
-        [
-            alive.most_samples(device.usable_memory_bytes / (1.0 + MEMORY_MARGIN) - kept, batch)
-            for device in cluster.devices
-        ]
-    )
+    inputs = evaluator.graph.batch_size / cluster.num_devices * tables.input_bytes_per_sample
+    return (2.0 + state) * size - divided + under_way + tables.common_bytes + inputs, divided
+
+
+def slices_by_memory(evaluator: Evaluator, stage: int) -> tuple[int, ...]:
+    """Slices that leave all devices alike room beside their samples; empty if equal ones do.
+
+    Unlike the paper, whose slices are equal. Let device d have room m_d beside what it keeps whole
+    and its samples, shared out by speed. With D bytes to divide, the room L that is left solves
+    sum over d of max(m_d - L, 0) = D, and max(m_d - L, 0) is the slice of d. As long as L is
+    negative, there are twice as many micro-steps.
+    """
+    whole, divided = kept_bytes(evaluator, stage, DEFAULT_BUCKET_BYTES)
+    speeds = np.array(device_speeds(evaluator))
+    samples = evaluator.graph.batch_size * speeds / speeds.sum()
+    alive = liveness(evaluator.tables)
+    equal = divided / len(samples)
+    num_micro = 1
+    while True:
+        values = (alive.fixed[:, None] + alive.per_sample[:, None] * samples / num_micro).max(0)
+        room = _usable_bytes(evaluator) - whole - values
+        if not divided or (num_micro == 1 and room.min() >= equal):
+            return ()
+        parts = np.maximum(room - room_left(room, divided), 0.0)
+        if (room >= parts).all() or samples.max() <= num_micro:
+            break
+        num_micro *= 2
+    slices = np.rint(parts / parts.sum() * 1000.0 * len(parts)).astype(int).tolist()
+    return () if len(set(slices)) == 1 else tuple(slices)
+
+
+def room_left(room: FloatArray, divided: float) -> float:
+    """The L at which sum over d of max(room_d - L, 0) is ``divided``."""
+    ordered = np.sort(room)[::-1]
+    levels = (np.cumsum(ordered) - divided) / np.arange(1, len(ordered) + 1)
+    # With the k highest cut to one level, that level is the right one if the next is below it.
+    below = np.append(ordered[1:], -np.inf)
+    return float(levels[np.argmax(levels >= below)])
+
+
+def _usable_bytes(evaluator: Evaluator) -> FloatArray:
+    """Memory of each device, less what the simulator keeps free."""
+    usable = [device.usable_memory_bytes for device in evaluator.cluster.devices]
+    return np.array(usable, np.float64) / (1.0 + MEMORY_MARGIN)
 
 
 def micro_step_seconds(evaluator: Evaluator, decision: Decision, stage: int) -> float:

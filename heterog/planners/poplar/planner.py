@@ -4,17 +4,17 @@ ZeRO gives every device the same batch; Poplar gives each what its speed and mem
 stage of ZeRO:
 
 1. The most samples that fit each device at once, from the liveness of the step's values
-   (``poplar_curves``).
+   (``curves``).
 2. Seconds of each device over its micro-batch: measured if the cluster has a calibration, else the
    roofline's. A few micro-batches are priced and interpolated. Unlike the paper's cubic splines
    the interpolation is monotone (PCHIP, Fritsch and Carlson 1980), for it must be inverted.
-3. The allocation, exactly (``poplar_allocation``): under stages 0 and 1 devices meet once per
-   step, so each has its own micro-batches; under 2 and 3 once per micro-step, so the number is
-   common.
+3. The allocation, exactly (``allocation``): under stages 0 and 1 devices meet once per step, so
+   each has its own micro-batches; under 2 and 3 once per micro-step, so the number is common.
 
 The paper's own code is not public: this follows its description, with an exact search in place of
 its heuristic. Collectives may hide behind compute or not; allocations for both are tried, beside
-even ones, and the simulator decides. Slices are equal, as in the paper.
+even ones, and the simulator decides. Slices are equal, as in the paper, and where memory is short
+also such that the devices are left alike room for samples.
 """
 
 import time
@@ -25,31 +25,32 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
-from heterog.planners.poplar_allocation import Allocation, common_steps, own_micro_batches
-from heterog.planners.poplar_curves import (
+from heterog.planners.poplar.allocation import Allocation, common_steps, own_micro_batches
+from heterog.planners.poplar.curves import (
     liveness,
     micro_step_seconds,
     samples_that_fit,
     seconds_over_samples,
+    slices_by_memory,
+)
+from heterog.planners.poplar.zero import (
+    STAGES,
+    even_allocation,
+    zero_decision,
+    zero_strategy,
 )
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.strategy import (
     DEFAULT_BUCKET_BYTES,
     ELEMENTWISE_OPTIMIZERS,
-    Decision,
     Strategy,
-    Sync,
-    split_evenly,
 )
 
-STAGES = (0, 1, 2, 3)
 NUM_RETURNED = 4
 """Strategies handed to the referee."""
 
-_SYNC = {1: Sync.ZERO1, 2: Sync.ZERO2, 3: Sync.ZERO3}
 _MOST_CORRECTIONS = 4
 
 
@@ -113,11 +114,17 @@ class _Search:
         )
 
     def try_stage(self, stage: int) -> None:
-        """Evaluate the allocations of one stage, and the even one."""
-        for micro_batches in dict.fromkeys(self._allocations(stage)):
+        """Evaluate the allocations of one stage: of equal slices, even ones, of uneven slices."""
+        equal: tuple[int, ...] = ()
+        tried = [(each, equal) for each in self._allocations(stage, equal)]
+        tried += [(each, equal) for each in self._even_that_fits(stage)]
+        slices = slices_by_memory(self.evaluator, stage)
+        if slices:
+            tried += [(each, slices) for each in self._allocations(stage, slices)]
+        for micro_batches, sliced in dict.fromkeys(tried):
             for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
                 strategy = zero_strategy(
-                    self.task, stage, micro_batches, bucket_bytes=bucket_bytes
+                    self.task, stage, micro_batches, sliced, bucket_bytes=bucket_bytes
                 )
                 for order in self.task.orders:
                     self._evaluate(strategy, order)
@@ -137,38 +144,49 @@ class _Search:
             default=float("inf"),
         )
 
-    def _allocations(self, stage: int) -> Iterator[Allocation]:
-        """Allocations as if collectives took their time, as if they were hidden, and even ones."""
-        whole = zero_decision(self.evaluator, stage, self._even(1))
+    def _allocations(self, stage: int, slices: tuple[int, ...]) -> Iterator[Allocation]:
+        """Allocations as if collectives took their time, and as if they were hidden."""
+        whole = zero_decision(self.evaluator, stage, self._even(1), slices)
         full_s = micro_step_seconds(self.evaluator, whole, stage)
         for step_s in dict.fromkeys((full_s, 0.0)):
-            allocation = self._fitting(stage, step_s)
+            allocation = self._fitting(stage, slices, step_s)
             if allocation is not None:
                 yield allocation
-        yield from self._even_that_fits(stage)
 
-    def _fitting(self, stage: int, step_s: float) -> Allocation | None:
-        """An allocation that fits by the simulator, which sees more than the model of memory."""
+    def _fitting(self, stage: int, slices: tuple[int, ...], step_s: float) -> Allocation | None:
+        """An allocation that fits by the simulator, which sees more than the model of memory.
+
+        What is over is taken off, and what is left over on devices that take all they may is used.
+        """
         evaluator = self.evaluator
-        most = samples_that_fit(evaluator, stage, evaluator.cluster.num_devices)
+        most = samples_that_fit(evaluator, stage, slices)
         slope = max(float(liveness(evaluator.tables).per_sample.max(initial=0.0)), 1.0)
-        allocation: Allocation | None = None
+        usable = np.array([d.usable_memory_bytes for d in evaluator.cluster.devices], np.float64)
+        last: Allocation | None = None
+        fitting: Allocation | None = None
         for _ in range(_MOST_CORRECTIONS):
             found = self._solve(stage, most, step_s)
             if found is None:
-                return allocation
-            allocation = found
-            strategy = zero_strategy(self.task, stage, allocation)
+                break
+            last = found
+            strategy = zero_strategy(self.task, stage, found, slices)
             evaluation = self._evaluate(strategy, self.task.orders[0])
-            if evaluation is None or evaluation.is_ok:
-                return allocation
-            used = np.array(evaluation.peak_memory_bytes, np.float64)
-            usable = np.array([d.usable_memory_bytes for d in evaluator.cluster.devices])
-            taken = np.array([max(sizes) for sizes in allocation])
-            over = used > usable
-            fewer = np.ceil((used - usable) / slope)
-            most = np.where(over, np.maximum(np.minimum(most, taken) - fewer, 0), most).astype(int)
-        return allocation
+            if evaluation is None:
+                break
+            taken = np.array([max(sizes) for sizes in found])
+            room = (usable - np.array(evaluation.peak_memory_bytes)) / slope
+            if evaluation.is_ok:
+                fitting = found
+                more = np.where(taken >= most, np.maximum(np.floor(room), 0.0), 0.0)
+                if not more.any():
+                    break
+                most = np.minimum(most + more, evaluator.graph.batch_size).astype(int)
+            elif fitting is not None:
+                break
+            else:
+                fewer = np.maximum(np.minimum(most, taken) - np.ceil(-room), 0.0)
+                most = np.where(room < 0.0, fewer, most).astype(int)
+        return fitting or last
 
     def _solve(self, stage: int, most: npt.NDArray[np.int64], step_s: float) -> Allocation | None:
         evaluator, batch = self.evaluator, self.evaluator.graph.batch_size
@@ -202,59 +220,30 @@ class _Search:
             num_micro = min(2 * num_micro, most)
 
 
-def even_allocation(evaluator: Evaluator, num_micro: int) -> Allocation:
-    """The batch in equal parts over all devices and micro-steps."""
-    shares = split_evenly(evaluator.graph.batch_size, evaluator.cluster.num_devices)
-    rows = [split_evenly(share, num_micro) for share in shares]
-    used = max(sum(size > 0 for size in row) for row in rows)
-    return tuple(row[:used] for row in rows)
-
-
-def zero_decision(evaluator: Evaluator, stage: int, micro_batches: Allocation) -> Decision:
-    """The decision of every group: all devices, with equal slices.
-
-    Stage 0 all-reduces, in a hierarchy where there are several hosts.
-    """
-    hosts = set(evaluator.cluster.host_of)
-    plain = Sync.HIERARCHICAL if len(hosts) > 1 else Sync.RING
-    return Decision(
-        devices=tuple(range(evaluator.cluster.num_devices)),
-        shares=tuple(map(sum, micro_batches)),
-        sync=_SYNC.get(stage, plain),
-    )
-
-
-def zero_strategy(
-    task: Task, stage: int, micro_batches: Allocation, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
-) -> Strategy:
-    """ZeRO over the whole model with given micro-batches."""
-    return uniform_strategy(
-        task.evaluator,
-        zero_decision(task.evaluator, stage, micro_batches),
-        bucket_bytes=bucket_bytes,
-        micro_batches=micro_batches if len(micro_batches[0]) > 1 else (),
-        step_barrier=task.step_barrier,
-    )
-
-
 class EvenZero:
     """ZeRO as it is used on equal devices: the baseline of Poplar's tables, not registered.
 
     Args:
         zero_stage: 0 to 3.
+        num_micro: micro-steps; by default the fewest that fit.
+        name: in tables.
     """
 
     stage = "baseline"
 
-    def __init__(self, zero_stage: int) -> None:
-        self.name = f"even_zero{zero_stage}"
+    def __init__(self, zero_stage: int, num_micro: int | None = None, name: str = "") -> None:
+        self.name = name or f"even_zero{zero_stage}"
         self._stage = zero_stage
+        self._num_micro = num_micro
 
     def plan(self, task: Task) -> PlanResult:
-        """Equal shares, the fewest micro-steps that fit."""
+        """Equal shares in micro-steps."""
         begin = time.perf_counter()
         search = _Search(replace(task, orders=(Order.FIFO,)))
-        (allocation,) = search._even_that_fits(self._stage)
+        if self._num_micro is None:
+            (allocation,) = search._even_that_fits(self._stage)
+        else:
+            allocation = even_allocation(task.evaluator, self._num_micro)
         strategy = zero_strategy(task, self._stage, allocation)
         return PlanResult(
             candidates=(Candidate(strategy=strategy, orders=(Order.FIFO,)),),

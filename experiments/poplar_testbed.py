@@ -1,0 +1,199 @@
+"""What does Poplar gain over even ZeRO on real processes of unequal speed?
+
+    python experiments/poplar_testbed.py --json        # Linux, as root
+
+On a testbed, for each stage of ZeRO: Poplar's plan against the same stage with equal shares, as
+few micro-steps as fit and 25 MiB buckets. Where Poplar's plan has more micro-steps, equal shares
+in as many are measured too: the rest of the gain is that of the shares. All plans of a workload
+run in one job and in turn, so what else the machine does meets all of them. Measured, not
+simulated, with the predicted gains beside. Plans are made with a calibration of the testbed, on
+other workloads than these.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from testbed_calibration import calibrated
+
+from heterog.cluster import Cluster
+from heterog.errors import HeterogError
+from heterog.graph.capture import capture
+from heterog.planners.plan import Plan, load_plan, plan_from_rows
+from heterog.planners.planner import Budget, Planner, Task
+from heterog.planners.poplar import STAGES, EvenZero, Poplar
+from heterog.planners.portfolio import run_method
+from heterog.runtime.deploy import deploy
+from heterog.runtime.launch import run_commands
+from heterog.runtime.rank import join
+from heterog.runtime.testbed import Testbed
+from heterog.simulator.evaluator import Evaluator
+from heterog.zoo import load_workload
+
+CASES = (("vgg", 768), ("gpt", 192), ("encoder", 144), ("mlp", 8192))
+"""(workload, samples per step): twice its own batch, so that steps take a second."""
+WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
+WARM_UP = 1
+
+
+def make_plans(cluster: Cluster, model: str, batch_size: int, budget: Budget) -> dict[str, Plan]:
+    """Plans for every stage: ``poplar0``, ``even0``, maybe ``even_steps0`` and so on."""
+    graph = capture(load_workload(f"{WORKLOADS}:{model}", batch_size))
+    evaluator = Evaluator(graph, cluster)
+    task = Task(evaluator=evaluator, budget=budget)
+
+    def made(planner: Planner) -> Plan:
+        row = run_method(planner, task)
+        return plan_from_rows(
+            evaluator, [row], budget=str(budget), seed=0, search_seconds=row.search_seconds
+        )
+
+    plans: dict[str, Plan] = {}
+    for stage in STAGES:
+        plans[f"even{stage}"] = even = made(EvenZero(stage))
+        plans[f"poplar{stage}"] = ours = made(Poplar(stage))
+        num_micro = ours.strategy.num_micro_batches
+        if num_micro != even.strategy.num_micro_batches:
+            plans[f"even_steps{stage}"] = made(EvenZero(stage, num_micro))
+    return plans
+
+
+def serve(folder: Path, model: str, batch_size: int, num_pairs: int) -> None:
+    """One rank: all plans in turn; rank 0 writes the seconds."""
+    torch.set_num_threads(1)
+    join(timeout_s=1800)
+    workload = load_workload(f"{WORKLOADS}:{model}", batch_size)
+    batch = workload.make_batch()
+    steps = {
+        path.stem: deploy(workload, load_plan(path)) for path in sorted(folder.glob("*.json"))
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(num_pairs + WARM_UP):
+        for name, step in steps.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            step(batch)
+            dist.barrier()
+            if number >= WARM_UP:
+                seconds[name].append(time.perf_counter() - begin)
+    if dist.get_rank() == 0:
+        (folder / "seconds.json").write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(
+    cluster: Cluster, model: str, batch_size: int, budget: Budget, num_pairs: int
+) -> list[dict[str, Any]]:
+    """Rows of one workload: plan, then run all plans on the testbed."""
+    plans = make_plans(cluster, model, batch_size, budget)
+    with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
+        folder = Path(name)
+        for key, plan in plans.items():
+            plan.save(folder / f"{key}.json")
+        run_commands(
+            [
+                *(str(Path(__file__).resolve()), "--rank-folder", name),
+                *("--cases", f"{model}:{batch_size}", "--pairs", str(num_pairs)),
+            ],
+            cluster.num_devices,
+            wrap=bed.command,
+            environment=bed.environment,
+            timeout_s=1800,
+        )
+        seconds = json.loads((folder / "seconds.json").read_text())
+    return [_row(plans, seconds, stage) for stage in STAGES]
+
+
+def _row(
+    plans: Mapping[str, Plan], seconds: Mapping[str, list[float]], stage: int
+) -> dict[str, Any]:
+    ours = plans[f"poplar{stage}"]
+    row: dict[str, Any] = {
+        "testbed": ours.cluster.name,
+        "model": ours.graph.name,
+        "batch_size": ours.graph.batch_size,
+        "zero_stage": stage,
+        "samples": ours.strategy.decisions[0].shares,
+        "num_micro": ours.strategy.num_micro_batches,
+        "bucket_bytes": ours.strategy.bucket_bytes,
+    }
+    for name in ("poplar", "even", "even_steps"):
+        key = f"{name}{stage}"
+        if key in plans:
+            row[f"predicted_{name}_step_time_s"] = plans[key].step_time_s
+            row[f"{name}_step_time_s"] = statistics.median(seconds[key])
+            row[f"{name}_seconds"] = seconds[key]
+    row["predicted_gain"] = row["predicted_even_step_time_s"] / row["predicted_poplar_step_time_s"]
+    row["gain"] = row["even_step_time_s"] / row["poplar_step_time_s"]
+    same_steps = row.get("even_steps_step_time_s", row["even_step_time_s"])
+    row["gain_of_shares"] = same_steps / row["poplar_step_time_s"]
+    pairs = zip(seconds[f"even{stage}"], seconds[f"poplar{stage}"], strict=True)
+    row["gains"] = [even / poplar for even, poplar in pairs]
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+
+    def seconds(name: str) -> str:
+        measured, predicted = row[f"{name}_step_time_s"], row[f"predicted_{name}_step_time_s"]
+        return f"{measured:.3f} s (predicted {predicted:.3f})"
+
+    return (
+        f"{row['model']:8} batch {row['batch_size']:5} ZeRO-{row['zero_stage']}: "
+        f"even {seconds('even')}, Poplar {seconds('poplar')}: {row['gain']:.2f}x "
+        f"(predicted {row['predicted_gain']:.2f}x), by the shares alone "
+        f"{row['gain_of_shares']:.2f}x, samples {row['samples']} in {row['num_micro']}"
+    )
+
+
+def main() -> int:
+    """Calibrate, plan, measure, compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--testbed", default="skew_compute")
+    parser.add_argument("--cases", default=",".join(f"{name}:{size}" for name, size in CASES))
+    parser.add_argument("--budget", default="40e")
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
+    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    cases = [case.split(":") for case in arguments.cases.split(",")]
+    if arguments.rank_folder:
+        ((model, batch_size),) = cases
+        serve(Path(arguments.rank_folder), model, int(batch_size), arguments.pairs)
+        return 0
+    rows: list[dict[str, Any]] = []
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            cluster = calibrated(arguments.testbed, Path(arguments.folder or scratch))
+            for model, batch_size in cases:
+                budget = Budget.parse(arguments.budget)
+                found = measure(cluster, model, int(batch_size), budget, arguments.pairs)
+                rows += found
+                for row in found:
+                    print(line(row), file=sys.stderr, flush=True)
+    except HeterogError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    gains = [row["gain"] for row in rows]
+    mean = math.exp(statistics.fmean(map(math.log, gains)))
+    if arguments.json:
+        print(json.dumps({"geometric_mean": mean, "least": min(gains), "rows": rows}, indent=2))
+    else:
+        print(f"geometric mean {mean:.2f}x, least {min(gains):.2f}x")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,10 @@
+"""Poplar: ZeRO with unequal batches on unequal devices (Zhang et al., AAAI 2025).
+
+``curves`` says what each device can do, ``allocation`` shares the batch out exactly, ``zero``
+turns that into strategies, ``planner`` tries them.
+"""
+
+from heterog.planners.poplar.planner import EvenZero, Poplar
+from heterog.planners.poplar.zero import STAGES, even_allocation, zero_strategy
+
+__all__ = ["STAGES", "EvenZero", "Poplar", "even_allocation", "zero_strategy"]
