@@ -184,7 +184,7 @@ def rescore(
             row_of(whole),
             bucket_bytes=whole.bucket_bytes,
             num_steps=steps,
-            num_micro=whole.num_micro,
+            micro_batches=space.micro_batches(whole.num_micro),
         )
         preference = evaluator.evaluate_choice(choice, judge).preference
         scored.append((preference, whole))
@@ -223,7 +223,7 @@ def rescore(
                 row_of(whole),
                 bucket_bytes=whole.bucket_bytes,
                 step_barrier=task.step_barrier,
-                num_micro=whole.num_micro,
+                micro_batches=space.micro_batches(whole.num_micro),
             ),
             orders=task.orders,
         )

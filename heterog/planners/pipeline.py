@@ -229,7 +229,7 @@ class _Enumeration:
                 continue
             choice = self.space.encode(
                 self._row(point), bucket_bytes=0, num_steps=self.num_steps,
-                num_micro=point.num_micro,
+                micro_batches=self.space.micro_batches(point.num_micro),
             )  # fmt: skip
             evaluation = self.task.evaluator.evaluate_choice(choice, point.order)
             self.cost[point] = evaluation.preference
@@ -254,7 +254,7 @@ class _Enumeration:
             self._row(point),
             bucket_bytes=0,
             step_barrier=self.task.step_barrier,
-            num_micro=point.num_micro,
+            micro_batches=self.space.micro_batches(point.num_micro),
         )
         return Candidate(strategy=strategy, orders=(point.order,))
 

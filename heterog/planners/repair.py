@@ -282,6 +282,8 @@ class _Repair:
     def _cut_finer(self, current: _Tried) -> Iterator[_Tried]:
         """More micro-batches: twice as many until it fits, or until that does not help."""
         strategy, batch = current.strategy, self.graph.batch_size
+        if strategy.op_rules:
+            return  # they exclude micro-batches
         program = self.evaluator.program(self.evaluator.encode(strategy))
         if (program.kind == TaskKind.GATHER_VALUE).any():
             return  # an op needs the whole batch

@@ -212,14 +212,25 @@ class Evaluator:
         """A strategy as flat arrays, checked."""
         strategy.check(self.graph, self.cluster)
         steps = 1 if strategy.step_barrier else UNROLLED_STEPS
-        rules = strategy.op_rules
-        if rules not in self._rule_numbers:
-            self._rule_numbers[rules] = len(self._rules_by_number)
-            self._rules_by_number.append(rules)
-        number = self._rule_numbers[rules]
+        number = self.rule_number(strategy.op_rules)
         tables = self._rule_set(number).tables
         choice = encode(strategy, tables, self.channels, num_steps=steps)
         return choice._replace(rule_set=number)
+
+    def rule_number(self, op_rules: OpRules) -> int:
+        """The number by which a ``Choice`` names op rules, 0 if there are none."""
+        if op_rules not in self._rule_numbers:
+            self._rule_numbers[op_rules] = len(self._rules_by_number)
+            self._rules_by_number.append(op_rules)
+        return self._rule_numbers[op_rules]
+
+    def rule_tables(self, number: int) -> GraphTables:
+        """The graph's tables under the op rules of a number.
+
+        Raises:
+            StrategyError: these rules cannot be followed together.
+        """
+        return self._rule_set(number).tables
 
     def tables_of(self, choice: Choice) -> GraphTables:
         """The graph's tables under the op rules of an encoded strategy."""

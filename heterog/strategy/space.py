@@ -6,14 +6,16 @@ arrays takes microseconds, because everything about a candidate is looked up.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import ChannelTable, balanced_slices, slice_parts
-from heterog.strategy.lowering import Choice, micro_shares
+from heterog.strategy.lowering import Choice, axis_shares, micro_shares
 from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.strategy import (
     ELEMENTWISE_OPTIMIZERS,
@@ -25,8 +27,10 @@ from heterog.strategy.strategy import (
     split_evenly,
     split_in_proportion,
 )
-from heterog.strategy.tables import GraphTables
+from heterog.strategy.tables import GraphTables, graph_tables
 
+MicroBatches = tuple[tuple[int, ...], ...]
+"""Samples per micro-batch of each device, as in ``Strategy``; empty: in one go."""
 MAX_DEVICE_SETS = 256
 _CANDIDATES = tuple(sync for sync in Sync if sync not in (Sync.ZERO2, Sync.ZERO3))
 """ZeRO-1 saves memory and is seldom slower than all-reduce; the other stages communicate more and
@@ -110,7 +114,8 @@ class StrategySpace:
         self._recompute: list[bool] = []
         self._part: FloatArray = np.zeros((16, cluster.num_devices))
         self._homes: dict[tuple[int, ...], IntArray] = {}
-        self._micro: dict[tuple[int, int], IntArray] = {}
+        self._cuts: dict[MicroBatches, dict[int, IntArray]] = {}
+        self._axis_rows: dict[tuple[int, int], IntArray] = {}
         if decisions is None:
             decisions = [d for devices in device_sets(cluster) for d in self.decisions_on(devices)]
         for decision in decisions:
@@ -171,7 +176,7 @@ class StrategySpace:
             self._reduce[layout] = self._channels.all_reduce(decision.devices, hierarchical=False)
             self._gather[layout] = self._channels.all_gather(decision.devices, ())
 
-    def micro_batches(self, num_micro: int) -> tuple[tuple[int, ...], ...]:
+    def micro_batches(self, num_micro: int) -> MicroBatches:
         """``Strategy.micro_batches`` that cut the batch evenly, whatever the groups' shares."""
         if num_micro == 1:
             return ()
@@ -179,20 +184,33 @@ class StrategySpace:
         counts = split_evenly(self.graph.batch_size, num_micro)
         return (counts, *(idle for _ in range(self.cluster.num_devices - 1)))
 
-    def _shares(self, layout: int, num_micro: int) -> IntArray:
+    def _shares(self, layout: int, micro_batches: MicroBatches) -> IntArray:
         """Samples of a layout per micro-batch and device.  # [num_micro, num_devices]"""
-        key = (layout, num_micro)
-        if key not in self._micro:
+        known = self._cuts.setdefault(micro_batches, {})
+        if layout not in known:
             devices, shares = self._layouts_by_number[layout]
+            num_micro = len(micro_batches[0]) if micro_batches else 1
             table = np.zeros((num_micro, self.cluster.num_devices), np.int32)
-            table[:, list(devices)] = micro_shares(
-                shares, devices, self.micro_batches(num_micro), num_micro
-            )
-            self._micro[key] = table
-        return self._micro[key]
+            table[:, list(devices)] = micro_shares(shares, devices, micro_batches, num_micro)
+            known[layout] = table
+        return known[layout]
+
+    def _on_axis(self, layout: int, units: int) -> IntArray:
+        """Units of another axis than the batch on each device.  # [1, num_devices]"""
+        key = (layout, units)
+        if key not in self._axis_rows:
+            whole = self._shares(layout, ())[0]
+            self._axis_rows[key] = np.array([axis_shares(units, tuple(whole.tolist()))], np.int32)
+        return self._axis_rows[key]
 
     def encode(
-        self, row: IntArray, *, bucket_bytes: int, num_steps: int, num_micro: int = 1
+        self,
+        row: IntArray,
+        *,
+        bucket_bytes: int,
+        num_steps: int,
+        micro_batches: MicroBatches = (),
+        tables: GraphTables | None = None,
     ) -> Choice:
         """The kernel's arrays of a row.
 
@@ -200,18 +218,35 @@ class StrategySpace:
             row: candidate number of each group.  # [num_groups]
             bucket_bytes: see ``Strategy``.
             num_steps: unrolled steps.
-            num_micro: micro-batches, even over the whole batch.
+            micro_batches: see ``Strategy``; by default the step runs in one go.
+            tables: of the graph under op rules, which exclude micro-batches and ZeRO; the caller
+                sets the choice's ``rule_set``.
         """
+        tables = tables or self._tables
         layouts = np.array(self._layout_of, np.int32)[row]
         used = np.unique(layouts)
+        num_micro = len(micro_batches[0]) if micro_batches else 1
         # Only the layouts in use, renumbered: the arrays that the kernel scans stay small.
         shares = np.zeros((len(used) + 1, num_micro, self.cluster.num_devices), np.int32)
         for position, number in enumerate(used):
-            shares[position] = self._shares(int(number), num_micro)
+            shares[position] = self._shares(int(number), micro_batches)
         member = np.concatenate([self._member[used], np.zeros_like(self._member[:1])])
         shares[-1] = shares[:-1].sum(axis=0) > 0
         member[-1] = shares[-1].any(axis=0)
+        reduce_channel = np.append(self._reduce[used], np.int32(-1))
+        gather_channel = np.append(self._gather[used], np.int32(-1))
         layout = np.append(np.searchsorted(used, layouts), len(used)).astype(np.int32)
+        num_axes = len(tables.axis_units)
+        if num_axes > 1:
+            parts = [shares]
+            for units in tables.axis_units[1:].tolist():
+                parts += [self._on_axis(int(number), units)[None] for number in used]
+                constants = axis_shares(units, tuple(shares[-1, 0].tolist()))
+                parts.append(np.array([[constants]], np.int32))
+            shares = np.concatenate(parts)
+            member = np.tile(member, (num_axes, 1))
+            reduce_channel = np.tile(reduce_channel, num_axes)
+            gather_channel = np.tile(gather_channel, num_axes)
         return Choice(
             num_micro=num_micro,
             num_steps=num_steps,
@@ -223,14 +258,17 @@ class StrategySpace:
             recompute=np.array(self._recompute, np.bool_)[row],
             first_channel=np.array(self._first, np.int32)[row],
             second_channel=np.array(self._second, np.int32)[row],
-            reduce_channel=np.append(self._reduce[used], np.int32(-1)),
-            gather_channel=np.append(self._gather[used], np.int32(-1)),
-            home=self.homes(row),
+            reduce_channel=reduce_channel,
+            gather_channel=gather_channel,
+            home=self.homes(row, tables),
             slice_part=self._part[row],
         )
 
-    def homes(self, row: IntArray) -> IntArray:
-        """Homes of the parameters: served ones balanced over their own group's devices."""
+    def homes(self, row: IntArray, tables: GraphTables | None = None) -> IntArray:
+        """Homes of the parameters: served ones balanced over their own group's devices.
+
+        Those that op rules cut into slices (by ``tables``) have none.
+        """
         homes = np.full(len(self._tables.parameter_bytes), REPLICATED, np.int32)
         group = self._tables.parameter_group
         for number in np.unique(row):
@@ -238,6 +276,8 @@ class StrategySpace:
             if decision.sync == Sync.PARAMETER_SERVER and len(decision.devices) > 1:
                 served = np.flatnonzero(row[group] == number)
                 homes[served] = self._balanced(decision.devices)[served]
+        if tables is not None:
+            homes[tables.parameter_axis >= 0] = REPLICATED
         return homes
 
     def _balanced(self, devices: tuple[int, ...]) -> IntArray:
@@ -254,29 +294,41 @@ class StrategySpace:
         return self._homes[devices]
 
     def decode(
-        self, row: IntArray, *, bucket_bytes: int, step_barrier: bool, num_micro: int = 1
+        self,
+        row: IntArray,
+        *,
+        bucket_bytes: int,
+        step_barrier: bool,
+        micro_batches: MicroBatches = (),
+        op_rules: OpRules = (),
     ) -> Strategy:
         """The strategy of a row."""
+        homes = self.homes(row, graph_tables(self.graph, op_rules))
         return Strategy(
             graph=self.graph.fingerprint,
             cluster=self.cluster.fingerprint(),
             decisions=tuple(self.candidates[number] for number in row),
-            homes=tuple(int(home) for home in self.homes(row)),
-            micro_batches=self.micro_batches(num_micro),
+            homes=tuple(int(home) for home in homes),
+            micro_batches=micro_batches,
             bucket_bytes=bucket_bytes,
             step_barrier=step_barrier,
+            op_rules=op_rules,
         )
 
-    def row_of(self, strategy: Strategy) -> IntArray | None:
-        """The row of a strategy, with its decisions added; ``None`` if a row cannot express it.
+    def row_of(self, strategy: Strategy) -> IntArray:
+        """The row of a strategy's decisions, which are added.
 
-        A row expresses even micro-batches whose cut no group has chosen for itself. Served
-        parameters get the space's own homes. Rules of ops are not for rows.
+        Served parameters get the space's own homes. What holds for the whole step, its
+        micro-batches and the rules of its ops, is no part of a row.
         """
-        if strategy.op_rules:
-            return None
-        num_micro = strategy.num_micro_batches
-        sizes = tuple(sum(counts) for counts in zip(*strategy.micro_batches, strict=True))
-        if num_micro > 1 and sizes != split_evenly(self.graph.batch_size, num_micro):
-            return None
         return np.array([self.add(decision) for decision in strategy.decisions], np.int32)
+
+    def without_zero(self, row: IntArray) -> IntArray:
+        """The same shares without slices of the optimizer's state, which op rules exclude."""
+        plain = row.copy()
+        for number in np.unique(row):
+            decision = self.candidates[number]
+            if decision.sync in SLICED:
+                sync = Sync.REDUCE_SCATTER_ALL_GATHER
+                plain[row == number] = self.add(replace(decision, sync=sync))
+        return plain

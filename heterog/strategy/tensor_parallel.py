@@ -8,8 +8,9 @@ wants a slice of another tensor (keys beside queries), the split is followed bac
 that make it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
@@ -41,12 +42,15 @@ class Sharding:
     flops: float
 
 
-def shardings(graph: OpGraph, groups: Iterable[int]) -> tuple[Sharding, ...]:
+def shardings(
+    graph: OpGraph, groups: Iterable[int], *, parameters: Collection[int] | None = None
+) -> tuple[Sharding, ...]:
     """Ways to shard the ops of some groups, the one that splits most work first.
 
     Args:
         graph: one training step.
         groups: that are sharded together: they should have the same devices and shares.
+        parameters: whose splits are followed; by default all that these groups read.
 
     Returns:
         One sharding for each different set of ops, along the axis with the most units (they can be
@@ -64,18 +68,22 @@ def shardings(graph: OpGraph, groups: Iterable[int]) -> tuple[Sharding, ...]:
     }
     found: dict[tuple[int, ...], Sharding] = {}
     for parameter in _weights(graph, region):
-        length = graph.tensors[parameter].shape[0]
-        for outer in _OUTERS:
-            for units in sorted({length // outer, *apart}, reverse=True):
-                if units < 2 or length % (outer * units):
+        if parameters is not None and parameter not in parameters:
+            continue
+        shape = graph.tensors[parameter].shape
+        # Weights are (output, input, ...) or, in some libraries, (input, output).
+        for dim, outer in product(range(2), _OUTERS):
+            for units in sorted({shape[dim] // outer, *apart}, reverse=True):
+                if units < 2 or shape[dim] % (outer * units):
                     continue
-                rules = follow_split(graph, region, {parameter: S(0, outer)}, units)
+                placement = S(dim, outer)
+                rules = follow_split(graph, region, {parameter: placement}, units)
                 ops = tuple(op for op, _ in rules)
                 known = found.get(ops)
                 if ops and (known is None or known.units < units):
                     found[ops] = Sharding(
                         parameter=parameter,
-                        placement=S(0, outer),
+                        placement=placement,
                         units=units,
                         op_rules=rules,
                         flops=float(sum(graph.ops[op].flops for op in ops)),

@@ -1,0 +1,275 @@
+"""Points of the local search and the random moves between them.
+
+A row holds one candidate per group, groups in the order of the forward pass; neighbouring groups
+with the same candidate are a *run*. Most moves change a run, a part of it, or all groups of one
+kind. Beside the row stand the rules of ops that do not follow the batch, which stay with their
+groups whatever the row does, and what holds for the whole step. Every point is legal: rules
+exclude micro-batches and ZeRO, so a move to one gives up the other.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from heterog.graph.grouping import alike_groups
+from heterog.planners.group_rules import GroupRules, Place, RuleRow
+from heterog.planners.planner import Task
+from heterog.simulator.engine import Order
+from heterog.strategy.program import IntArray
+from heterog.strategy.space import MicroBatches, StrategySpace
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, split_evenly
+
+BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
+
+_PROPOSED = 0.4  # of the changes to groups, where a policy has proposed some
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A point of the search: a row of candidates and what holds for the whole step."""
+
+    row: IntArray
+    bucket_bytes: int
+    order: Order
+    micro_batches: MicroBatches = ()
+    rules: RuleRow = ()
+
+    @property
+    def key(self) -> "StateKey":
+        """What tells it from other points."""
+        return (
+            self.row.tobytes(), self.bucket_bytes, int(self.order), self.micro_batches, self.rules
+        )  # fmt: skip
+
+
+StateKey = tuple[bytes, int, int, MicroBatches, RuleRow]
+
+
+class Neighbours:
+    """Random moves.
+
+    Args:
+        task: of the search.
+        space: candidates of the rows.
+        rules: of groups.
+        rng: of everything random.
+
+    Attributes:
+        may_shard: whether moves may give ops rules that have none.
+    """
+
+    def __init__(
+        self, task: Task, space: StrategySpace, rules: GroupRules, rng: np.random.Generator
+    ) -> None:
+        self.task = task
+        self.space = space
+        self.rules = rules
+        self.rng = rng
+        self.may_shard = False
+        self.num_named = len(space.candidates)
+        self.proposals = [
+            np.array([space.add(decision) for decision in proposal], np.int32)
+            for proposal in task.proposals
+        ]
+        self.alike = alike_groups(task.evaluator.graph)
+        self.num_groups = len(self.alike)
+
+    def of(self, state: State) -> State:
+        """A random move: of some groups' decisions, or of what holds for the whole step."""
+        kind = self.rng.random()
+        if state.rules and (0.03 <= kind < 0.05 or 0.08 <= kind < 0.12):
+            return self._resharded(state)
+        if kind < 0.05:
+            if kind >= 0.03 and self.may_shard and not state.micro_batches:
+                return self._resharded(state)
+            return replace(state, bucket_bytes=BUCKETS[self.rng.integers(len(BUCKETS))])
+        if kind < 0.08:
+            order = self.task.orders[self.rng.integers(len(self.task.orders))]
+            return replace(state, order=order)
+        if kind < 0.12:
+            return self._recut(state)
+        row = state.row.copy()
+        if kind < 0.32:
+            self._shift_boundary(row)
+        else:
+            chosen = self._some_groups(row)
+            if self.proposals and self.rng.random() < _PROPOSED:
+                row[chosen] = self.proposals[self.rng.integers(len(self.proposals))][chosen]
+            elif kind < 0.50:  # a neighbour's decision: moves or removes boundaries
+                near = chosen[0] - 1 if self.rng.random() < 0.5 else chosen[-1] + 1
+                row[chosen] = row[min(max(near, 0), self.num_groups - 1)]
+            elif kind < 0.65:
+                self._move_samples(row, chosen)
+            elif kind < 0.69:
+                row[chosen] = self._recomputed(row[chosen])
+            elif kind < 0.82:  # another synchronisation or share rule on the same devices
+                devices = self.space.candidates[row[chosen[0]]].devices
+                others = self.space.decisions_on(devices)
+                row[chosen] = self.space.add(others[self.rng.integers(len(others))])
+            elif kind < 0.90:  # a decision that is used elsewhere
+                row[chosen] = row[self.rng.integers(self.num_groups)]
+            else:
+                row[chosen] = self.rng.integers(self.num_named)
+        return self.legal(replace(state, row=row))
+
+    def legal(self, state: State) -> State:
+        """The same without ZeRO and micro-batches if ops have rules."""
+        if not state.rules:
+            return state
+        return replace(state, row=self.space.without_zero(state.row), micro_batches=())
+
+    # --- rules of ops ----------------------------------------------------------------------------
+
+    def sharded(self, state: State, ways: list[list[Place]]) -> State | None:
+        """A state whose layers are sharded in some ways; ``None`` if they exclude each other."""
+        rules = state.rules
+        for places in ways:
+            for place in places:
+                rules = self.rules.added(rules, place)
+        if self.rules.rule_set(rules) is None:
+            return None
+        return self.legal(replace(state, rules=rules))
+
+    def _resharded(self, state: State) -> State:
+        """Shard some layers of a kind, or shard them no more; or drop the rules of some groups."""
+        row, rules = state.row.copy(), state.rules
+        chosen = set(self._some_groups(row).tolist())
+        if rules and (not self.rules.layers or self.rng.random() < 0.25):
+            rules = self.rules.without(rules, chosen)
+        elif self.rules.layers:
+            places = self.rules.layers[self.rng.integers(len(self.rules.layers))]
+            some = [place for place in places if min(place) in chosen] or places
+            change = self.rules.removed if self.rules.holds(rules, some[0]) else self.rules.added
+            for place in some:
+                rules = change(rules, place)
+                row[list(place)] = row[min(place)]
+        if self.rules.rule_set(rules) is None:
+            return state
+        return self.legal(replace(state, row=row, rules=rules))
+
+    # --- micro-batches ---------------------------------------------------------------------------
+
+    def _recut(self, state: State) -> State:
+        """Half or twice as many micro-batches; or samples move between those of two devices."""
+        cut = state.micro_batches
+        num_micro = len(cut[0]) if cut else 1
+        if cut == self.space.micro_batches(num_micro):
+            most = self.task.evaluator.graph.batch_size
+            near = (max(num_micro // 2, 1), min(2 * num_micro, most))
+            number = near[self.rng.integers(2)]
+            return replace(state, micro_batches=self.space.micro_batches(number))
+        kind = self.rng.random()
+        if kind < 0.5:
+            return self._moved_between_cuts(state)
+        if kind < 0.75:
+            cut = tuple(_merged(counts) for counts in cut) if num_micro > 2 else ()
+        else:
+            cut = tuple(_halved(counts) for counts in cut)
+        return replace(state, micro_batches=cut) if _is_cut(cut) else state
+
+    def _moved_between_cuts(self, state: State) -> State:
+        """Move samples from one device's micro-batch to another one's, for all that follow them.
+
+        Groups whose shares are the sums of the micro-batches keep following them.
+        """
+        cut = np.array(state.micro_batches, np.int32)  # [num_devices, num_micro]
+        givers = np.argwhere(cut > 0)
+        giver, from_micro = givers[self.rng.integers(len(givers))]
+        taker = int(self.rng.integers(len(cut)))
+        to_micro = int(self.rng.integers(cut.shape[1]))
+        amount = int(self.rng.integers(1, max(1, cut[giver, from_micro] // 4) + 1))
+        before = cut.sum(axis=1)
+        cut[giver, from_micro] -= amount
+        cut[taker, to_micro] += amount
+        after = cut.sum(axis=1)
+        moved = tuple(tuple(counts) for counts in cut.tolist())
+        if not _is_cut(moved):
+            return state
+        row = state.row.copy()
+        for number in np.unique(row):
+            old = self.space.candidates[number]
+            devices = list(old.devices)
+            if old.shares == tuple(before[devices].tolist()) and after[devices].sum() == sum(
+                old.shares
+            ):
+                changed = replace(old, shares=tuple(after[devices].tolist()))
+                row[state.row == number] = self.space.add(changed)
+        return replace(state, row=row, micro_batches=moved)
+
+    # --- groups ----------------------------------------------------------------------------------
+
+    def _recomputed(self, numbers: IntArray) -> IntArray:
+        """The same decisions, recomputing if the first one does not, else keeping."""
+        recompute = not self.space.candidates[numbers[0]].recompute
+        changed = [
+            self.space.add(replace(self.space.candidates[number], recompute=recompute))
+            for number in numbers
+        ]
+        return np.array(changed, np.int32)
+
+    def _some_groups(self, row: IntArray) -> IntArray:
+        """A range of groups, a whole run, or all groups of one kind in a run."""
+        kind = self.rng.random()
+        if kind < 0.5:
+            return self._range(self.num_groups)
+        anchor = int(self.rng.integers(self.num_groups))
+        edges = np.flatnonzero(np.diff(row)) + 1
+        first = int(edges[edges <= anchor].max(initial=0))
+        last = int(edges[edges > anchor].min(initial=self.num_groups))
+        run = np.arange(first, last, dtype=np.int32)
+        if kind < 0.7:
+            return run
+        if kind < 0.85:
+            return first + self._range(last - first)
+        alike: IntArray = run[self.alike[run] == self.alike[anchor]]
+        return alike
+
+    def _range(self, size: int) -> IntArray:
+        """A random range below ``size``; short ones are as likely as long ones."""
+        length = int(math.exp(self.rng.uniform(0.0, math.log(size + 1))))
+        length = min(max(length, 1), size)
+        first = int(self.rng.integers(size - length + 1))
+        return np.arange(first, first + length, dtype=np.int32)
+
+    def _shift_boundary(self, row: IntArray) -> None:
+        """Move a boundary between two runs by a few groups."""
+        edges = np.flatnonzero(np.diff(row)) + 1
+        if len(edges) == 0:
+            return
+        edge = int(edges[self.rng.integers(len(edges))])
+        step = int(self.rng.geometric(0.5))
+        if self.rng.random() < 0.5:
+            row[max(edge - step, 0) : edge] = row[edge]
+        else:
+            row[edge : edge + step] = row[edge - 1]
+
+    def _move_samples(self, row: IntArray, chosen: IntArray) -> None:
+        """Move one or a few samples between two devices of the first group's decision."""
+        old = self.space.candidates[row[chosen[0]]]
+        if len(old.devices) < 2:
+            return
+        giver, taker = self.rng.choice(len(old.devices), 2, replace=False)
+        most = max(1, old.shares[giver] // 4)
+        amount = min(int(self.rng.integers(1, most + 1)), old.shares[giver])
+        shares = list(old.shares)
+        shares[giver] -= amount
+        shares[taker] += amount
+        changed = replace(old, shares=tuple(shares))
+        same = chosen[row[chosen] == row[chosen[0]]]
+        row[same] = self.space.add(changed)
+
+
+def _merged(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Every two micro-batches in one."""
+    return tuple(sum(counts[first : first + 2]) for first in range(0, len(counts), 2))
+
+
+def _halved(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Every micro-batch in two."""
+    return tuple(half for count in counts for half in split_evenly(count, 2))
+
+
+def _is_cut(micro_batches: MicroBatches) -> bool:
+    """Whether no micro-batch is empty."""
+    return all(sum(counts) > 0 for counts in zip(*micro_batches, strict=True))
