@@ -5,7 +5,7 @@ stay legal in parts: what must be decided together (local statistics and their r
 group, and where the placements at a border differ, lowering converts the value.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import cached_property
 
 import numpy as np
@@ -93,13 +93,6 @@ class GroupRules:
         return bool(rules) and all(
             set(part) <= set(self._parts[rules[group]]) for group, part in place.items()
         )
-
-    def choices(self) -> Iterator[list[list[Place]]]:
-        """Shardings worth trying for a whole model: all ways together, and each on its own."""
-        if len(self.layers) > 1:
-            yield self.layers
-        for places in self.layers:
-            yield [places]
 
     def _by_group(self, op_rules: OpRules) -> Place:
         place: dict[int, list[int]] = {}

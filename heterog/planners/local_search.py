@@ -44,7 +44,7 @@ _MOST_REPAIRED = 3  # of the seeds that do not fit
 _REPAIR_SHARE = 0.1  # of the budget, for each
 _MOST_SHARDED = 3  # of the best starts, and of the machines, whose layers are sharded
 _SHARD_SHARE = 0.05  # of the budget, for all of them
-_NEAR = 1.25  # times the best start: how slow a sharded one may be to be worth moves
+_NEAR = 1.1  # times the best start: how slow a sharded one may be to be worth moves
 _NUM_MOVES = 300  # of one annealing run
 _HOT, _COLD = 0.02, 0.0005  # temperatures as parts of the start's cost
 
@@ -180,24 +180,30 @@ class _Search:
                 self._engine(state)
 
     def _shard_seeds(self) -> None:
-        """Shard the layers of the best starts and of every kind of machine, in each way there is.
+        """Shard the layers of the best starts and of every kind of machine, kind by kind of layer.
 
-        Where none of that comes near the best start, moves leave the ops' rules alone.
+        What is faster so stays sharded for the next kind. Where none of it comes near the best
+        start, moves leave the ops' rules alone.
         """
         if self.spending.is_over:
             return
         until = self.spending.fraction + _SHARD_SHARE
         best = self.elites.states[0][0]
-        bases = [state for _, state in self.elites.states if not state.micro_batches]
-        unsharded = [state for state in bases if not state.rules][:_MOST_SHARDED]
-        self.neighbours.may_shard = any(state.rules for state in bases)
-        for ways in self.rules.choices():
-            for base in (*unsharded, *self._machines()):
+        bases: dict[bytes, State] = {}
+        for _, state in self.elites.states:
+            self.neighbours.may_shard |= bool(state.rules)
+            if not state.rules and not state.micro_batches:
+                bases.setdefault(self.space.without_zero(state.row).tobytes(), state)
+        for base in (*list(bases.values())[:_MOST_SHARDED], *self._machines()):
+            cost = self._engine(base)
+            for places in self.rules.layers:
                 if self.spending.fraction >= until:
                     return
-                state = self.neighbours.sharded(base, ways)
-                if state is not None and self._engine(state) < _NEAR * best:
-                    self.neighbours.may_shard = True
+                sharded = self.neighbours.sharded(base, places)
+                if sharded is not None and self._engine(sharded) < cost:
+                    base, cost = sharded, self._engine(sharded)
+            if base.rules and cost < _NEAR * best:
+                self.neighbours.may_shard = True
 
     def _machines(self) -> list[State]:
         """Everything on one machine, for each kind of machine with several devices."""

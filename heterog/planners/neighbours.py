@@ -121,12 +121,11 @@ class Neighbours:
 
     # --- rules of ops ----------------------------------------------------------------------------
 
-    def sharded(self, state: State, ways: list[list[Place]]) -> State | None:
-        """A state whose layers are sharded in some ways; ``None`` if they exclude each other."""
+    def sharded(self, state: State, places: list[Place]) -> State | None:
+        """A state with the layers at some places sharded; ``None`` if its rules exclude that."""
         rules = state.rules
-        for places in ways:
-            for place in places:
-                rules = self.rules.added(rules, place)
+        for place in places:
+            rules = self.rules.added(rules, place)
         if self.rules.rule_set(rules) is None:
             return None
         return self.legal(replace(state, rules=rules))

@@ -5,14 +5,14 @@ few consecutive groups are looked at together (``tensor_parallel.shardings``), a
 carried over to all places where the same groups follow each other.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, alike_groups, group_ops
-from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules
 from heterog.strategy.tensor_parallel import shardings
 
@@ -21,8 +21,6 @@ WINDOW = 4
 LEAST_WEIGHTS = 1 / 16
 """Bytes of a group's parameters over those of its largest activation, below which it is not looked
 at: a split sends activations where data parallelism sends gradients."""
-MOST_SHARED = 0.75
-"""Part of a sharding's FLOPs that one with more work may have too, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +29,22 @@ class LayerSharding:
 
     Attributes:
         places: rules of the ops of each place, disjoint, in order of the forward pass.
-        flops: of these ops at all places, on all devices together.
+        weight_bytes: of the parameters of one place that live in slices.
+        moved_bytes: of the activations of one place that are gathered or summed for it.
     """
 
     places: tuple[OpRules, ...]
-    flops: float
+    weight_bytes: float
+    moved_bytes: float
 
 
 @lru_cache(maxsize=8)
 def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
-    """Ways to shard the layers of a graph, those that split the most work first.
+    """Ways to shard the layers of a graph, no two for the same op.
 
-    A sharding that another one contains is left out: columns alone where columns and then rows
-    are possible.
+    Of ways that exclude each other the one is taken that keeps more bytes of weights in slices for
+    each byte of activations that it moves: columns and then rows rather than columns alone. They
+    come in this order.
     """
     windows = _Windows(graph)
     found: dict[_Signature, list[OpRules]] = {}
@@ -53,40 +54,73 @@ def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
             continue
         kind = windows.kind(group)
         if kind not in known:
-            known[kind] = [
-                windows.signature(each.op_rules, group)
-                for each in shardings(
-                    graph,
-                    range(group, min(group + WINDOW, windows.num_groups)),
-                    parameters=windows.parameters[group],
-                )
-                if _is_legal(graph, each.op_rules)
-            ]
+            ways = shardings(
+                graph,
+                range(group, min(group + WINDOW, windows.num_groups)),
+                parameters=windows.parameters[group],
+            )
+            known[kind] = [windows.signature(way.op_rules, group) for way in ways]
         for signature in known[kind]:
             found.setdefault(signature, []).append(windows.rules(signature, group))
-    kinds = [
-        LayerSharding(places=tuple(places), flops=_flops(graph, places))
-        for places in found.values()
+    weighed = [
+        (bytes_, places) for places in found.values() if (bytes_ := _bytes(graph, places[0]))[0]
     ]
-    kinds.sort(key=lambda each: -each.flops / len(each.places))
-    return _different(graph, kinds)
-
-
-def _flops(graph: OpGraph, places: Iterable[OpRules]) -> float:
-    return float(sum(graph.ops[op].flops for rules in places for op, _ in rules))
-
-
-def _different(graph: OpGraph, kinds: Sequence[LayerSharding]) -> tuple[LayerSharding, ...]:
-    """Without shardings whose work is mostly in larger ones, which come first."""
+    weighed.sort(key=lambda pair: -pair[0][0] / pair[0][1])
+    result = []
     split: set[int] = set()
-    kept = []
-    for kind in kinds:
-        first = kind.places[0]
-        shared = tuple((op, rule) for op, rule in first if op in split)
-        if _flops(graph, [shared]) <= MOST_SHARED * _flops(graph, [first]):
-            kept.append(kind)
-            split.update(op for rules in kind.places for op, _ in rules)
-    return tuple(sorted(kept, key=lambda each: -each.flops))
+    for (weight_bytes, moved_bytes), places in weighed:
+        free = []
+        for rules in places:
+            ops = {op for op, _ in rules}
+            if split.isdisjoint(ops):
+                free.append(rules)
+                split |= ops
+        if free:
+            result.append(
+                LayerSharding(
+                    places=tuple(free), weight_bytes=weight_bytes, moved_bytes=moved_bytes
+                )
+            )
+    return tuple(result)
+
+
+def _bytes(graph: OpGraph, rules: OpRules) -> tuple[float, float]:
+    """Bytes of the weights that live in slices under some rules, and of what is moved for them.
+
+    What comes in from ops that follow the batch is gathered once, what is left in parts for others
+    is gathered once, and a sum is two such movements.
+    """
+    try:
+        plan = axis_plan(graph, rules)
+    except StrategyError:
+        return 0.0, 1.0
+    size, storage = graph.tensor_bytes, graph.storage
+    inside = {op for op, _ in rules}
+    moved: dict[int, float] = {}
+    for op, rule in rules:
+        for tensor in graph.ops[op].inputs:
+            made_of = int(storage[tensor])
+            if plan.placements[made_of].kind == "S" and made_of not in plan.sharded:
+                if int(graph.producer[made_of]) not in inside:
+                    moved[made_of] = float(size[made_of])
+        for tensor, place in zip(graph.outputs(op), rule.outputs, strict=True):
+            if place.kind != "R" and not all(
+                reader in inside or graph.ops[reader].phase == Phase.UPDATE
+                for reader in _readers(graph, tensor)
+            ):
+                moved[tensor] = float(size[tensor]) * (2.0 if place.kind == "P" else 1.0)
+    weights = float(sum(size[parameter] for parameter in plan.sharded))
+    return weights, max(sum(moved.values()), 1.0)
+
+
+def _readers(graph: OpGraph, tensor: int) -> Iterator[int]:
+    """Ops other than views that read a tensor, through all views."""
+    for reader in graph.consumers[tensor]:
+        if graph.is_view[reader]:
+            for output in graph.outputs(reader):
+                yield from _readers(graph, output)
+        else:
+            yield int(reader)
 
 
 _Signature = tuple[tuple[tuple[int, int, int], OpRule], ...]
@@ -141,11 +175,3 @@ class _Windows:
             (self.ops[first + offset][position], rule) for (offset, _, position), rule in signature
         ]
         return tuple(sorted(placed, key=lambda pair: pair[0]))
-
-
-def _is_legal(graph: OpGraph, rules: OpRules) -> bool:
-    try:
-        axis_plan(graph, rules)
-    except StrategyError:
-        return False
-    return True
