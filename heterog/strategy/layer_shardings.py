@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
+from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, alike_groups, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules
@@ -19,8 +20,8 @@ from heterog.strategy.tensor_parallel import shardings
 WINDOW = 4
 """Consecutive groups that a split is followed through."""
 LEAST_WEIGHTS = 1 / 16
-"""Bytes of a group's parameters over those of its largest activation, below which it is not looked
-at: a split sends activations where data parallelism sends gradients."""
+"""Bytes of weights over bytes of activations moved for them, below which a sharding is not
+looked at: it sends activations where data parallelism sends gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +63,13 @@ def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
             known[kind] = [windows.signature(way.op_rules, group) for way in ways]
         for signature in known[kind]:
             found.setdefault(signature, []).append(windows.rules(signature, group))
-    weighed = [
-        (bytes_, places) for places in found.values() if (bytes_ := _bytes(graph, places[0]))[0]
-    ]
+    weighed = []
+    for places in found.values():
+        most_bytes, moved_bytes = _read_bytes(graph, places[0]), _moved_bytes(graph, places[0])
+        if most_bytes >= LEAST_WEIGHTS * moved_bytes:
+            weight_bytes = _weight_bytes(graph, places[0])
+            if weight_bytes >= LEAST_WEIGHTS * moved_bytes:
+                weighed.append(((weight_bytes, moved_bytes), places))
     weighed.sort(key=lambda pair: -pair[0][0] / pair[0][1])
     result = []
     split: set[int] = set()
@@ -84,33 +89,42 @@ def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
     return tuple(result)
 
 
-def _bytes(graph: OpGraph, rules: OpRules) -> tuple[float, float]:
-    """Bytes of the weights that live in slices under some rules, and of what is moved for them.
+def _read_bytes(graph: OpGraph, rules: OpRules) -> float:
+    """Bytes of the parameters that ops with rules read: no more of them can live in slices."""
+    read = {int(graph.storage[tensor]) for op, _ in rules for tensor in graph.ops[op].inputs}
+    return float(sum(graph.tensor_bytes[value] for value in read & set(graph.parameters)))
+
+
+def _weight_bytes(graph: OpGraph, rules: OpRules) -> float:
+    """Bytes of the weights that live in slices under some rules; 0 if these are illegal."""
+    try:
+        sharded = axis_plan(graph, rules).sharded
+    except StrategyError:
+        return 0.0
+    return float(sum(graph.tensor_bytes[parameter] for parameter in sharded))
+
+
+def _moved_bytes(graph: OpGraph, rules: OpRules) -> float:
+    """Bytes of the activations that are moved because of some rules.
 
     What comes in from ops that follow the batch is gathered once, what is left in parts for others
     is gathered once, and a sum is two such movements.
     """
-    try:
-        plan = axis_plan(graph, rules)
-    except StrategyError:
-        return 0.0, 1.0
-    size, storage = graph.tensor_bytes, graph.storage
+    size, storage, batch = graph.tensor_bytes, graph.storage, batch_plan(graph)
     inside = {op for op, _ in rules}
     moved: dict[int, float] = {}
     for op, rule in rules:
         for tensor in graph.ops[op].inputs:
-            made_of = int(storage[tensor])
-            if plan.placements[made_of].kind == "S" and made_of not in plan.sharded:
-                if int(graph.producer[made_of]) not in inside:
-                    moved[made_of] = float(size[made_of])
+            value = int(storage[tensor])
+            if batch.placements[value].kind == "S" and int(graph.producer[value]) not in inside:
+                moved[value] = float(size[value])
         for tensor, place in zip(graph.outputs(op), rule.outputs, strict=True):
             if place.kind != "R" and not all(
                 reader in inside or graph.ops[reader].phase == Phase.UPDATE
                 for reader in _readers(graph, tensor)
             ):
                 moved[tensor] = float(size[tensor]) * (2.0 if place.kind == "P" else 1.0)
-    weights = float(sum(size[parameter] for parameter in plan.sharded))
-    return weights, max(sum(moved.values()), 1.0)
+    return max(sum(moved.values()), 1.0)
 
 
 def _readers(graph: OpGraph, tensor: int) -> Iterator[int]:

@@ -39,6 +39,7 @@ from tests.runtime.strategies import (
     random_strategy,
     strategy_of,
 )
+from tests.runtime.walks import all_sharded, decoded, moves_of, start
 from tests.simulator.builders import random_rules, with_rules
 
 UNEVEN = Decision(devices=ALL, shares=(5, 2, 1), sync=Sync.RING)
@@ -259,3 +260,18 @@ def test_random_legal_rules(
         trained(ranks, tmp_path_factory.mktemp("plan"), name, strategy)
 
     check()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_a_walk_of_the_local_search_from_sharded_layers(
+    ranks: Ranks, tmp_path: Path, name: str
+) -> None:
+    """Some layers sharded, some not, on other devices each, some recomputing."""
+    graph = graph_of(name)
+    moves = moves_of(graph, seed=1)
+    state = start(moves, all_sharded(graph))
+    for _ in range(60):
+        moved = moves.of(state)
+        state = moved if moved.rules else state
+    trained(ranks, tmp_path, name, decoded(moves, state))

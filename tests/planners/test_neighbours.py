@@ -1,0 +1,110 @@
+"""Random walks of the local search: every point is legal, and what is fixed stays."""
+
+from dataclasses import replace
+
+import pytest
+
+from heterog.planners.group_rules import GroupRules
+from heterog.planners.local_search import LocalSearch, _Search
+from heterog.planners.neighbours import Neighbours, State
+from heterog.planners.planner import Budget, Candidate, Task
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Sync
+from tests.runtime.strategies import cluster, graph_of
+from tests.runtime.walks import all_sharded, decoded, everywhere, moves_of, start
+
+UNEVEN = ((2, 1, 1), (0, 2, 0), (1, 0, 1))
+"""Micro-batches of three devices for a batch of 8."""
+
+
+def check_point(moves: Neighbours, state: State) -> None:
+    """The strategy is legal, and the quick encoding means the same as the careful one."""
+    evaluator = moves.task.evaluator
+    strategy = decoded(moves, state)
+    careful = evaluator.evaluate(strategy, Order.RANK)  # checks it
+    number = moves.rules.rule_set(state.rules)
+    assert number is not None
+    choice = moves.space.encode(
+        state.row,
+        bucket_bytes=state.bucket_bytes,
+        num_steps=1,
+        micro_batches=state.micro_batches,
+        tables=evaluator.rule_tables(number),
+    )
+    assert evaluator.evaluate_choice(choice._replace(rule_set=number), Order.RANK) == careful
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+@pytest.mark.parametrize("beginning", ["plain", "zero", "uneven", "sharded"])
+def test_every_point_of_a_walk_is_legal(name: str, beginning: str) -> None:
+    graph = graph_of(name)
+    strategy = {
+        "plain": everywhere(graph),
+        "zero": everywhere(graph, Sync.ZERO1),
+        "uneven": replace(everywhere(graph), micro_batches=UNEVEN),
+        "sharded": all_sharded(graph),
+    }[beginning]
+    moves = moves_of(graph)
+    state = start(moves, strategy)
+    assert decoded(moves, state) == strategy
+    seen = set()
+    for step in range(150):
+        state = moves.of(state)
+        seen.add((bool(state.rules), len(state.micro_batches) > 0))
+        if step % 5 == 0:
+            check_point(moves, state)
+    assert (True, True) not in seen
+    assert len(seen) > 1  # from rules or micro-batches to none, or the other way
+
+
+def test_rules_are_put_on_and_taken_off_place_by_place() -> None:
+    graph = graph_of("gpt")
+    rules = GroupRules(Evaluator(graph, cluster()))
+    whole: tuple[int, ...] = ()
+    places = [place for places in rules.layers for place in places]
+    for place in places:
+        assert not rules.holds(whole, place)
+        whole = rules.added(whole, place)
+    assert all(rules.holds(whole, place) for place in places)
+    assert rules.op_rules(whole) == all_sharded(graph).op_rules
+    assert rules.row_of(all_sharded(graph).op_rules) == whole
+    first = rules.removed(whole, places[0])
+    assert not rules.holds(first, places[0])
+    assert all(rules.holds(first, place) for place in places[1:])
+    for place in places:
+        whole = rules.without(whole, set(place))
+    assert whole == ()
+
+
+def test_uneven_micro_batches_are_moved_with_the_shares_that_follow_them() -> None:
+    graph = graph_of("gpt")
+    moves = moves_of(graph)
+    state = start(moves, replace(everywhere(graph), micro_batches=UNEVEN))
+    for _ in range(20):
+        state = moves._moved_between_cuts(state)
+        sums = tuple(sum(counts) for counts in state.micro_batches)
+        assert sum(sums) == graph.batch_size
+        assert {moves.space.candidates[number].shares for number in state.row} == {sums}
+
+
+@pytest.mark.parametrize("kind", ["sharded", "uneven"])
+def test_the_search_keeps_what_it_was_given_and_scores_it_once(kind: str) -> None:
+    graph = graph_of("gpt")
+    given = {
+        "sharded": all_sharded(graph),
+        "uneven": replace(everywhere(graph), micro_batches=UNEVEN),
+    }[kind]
+    evaluator = Evaluator(graph, cluster())
+    task = Task(
+        evaluator=evaluator,
+        budget=Budget(evaluations=400),
+        seeds=(Candidate(strategy=given, orders=tuple(Order)),),
+    )
+    search = _Search(task)
+    search._seed()
+    assert evaluator.num_evaluations == len(search.by_engine) + len(search.by_referee)
+    assert all(state.key in search.by_engine for state in search._states(task.seeds[0]))
+    best = LocalSearch().plan(task).candidates[0].strategy
+    referee = Evaluator(graph, cluster()).referee
+    assert referee(best).step_time_s <= referee(given).step_time_s

@@ -1,0 +1,60 @@
+"""Points of the local search on three equal devices, to start random walks from."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.data_parallel import device_speeds
+from heterog.planners.group_rules import GroupRules
+from heterog.planners.neighbours import Neighbours, State
+from heterog.planners.planner import Budget, Task
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layer_shardings import layer_shardings
+from heterog.strategy.space import StrategySpace
+from heterog.strategy.strategy import Decision, Strategy, Sync
+from heterog.strategy.tensor_parallel import merge_rules
+from tests.runtime.strategies import ALL, cluster, strategy_of
+
+
+def moves_of(graph: OpGraph, seed: int = 0) -> Neighbours:
+    evaluator = Evaluator(graph, cluster())
+    space = StrategySpace(
+        graph, evaluator.cluster, evaluator.tables, evaluator.channels, device_speeds(evaluator)
+    )
+    task = Task(evaluator=evaluator, budget=Budget(evaluations=1))
+    moves = Neighbours(task, space, GroupRules(evaluator), np.random.default_rng(seed))
+    moves.may_shard = True
+    return moves
+
+
+def everywhere(graph: OpGraph, sync: Sync = Sync.RING) -> Strategy:
+    decision = Decision(devices=ALL, shares=(4, 2, 2), sync=sync)
+    return strategy_of(graph, [decision] * group_ops(graph).num_groups)
+
+
+def all_sharded(graph: OpGraph) -> Strategy:
+    rules = merge_rules(*(place for each in layer_shardings(graph) for place in each.places))
+    return replace(everywhere(graph), op_rules=rules)
+
+
+def start(moves: Neighbours, strategy: Strategy) -> State:
+    return State(
+        moves.space.row_of(strategy),
+        strategy.bucket_bytes,
+        Order.RANK,
+        strategy.micro_batches,
+        moves.rules.row_of(strategy.op_rules),
+    )
+
+
+def decoded(moves: Neighbours, state: State) -> Strategy:
+    return moves.space.decode(
+        state.row,
+        bucket_bytes=state.bucket_bytes,
+        step_barrier=True,
+        micro_batches=state.micro_batches,
+        op_rules=moves.rules.op_rules(state.rules),
+    )

@@ -1,0 +1,75 @@
+"""Every layer's sharding is found once per kind and carried over to all places."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from heterog.graph.axis_plan import axis_plan
+from heterog.graph.capture import capture
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.workload import Workload
+from heterog.strategy.layer_shardings import LEAST_WEIGHTS, LayerSharding, layer_shardings
+from heterog.strategy.tensor_parallel import merge_rules
+from tests.runtime.strategies import graph_of
+
+
+class InputFirst(nn.Module):
+    """A layer whose weight is (input, output), as GPT-2's."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(inputs, outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def feed_forwards() -> nn.Module:
+    return nn.Sequential(
+        *(
+            nn.Sequential(InputFirst(64, 256), nn.ReLU(), InputFirst(256, 64), nn.LayerNorm(64))
+            for _ in range(3)
+        )
+    )
+
+
+def captured(batch_size: int) -> OpGraph:
+    batch = (torch.zeros(batch_size, 64), torch.zeros(batch_size, 64))
+    return capture(Workload(feed_forwards, batch, functional.mse_loss, torch.optim.Adam))
+
+
+def sharded_names(graph: OpGraph, sharding: LayerSharding) -> list[list[str]]:
+    return [
+        sorted(graph.tensors[parameter].name for parameter in axis_plan(graph, rules).sharded)
+        for rules in sharding.places
+    ]
+
+
+def test_columns_then_rows_wherever_the_layer_is() -> None:
+    graph = captured(16)
+    first, others = sorted(layer_shardings(graph), key=lambda each: len(each.places))
+    assert sharded_names(graph, first) == [["0.0.weight", "0.2.weight"]]
+    assert sharded_names(graph, others) == [[f"{i}.0.weight", f"{i}.2.weight"] for i in (1, 2)]
+    assert first.weight_bytes == others.weight_bytes == 2 * 64 * 256 * 4
+    activation = 16 * 64 * 4
+    # The input and the gradient of the output are gathered, the output is summed; the gradient of
+    # the input is summed too, except for that of the model's own input.
+    assert first.moved_bytes == (1 + 1 + 2) * activation
+    assert others.moved_bytes == (1 + 1 + 2 + 2) * activation
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe", "language", "mlp"])
+def test_places_are_disjoint_and_legal_together(name: str) -> None:
+    graph = graph_of(name)
+    found = layer_shardings(graph)
+    ops = [op for each in found for rules in each.places for op, _ in rules]
+    assert len(ops) == len(set(ops)) > 0
+    plan = axis_plan(graph, merge_rules(*(rules for each in found for rules in each.places)))
+    assert plan.sharded
+
+
+def test_weights_that_are_small_against_activations_are_left_alone() -> None:
+    per_sample = 4 * 64 * 4  # the first layer's bytes moved
+    too_large = int(2 * 64 * 256 * 4 / (LEAST_WEIGHTS * per_sample)) + 1
+    assert layer_shardings(captured(too_large)) == ()
