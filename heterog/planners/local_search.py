@@ -187,6 +187,7 @@ class _Search:
         """
         if self.spending.is_over:
             return
+        ways = self.rules.layers
         until = self.spending.fraction + _SHARD_SHARE
         best = self.elites.states[0][0]
         bases: dict[bytes, State] = {}
@@ -196,7 +197,7 @@ class _Search:
                 bases.setdefault(self.space.without_zero(state.row).tobytes(), state)
         for base in (*list(bases.values())[:_MOST_SHARDED], *self._machines()):
             cost = self._engine(base)
-            for places in self.rules.layers:
+            for places in ways:
                 if self.spending.fraction >= until:
                     return
                 sharded = self.neighbours.sharded(base, places)

@@ -3,6 +3,11 @@
 A split rarely ends where a group does: the columns of one weight are the rows of the next. So a
 few consecutive groups are looked at together (``tensor_parallel.shardings``), and what is found is
 carried over to all places where the same groups follow each other.
+
+A gradient that is small to explain need not be synchronised either: where the tensors that it is
+made from are smaller than itself, every device gathers those and makes it whole (sufficient
+factors; Xie et al. 2016). For an embedding these are the rows that were looked up and their
+numbers, so that rows nobody has touched are never sent; exact for every optimizer.
 """
 
 from collections.abc import Iterator
@@ -15,6 +20,8 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, alike_groups, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules
+from heterog.graph.placement import R
+from heterog.graph.sharding_rules import propagate
 from heterog.strategy.tensor_parallel import shardings
 
 WINDOW = 4
@@ -23,6 +30,12 @@ LEAST_WEIGHTS = 1 / 16
 """Bytes of weights over bytes of activations moved for them, below which a sharding is not
 looked at: it sends activations where data parallelism sends gradients."""
 
+LEAST_PART = 0.01
+"""Part of a model's parameters that a kind of layer must have to be sharded."""
+MOST_FLOPS_PER_BYTE = 1.0
+"""Work over bytes read and written, up to which every device may do all of it to make a gradient
+whole: sums of rows, but no products of matrices."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSharding:
@@ -30,7 +43,8 @@ class LayerSharding:
 
     Attributes:
         places: rules of the ops of each place, disjoint, in order of the forward pass.
-        weight_bytes: of the parameters of one place that live in slices.
+        weight_bytes: of the parameters of one place whose gradients need no synchronisation: they
+            live in slices, or each device makes the whole gradient.
         moved_bytes: of the activations of one place that are gathered or summed for it.
     """
 
@@ -63,12 +77,15 @@ def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
             known[kind] = [windows.signature(way.op_rules, group) for way in ways]
         for signature in known[kind]:
             found.setdefault(signature, []).append(windows.rules(signature, group))
+    for group, rules in _gathered_gradients(graph, windows):
+        found.setdefault(windows.signature(rules, group), []).append(rules)
     weighed = []
+    least_bytes = LEAST_PART * sum(graph.tensor_bytes[parameter] for parameter in graph.parameters)
     for places in found.values():
         most_bytes, moved_bytes = _read_bytes(graph, places[0]), _moved_bytes(graph, places[0])
-        if most_bytes >= LEAST_WEIGHTS * moved_bytes:
+        if most_bytes >= max(LEAST_WEIGHTS * moved_bytes, least_bytes / len(places)):
             weight_bytes = _weight_bytes(graph, places[0])
-            if weight_bytes >= LEAST_WEIGHTS * moved_bytes:
+            if weight_bytes >= max(LEAST_WEIGHTS * moved_bytes, least_bytes / len(places)):
                 weighed.append(((weight_bytes, moved_bytes), places))
     weighed.sort(key=lambda pair: -pair[0][0] / pair[0][1])
     result = []
@@ -89,19 +106,52 @@ def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
     return tuple(result)
 
 
+def _gathered_gradients(graph: OpGraph, windows: "_Windows") -> Iterator[tuple[int, OpRules]]:
+    """(group, rule) of gradients that each device makes whole from gathered tensors.
+
+    Only where that is little work, because every device then does all of it.
+    """
+    placements = batch_plan(graph).placements
+    for _, parameter, gradient in graph.updates:
+        maker = int(graph.producer[graph.storage[gradient]])
+        if maker < 0 or windows.group[maker] == CONSTANT_GROUP:
+            continue
+        inputs = tuple(R for _ in graph.ops[maker].inputs)
+        rules = ((maker, OpRule(inputs=inputs, outputs=(R,), units=1)),)
+        result = propagate(graph.call(maker), inputs, graph.batch_size)
+        if placements[gradient].kind != "P" or result is None or result.outputs != (R,):
+            continue  # nothing to synchronise, or no such rule
+        moved_bytes, size = _moved_bytes(graph, rules), float(graph.tensor_bytes[parameter])
+        is_cheap = graph.ops[maker].flops <= MOST_FLOPS_PER_BYTE * (moved_bytes + size)
+        if is_cheap and moved_bytes <= size:
+            yield int(windows.group[maker]), rules
+
+
 def _read_bytes(graph: OpGraph, rules: OpRules) -> float:
-    """Bytes of the parameters that ops with rules read: no more of them can live in slices."""
-    read = {int(graph.storage[tensor]) for op, _ in rules for tensor in graph.ops[op].inputs}
-    return float(sum(graph.tensor_bytes[value] for value in read & set(graph.parameters)))
+    """Bytes of the parameters that ops with rules read or make the gradient of."""
+    near = {int(graph.storage[tensor]) for op, _ in rules for tensor in graph.ops[op].inputs}
+    made = {tensor for op, _ in rules for tensor in graph.outputs(op)}
+    near |= {
+        parameter
+        for _, parameter, gradient in graph.updates
+        if int(graph.storage[gradient]) in made
+    }
+    return float(sum(graph.tensor_bytes[value] for value in near & set(graph.parameters)))
 
 
 def _weight_bytes(graph: OpGraph, rules: OpRules) -> float:
-    """Bytes of the weights that live in slices under some rules; 0 if these are illegal."""
+    """Bytes of the parameters that need no synchronisation under some rules; 0 if illegal."""
     try:
-        sharded = axis_plan(graph, rules).sharded
+        plan = axis_plan(graph, rules)
     except StrategyError:
         return 0.0
-    return float(sum(graph.tensor_bytes[parameter] for parameter in sharded))
+    before = batch_plan(graph).placements
+    free = plan.sharded | {
+        parameter
+        for _, parameter, gradient in graph.updates
+        if before[gradient].kind == "P" and plan.placements[gradient].kind == "R"
+    }
+    return float(sum(graph.tensor_bytes[parameter] for parameter in free))
 
 
 def _moved_bytes(graph: OpGraph, rules: OpRules) -> float:
@@ -116,8 +166,9 @@ def _moved_bytes(graph: OpGraph, rules: OpRules) -> float:
     for op, rule in rules:
         for tensor in graph.ops[op].inputs:
             value = int(storage[tensor])
-            if batch.placements[value].kind == "S" and int(graph.producer[value]) not in inside:
-                moved[value] = float(size[value])
+            times = {"S": 1.0, "P": 2.0}.get(batch.placements[value].kind, 0.0)
+            if times and int(graph.producer[value]) not in inside:
+                moved[value] = times * float(size[value])
         for tensor, place in zip(graph.outputs(op), rule.outputs, strict=True):
             if place.kind != "R" and not all(
                 reader in inside or graph.ops[reader].phase == Phase.UPDATE

@@ -10,6 +10,7 @@ that make it.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
@@ -150,7 +151,7 @@ class _Follower:
             if graph.is_view[op]:
                 if given[0] == R:
                     continue
-                result = propagate(graph.call(op), given, self.units)
+                result = _propagated(graph, op, given, self.units)
                 if result is not None and result.inputs == given:
                     places.update(zip(graph.outputs(op), result.outputs, strict=True))
                 continue
@@ -158,7 +159,7 @@ class _Follower:
             if result is None:
                 if all(place.kind != "S" for place in given):
                     continue
-                result = propagate(graph.call(op), given, self.units)
+                result = _propagated(graph, op, given, self.units)
             if result is None or not _keeps(given, result):
                 continue
             rules[op] = result
@@ -194,7 +195,7 @@ class _Follower:
         position = tensor - graph.outputs(maker)[0]
         if graph.is_view[maker]:
             for source in _splits(call.inputs[0].shape, self.units):
-                result = propagate(call, (source,), self.units)
+                result = _propagated(graph, maker, (source,), self.units)
                 if (
                     result is not None
                     and result.inputs == (source,)
@@ -205,7 +206,7 @@ class _Follower:
             return False
         if maker in self.pulled:
             return self.pulled[maker].outputs[position] == wanted
-        for rule in legal_rules(call, self.units, (wanted.outer,)):
+        for rule in _legal_rules(graph, maker, self.units, wanted.outer):
             if rule.outputs[position] != wanted:
                 continue
             needs = [
@@ -226,6 +227,19 @@ class _Follower:
 
     def _is_weight(self, tensor: int) -> bool:
         return int(self.graph.storage[tensor]) in self.parameters
+
+
+@lru_cache(maxsize=1 << 14)
+def _propagated(
+    graph: OpGraph, op: int, given: tuple[Placement, ...], units: int
+) -> RuleResult | None:
+    """``propagate``, asked again for every weight whose split reaches an op."""
+    return propagate(graph.call(op), given, units)
+
+
+@lru_cache(maxsize=1 << 12)
+def _legal_rules(graph: OpGraph, op: int, units: int, outer: int) -> tuple[RuleResult, ...]:
+    return tuple(legal_rules(graph.call(op), units, (outer,)))
 
 
 def _keeps(given: tuple[Placement, ...], result: RuleResult) -> bool:

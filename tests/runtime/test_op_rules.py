@@ -275,3 +275,28 @@ def test_a_walk_of_the_local_search_from_sharded_layers(
         moved = moves.of(state)
         state = moved if moved.rules else state
     trained(ranks, tmp_path, name, decoded(moves, state))
+
+
+@pytest.mark.distributed
+def test_rows_of_an_embedding_are_gathered_instead_of_its_gradient(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    graph = graph_of("gpt")
+    rules = tuple(
+        (op, OpRule(inputs=(R, R), outputs=(R,), units=1))
+        for op, node in enumerate(graph.ops)
+        if node.kind == "embedding_dense_backward.default"
+    )
+    assert rules
+    strategy = replace(everywhere(graph, UNEVEN), op_rules=rules)
+    program = lower(graph, cluster(), strategy)
+    reduced = set(program.subject[program.kind == TaskKind.ALL_REDUCE].tolist())
+    made = {tensor for op, _ in rules for tensor in graph.outputs(op)}
+    looked_up = {
+        number
+        for number, (_, _, gradient) in enumerate(graph.updates)
+        if int(graph.storage[gradient]) in made
+    }
+    assert looked_up
+    assert not looked_up & reduced
+    trained(ranks, tmp_path, "gpt", strategy)

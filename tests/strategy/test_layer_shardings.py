@@ -8,6 +8,7 @@ from torch.nn import functional
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
+from heterog.graph.placement import R
 from heterog.graph.workload import Workload
 from heterog.strategy.layer_shardings import LEAST_WEIGHTS, LayerSharding, layer_shardings
 from heterog.strategy.tensor_parallel import merge_rules
@@ -37,6 +38,14 @@ def feed_forwards() -> nn.Module:
 def captured(batch_size: int) -> OpGraph:
     batch = (torch.zeros(batch_size, 64), torch.zeros(batch_size, 64))
     return capture(Workload(feed_forwards, batch, functional.mse_loss, torch.optim.Adam))
+
+
+def captured_words(rows: int) -> OpGraph:
+    def words() -> nn.Module:
+        return nn.Sequential(nn.Embedding(rows, 16), nn.Flatten(), nn.Linear(4 * 16, 8))
+
+    batch = (torch.zeros(16, 4, dtype=torch.long), torch.zeros(16, 8))
+    return capture(Workload(words, batch, functional.mse_loss, torch.optim.SGD))
 
 
 def sharded_names(graph: OpGraph, sharding: LayerSharding) -> list[list[str]]:
@@ -73,3 +82,17 @@ def test_weights_that_are_small_against_activations_are_left_alone() -> None:
     per_sample = 4 * 64 * 4  # the first layer's bytes moved
     too_large = int(2 * 64 * 256 * 4 / (LEAST_WEIGHTS * per_sample)) + 1
     assert layer_shardings(captured(too_large)) == ()
+
+
+def test_rows_that_were_looked_up_are_fewer_than_an_embedding_has() -> None:
+    """64 numbers of 8 bytes and 64 rows of 16 floats stand for a gradient of 4,096 rows."""
+    graph = captured_words(rows=4096)
+    first = layer_shardings(graph)[0]
+    ((op, rule),) = first.places[0]
+    assert graph.ops[op].kind == "embedding_dense_backward.default"
+    assert (rule.inputs, rule.outputs) == ((R, R), (R,))
+    assert first.weight_bytes == 4096 * 16 * 4
+    assert first.moved_bytes == 64 * (16 * 4 + 8)
+    lookups = [rules for each in layer_shardings(captured_words(rows=32)) for rules in each.places]
+    kinds = {graph.ops[op].kind for rules in lookups for op, _ in rules if len(rules) == 1}
+    assert "embedding_dense_backward.default" not in kinds  # 32 rows are fewer than 64 look-ups
