@@ -22,7 +22,9 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, split_evenly
 
 BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
 
-_ONLY_SOME = 0.15  # of the changes of rules, for some layers of a kind instead of all
+# Part of the changes of rules that are for some layers of a kind instead of all. It makes a rule
+# set that was never seen, which costs time in proportion to the ops of the graph.
+_ONLY_SOME, _FEW_OPS = 0.75, 600
 _PROPOSED = 0.4  # of the changes to groups, where a policy has proposed some
 
 
@@ -134,8 +136,8 @@ class Neighbours:
     def _resharded(self, state: State) -> State:
         """Shard the layers of a kind, or shard them no more; or drop the rules of some groups."""
         row, rules = state.row.copy(), state.rules
-        # A rule set that was never seen costs as much time as many evaluations.
-        only_some = self.rng.random() < _ONLY_SOME
+        num_ops = self.task.evaluator.graph.num_ops
+        only_some = self.rng.random() < min(_ONLY_SOME, _FEW_OPS / num_ops)
         chosen = set(self._some_groups(row).tolist())
         if rules and only_some and self.rng.random() < 0.5:
             rules = self.rules.without(rules, chosen)
