@@ -5,8 +5,8 @@
 
 On ``paper_8gpu``, by the referee, with and without a barrier at the end of the step: for two fixed
 strategies (``cp_ar`` and ``tuned_uniform``) in both orders, and for a search that may choose the
-order against the same search that may not. A searched strategy in an order that it was not made
-for would overstate the gain.
+order (or takes the strategy of the other in its best order) against the same search that may not.
+A searched strategy in an order that it was not made for would overstate the gain.
 """
 
 import argparse
@@ -63,12 +63,19 @@ def measure(graph: OpGraph, budget: Budget, *, step_barrier: bool) -> list[dict[
                 "best_s": min(each.step_time_s for each in seconds) if fits else None,
             }
         )
-    searched = [best_row(found(SEARCHES, orders)) for orders in ((Order.FIFO,), tuple(Order))]
+    fifo = best_row(found(SEARCHES, (Order.FIFO,)))
+    assert fifo.candidate is not None
+    free = best_row(found(SEARCHES, tuple(Order)))
+    # What the search with one order finds is there for the one with all orders, too: a gain below
+    # 1 would be the luck of the search.
+    choice = evaluator.encode(replace(fifo.candidate.strategy, step_barrier=step_barrier))
+    reordered = [evaluator.referee(choice, order) for order in Order]
+    best_s = min(each.step_time_s for each in reordered if each.is_ok)
     rows.append(
         {
             "strategy": "searched",
-            "fifo_s": searched[0].step_time_s,
-            "best_s": searched[1].step_time_s,
+            "fifo_s": fifo.step_time_s,
+            "best_s": min(best_s, free.step_time_s or best_s),
         }
     )
     return [row | {"model": graph.name, "step_barrier": step_barrier} for row in rows]
