@@ -52,31 +52,7 @@ class StepOrder(NamedTuple):
             return task < 0 or part.takes_part(task)
 
         turns = [turn for turn in self.turns if mine(turn.task)]
-        return StepOrder(_receive_early(part, turns), [task for task in self.end if mine(task)])
-
-
-def _receive_early(part: RankProgram, turns: Sequence[Turn]) -> list[Turn]:
-    """Receive before the op during which the other side may be ready to send.
-
-    The plan lists an op before a transfer that begins while it runs; a rank that receives only
-    when its op is done would make the sender wait, and hold what it sends. A receive moves ahead
-    of one op, and of no other communication: the order in which ranks meet stays the plan's.
-    """
-    kinds = part.program.kind
-    computes = (TaskKind.COMPUTE, TaskKind.RECOMPUTE)
-    ordered: list[Turn] = []
-    for turn in turns:
-        place = len(ordered)
-        is_transfer = turn.task >= 0 and kinds[turn.task] == TaskKind.SEND
-        if is_transfer and part.channel(turn.task).devices[1] == part.rank:
-            while place > 0 and 0 <= (before := ordered[place - 1].task):
-                if kinds[before] >= TaskKind.SEND:
-                    break
-                place -= 1
-                if kinds[before] in computes:
-                    break
-        ordered.insert(place, turn)
-    return ordered
+        return StepOrder(turns, [task for task in self.end if mine(task)])
 
 
 def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> StepOrder:

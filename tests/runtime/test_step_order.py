@@ -1,7 +1,6 @@
 """The order of tasks over several steps: one sequence, legal, the same for every rank."""
 
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 from heterog.graph.grouping import group_ops
 from heterog.runtime.rank_program import RankProgram
-from heterog.runtime.step_order import LOSS, NORM, StepOrder, Turn, step_order
+from heterog.runtime.step_order import LOSS, NORM, StepOrder, step_order
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Strategy
@@ -129,36 +128,3 @@ def test_without_a_step_barrier_the_forward_pass_begins_before_the_last_update(c
         late = [kind for kind, before in kinds[first_op:] if before]
         assert len(late) > len(graph.updates) // 2
         assert {task for task in order.end} == {t for t, before in order.turns if before}
-
-
-@settings(max_examples=15)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_a_rank_receives_ahead_of_one_op_and_of_no_communication(seed: int) -> None:
-    graph = graph_of("gpt")
-    strategy = random_strategy(Random(seed), graph)
-    order = step_order(part_of(strategy), plan_of(graph, strategy).task_order, clips=False)
-    for rank in ALL:
-        part = part_of(strategy, rank)
-        kinds = part.program.kind
-
-        def is_met(turn: Turn, kinds: Any = kinds) -> bool:
-            return turn.task < 0 or bool(kinds[turn.task] >= TaskKind.SEND)
-
-        plans = [turn for turn in order.turns if turn.task < 0 or part.takes_part(turn.task)]
-        own = order.for_rank(part).turns
-        # The order in which ranks meet is the plan's, and so is that of a rank's own work.
-        assert [turn for turn in own if is_met(turn)] == [turn for turn in plans if is_met(turn)]
-        local = [turn for turn in own if not is_met(turn)]
-        assert local == [turn for turn in plans if not is_met(turn)]
-        for turn in filter(is_met, own):
-            passed = set(plans[: plans.index(turn)]) - set(own[: own.index(turn)])
-            computes = [each for each in passed if kinds[each.task] <= TaskKind.RECOMPUTE]
-            is_receive = (
-                turn.task >= 0
-                and kinds[turn.task] == TaskKind.SEND
-                and part.channel(turn.task).devices[1] == rank
-            )
-            assert len(computes) <= is_receive
-            if is_receive and not passed:
-                before = own[own.index(turn) - 1] if own.index(turn) else None
-                assert before is None or is_met(before)
