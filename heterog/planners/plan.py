@@ -31,7 +31,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.lowering import lower
-from heterog.strategy.program import IntArray
+from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Strategy
 
@@ -48,7 +48,8 @@ class Plan:
         cluster: the cluster it was made for.
         strategy: the decisions.
         order: name of the order in which tasks run.
-        task_order: every task of the program in the order in which they start.
+        task_order: every task of the program in the order in which ranks take them up; see
+            ``issue_order``.
         program_hash: hash of the program that ``task_order`` belongs to.
         outcome: ``"ok"`` or why the best strategy cannot run.
         step_time_s: predicted seconds per step; ``None`` unless ``ok``.
@@ -295,6 +296,27 @@ def make_plan(
     )
 
 
+def issue_order(program: Program, start: FloatArray, finish: FloatArray) -> IntArray:
+    """The order in which ranks take up the tasks of a schedule.
+
+    A rank issues communication only between two ops. One that begins while an op runs is issued
+    before it: after it, the other ranks would wait, and hold what they send. So ops are listed by
+    their end, communication by its begin. What a task needs has ended when it begins, and is
+    listed before it.
+
+    Args:
+        program: whose tasks they are.
+        start: of each task, seconds.  # [num_tasks]
+        finish: of each task, seconds.  # [num_tasks]
+
+    Returns:
+        All tasks.  # [num_tasks]
+    """
+    moment = np.where(program.kind < FIRST_LINK_KIND, finish, start)
+    order: IntArray = np.lexsort((np.arange(program.num_tasks), moment)).astype(np.int32)
+    return order
+
+
 def plan_from_rows(
     evaluator: Evaluator,
     rows: Sequence[MethodRow],
@@ -311,8 +333,8 @@ def plan_from_rows(
     strategy = row.candidate.strategy
     # The order is that of one step, which is what a rank runs, also where eight were simulated.
     choice = evaluator.encode(strategy)._replace(num_steps=1)
-    program, start, _ = evaluator.schedule(choice, row.candidate.orders[0])
-    sequence: IntArray = np.lexsort((np.arange(program.num_tasks), start)).astype(np.int32)
+    program, start, finish = evaluator.schedule(choice, row.candidate.orders[0])
+    sequence = issue_order(program, start, finish)
     bound = lower_bound_s(
         graph, cluster, evaluator.cost_model, with_op_rules=use_op_rules(rows)
     ).seconds

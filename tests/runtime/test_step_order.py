@@ -2,15 +2,19 @@
 
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.graph.grouping import group_ops
+from heterog.planners.plan import issue_order
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.step_order import LOSS, NORM, StepOrder, step_order
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
+from heterog.strategy.program import FIRST_LINK_KIND, TaskKind
 from heterog.strategy.strategy import Strategy
 from tests.runtime.strategies import (
     ALL,
@@ -128,3 +132,31 @@ def test_without_a_step_barrier_the_forward_pass_begins_before_the_last_update(c
         late = [kind for kind, before in kinds[first_op:] if before]
         assert len(late) > len(graph.updates) // 2
         assert {task for task in order.end} == {t for t, before in order.turns if before}
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_communication_is_issued_before_the_op_during_which_it_begins(seed: int) -> None:
+    graph = graph_of("gpt")
+    strategy = random_strategy(Random(seed), graph)
+    evaluator = Evaluator(graph, cluster())
+    choice = evaluator.encode(strategy)._replace(num_steps=1)
+    program, start, finish = evaluator.schedule(choice, Order.FIFO)
+    order = issue_order(program, start, finish)
+    position = np.argsort(order)
+    assert sorted(order) == list(range(program.num_tasks))
+    for task in range(program.num_tasks):
+        assert all(position[needed] < position[task] for needed in program.dependencies(task))
+    for device in ALL:
+        part = part_of(strategy, device)
+        mine = [task for task in range(program.num_tasks) if part.takes_part(task)]
+        ops = [task for task in mine if program.kind[task] < FIRST_LINK_KIND]
+        for task in mine:
+            if program.kind[task] >= FIRST_LINK_KIND:
+                for op in ops:
+                    if finish[op] > start[task]:
+                        assert position[task] < position[op]
+                    elif finish[op] < start[task]:
+                        assert position[op] < position[task]
+        in_time = sorted(ops, key=lambda op: (start[op], op))
+        assert in_time == sorted(ops, key=lambda op: position[op])
