@@ -31,7 +31,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.lowering import lower
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program
+from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Strategy
 
@@ -50,6 +50,8 @@ class Plan:
         order: name of the order in which tasks run.
         task_order: every task of the program in the order in which ranks take them up; see
             ``issue_order``.
+        sent_before: (transfer, op) of the sender: the transfer has ended when the op begins; see
+            ``sends_by_op``.
         program_hash: hash of the program that ``task_order`` belongs to.
         outcome: ``"ok"`` or why the best strategy cannot run.
         step_time_s: predicted seconds per step; ``None`` unless ``ok``.
@@ -71,6 +73,7 @@ class Plan:
     strategy: Strategy
     order: str
     task_order: tuple[int, ...]
+    sent_before: tuple[tuple[int, int], ...]
     program_hash: str
     outcome: str
     step_time_s: float | None
@@ -185,6 +188,7 @@ class Plan:
             "source": self.graph.source,
             "program_hash": self.program_hash,
             "task_order": list(self.task_order),
+            "sent_before": [list(pair) for pair in self.sent_before],
             "cluster_description": self.cluster.to_dict(),
             "graph": graph_to_dict(self.graph),
         }
@@ -226,6 +230,8 @@ def load_plan(path: str | Path) -> Plan:
             strategy=strategy,
             order=record["order"],
             task_order=tuple(record["task_order"]),
+            # Plans of earlier versions have none.
+            sent_before=tuple((send, op) for send, op in record.get("sent_before", ())),
             program_hash=record["program_hash"],
             outcome=record["outcome"],
             step_time_s=record["step_time_s"],
@@ -317,6 +323,41 @@ def issue_order(program: Program, start: FloatArray, finish: FloatArray) -> IntA
     return order
 
 
+def sends_by_op(
+    program: Program, start: FloatArray, finish: FloatArray, order: IntArray
+) -> tuple[tuple[int, int], ...]:
+    """When a sender lets go of what it sends, if all goes as planned.
+
+    A rank that is faster than planned would otherwise run ahead of those it sends to, and hold
+    more and more that they have not received: more than the plan says it needs.
+
+    Args:
+        program: what is run.
+        start: of each task, seconds.  # [num_tasks]
+        finish: of each task, seconds.  # [num_tasks]
+        order: as by ``issue_order``.
+
+    Returns:
+        (transfer of a value, the first op on its source that begins when it has ended), for the
+        transfers for which there is such an op.
+    """
+    ops: dict[int, list[int]] = {}
+    for task in order.tolist():
+        if program.kind[task] <= TaskKind.RECOMPUTE:
+            ops.setdefault(int(program.device[task]), []).append(task)
+    begins = {device: start[tasks] for device, tasks in ops.items()}
+    place = np.argsort(order)
+    pairs = []
+    for send in np.flatnonzero(program.kind == TaskKind.SEND).tolist():
+        source = program.channels[int(program.channel[send])].devices[0]
+        if source in ops:
+            number = int(np.searchsorted(begins[source], finish[send]))
+            later = ops[source][number:]
+            if later and place[later[0]] > place[send]:
+                pairs.append((send, later[0]))
+    return tuple(pairs)
+
+
 def plan_from_rows(
     evaluator: Evaluator,
     rows: Sequence[MethodRow],
@@ -346,6 +387,7 @@ def plan_from_rows(
         strategy=strategy,
         order=row.order,
         task_order=tuple(int(task) for task in sequence),
+        sent_before=sends_by_op(program, start, finish, sequence),
         program_hash=program.hash,
         outcome=row.outcome,
         step_time_s=row.step_time_s,

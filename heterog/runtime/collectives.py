@@ -9,6 +9,7 @@ work.
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -59,12 +60,12 @@ class _Sending:
 
     gloo tells that a send is done only to who waits for it: a thread does, so that what was sent
     is let go at once and not at the end of the step. NCCL's wait orders streams and does not
-    block: its tensors are held until ``flush``.
+    block: its tensors are held until ``wait``.
     """
 
     def __init__(self) -> None:
         self._under_way: queue.SimpleQueue[tuple[dist.Work, Tensor]] = queue.SimpleQueue()
-        self._on_gpu: list[tuple[dist.Work, Tensor]] = []
+        self._on_gpu: deque[tuple[dist.Work, Tensor]] = deque()
         self._sent: list[Tensor] = []
         self._num_added = self._num_done = 0
         self._changed = threading.Condition()
@@ -75,7 +76,8 @@ class _Sending:
         """Hold a tensor until its send is done; the number of sends so far, for ``wait``."""
         if tensor.is_cuda:
             self._on_gpu.append((work, tensor))
-            return 0
+            self._num_added += 1
+            return self._num_added
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait, daemon=True)
             self._thread.start()
@@ -95,17 +97,18 @@ class _Sending:
         Raises:
             RuntimeError: the connection was lost.
         """
-        for work, _ in self._on_gpu:
-            work.wait()
-        self._on_gpu.clear()
         self.wait(self._num_added)
 
     def wait(self, number: int) -> None:
-        """Until the first ``number`` sends are done, on a CPU; let their tensors go.
+        """Until the first ``number`` sends are done; let their tensors go.
 
         Raises:
             RuntimeError: the connection was lost.
         """
+        while self._on_gpu and self._num_done < number:
+            work, _ = self._on_gpu.popleft()
+            work.wait()
+            self._num_done += 1
         with self._changed:
             self._changed.wait_for(lambda: self._num_done >= number or self._error is not None)
         if self._error is not None:
@@ -170,12 +173,19 @@ class Communicator:
             if rank in devices:
                 self._groups[devices] = group
         self._sending: dict[int, _Sending] = {}  # by destination
+        self._sent: dict[int, tuple[_Sending, int]] = {}  # by tag
         self._unread: list[Pending] = []
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        """Send without waiting; ``flush`` waits."""
+        """Send without waiting; ``wait_for_send`` and ``flush`` wait."""
         tensor = tensor.contiguous()
-        self._keep(dist.isend(tensor, dst, tag=tag), tensor, dst)
+        self._sent[tag] = self._keep(dist.isend(tensor, dst, tag=tag), tensor, dst)
+
+    def wait_for_send(self, tag: int) -> None:
+        """Until what was sent may be let go, if it was sent from here and not waited for yet."""
+        if tag in self._sent:
+            sending, number = self._sent.pop(tag)
+            sending.wait(number)
 
     def receive(self, like: Tensor, src: int, tag: int) -> Pending:
         """Receive into ``like``, a contiguous tensor."""
@@ -374,6 +384,7 @@ class Communicator:
         for pending in self._unread:
             pending.wait()
         self._unread.clear()
+        self._sent.clear()
         for sending in self._sending.values():
             sending.flush()
 

@@ -117,6 +117,7 @@ class DeployedStep:
             communicator=Communicator(self.rank, device_sets(program)),
             parameters=self._parameters,
             buffers=self._buffers(named),
+            sent_before=plan.sent_before,
             optimizer=self.optimizer,
             slices=self.slices,
             max_grad_norm=max_grad_norm,

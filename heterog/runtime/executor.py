@@ -42,6 +42,7 @@ class StepExecutor:
         strategy: of the plan.
         program: lowered from both.
         task_order: the plan's.
+        sent_before: the plan's; see ``sends_by_op``.
         rank: this rank; ranks are device indices.
         communicator: process groups of every device set in the program.
         parameters: this rank's parameters by tensor id.
@@ -68,6 +69,7 @@ class StepExecutor:
         parameters: Mapping[int, nn.Parameter],
         buffers: Mapping[int, Tensor],
         optimizer: torch.optim.Optimizer | None,
+        sent_before: Sequence[tuple[int, int]] = (),
         slices: Slices | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
@@ -109,6 +111,10 @@ class StepExecutor:
         self._conversions = Conversions(
             self._part, self._ops, self._values, self._losses, communicator
         )
+        self._sent_before: dict[int, list[int]] = {}
+        for send, task in sent_before:
+            if self._part.channel(send).devices[0] == rank:
+                self._sent_before.setdefault(task, []).append(send)
         self._open: StepUpdates | None = None
         # As lists: single elements are looked up for every task of every step.
         self._kind = [TaskKind(kind) for kind in program.kind.tolist()]
@@ -213,6 +219,8 @@ class StepExecutor:
     def _run(self, task: int, step: StepUpdates) -> None:
         kind, subject, micro = self._kind[task], self._subject[task], self._micro[task]
         if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
+            for send in self._sent_before.get(task, ()):
+                self._communicator.wait_for_send(send)
             self._compute(task, subject, micro, step.gradients)
         elif kind == TaskKind.ACCUMULATE:
             step.gradients.accumulate(task, subject)

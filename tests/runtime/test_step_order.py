@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.graph.grouping import group_ops
-from heterog.planners.plan import issue_order
+from heterog.planners.plan import issue_order, sends_by_op
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.step_order import LOSS, NORM, StepOrder, step_order
 from heterog.simulator.engine import Order
@@ -160,3 +160,15 @@ def test_communication_is_issued_before_the_op_during_which_it_begins(seed: int)
                         assert position[op] < position[task]
         in_time = sorted(ops, key=lambda op: (start[op], op))
         assert in_time == sorted(ops, key=lambda op: position[op])
+    for send, op in sends_by_op(program, start, finish, order):
+        assert program.channels[int(program.channel[send])].devices[0] == program.device[op]
+        assert finish[send] <= start[op]
+        assert position[send] < position[op]
+        before = [
+            other
+            for other in range(program.num_tasks)
+            if program.kind[other] <= TaskKind.RECOMPUTE
+            and program.device[other] == program.device[op]
+            and position[other] < position[op]
+        ]
+        assert all(start[other] < finish[send] or start[other] == start[op] for other in before)
