@@ -1,5 +1,6 @@
 """Measures transfers and collectives between the ranks of a job."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,29 +90,29 @@ def _wire_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else CPU
 
 
-_REPEATS = 3
+_NUM_ROUNDS = 5  # medians: a quota stops a process for tens of milliseconds somewhere
 _NUM_OPERATIONS = 12  # under way at once, as those of small tensors are
+_NUM_BURSTS = 3
 _NUM_PRODUCTS = 8  # computed meanwhile if they come one by one
 _BUSY_SIZE = 256  # a matrix product of about a millisecond on one core
 _BUSY_S = 0.3
 
 
-def _repeat(act: Callable[[], None], *, takes_part: bool, num_repeats: int) -> tuple[float, float]:
-    """(seconds, CPU seconds) of one of several calls between two barriers."""
+def _repeat(act: Callable[[], None], *, takes_part: bool) -> tuple[float, float]:
+    """(seconds, CPU seconds) of a call, medians of several between barriers."""
     on_gpu = _wire_device().type == "cuda"
-    for timed in (False, True):
+    rounds = []
+    for _ in range(1 + _NUM_ROUNDS):
         dist.barrier()
         begin, cpu = time.perf_counter(), time.process_time()
         if takes_part:
-            for _ in range(num_repeats if timed else 1):
-                act()
+            act()
             if on_gpu:
                 torch.cuda.synchronize()
-        elapsed, used = time.perf_counter() - begin, time.process_time() - cpu
+        rounds.append((time.perf_counter() - begin, time.process_time() - cpu))
         dist.barrier()
-    if on_gpu:  # a CPU that waits for its GPU is nobody's loss
-        used = 0.0
-    return elapsed / num_repeats, used / num_repeats
+    elapsed, used = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
+    return elapsed, 0.0 if on_gpu else used  # a CPU that waits for its GPU is nobody's loss
 
 
 def gathered(values: Sequence[float]) -> list[list[float]]:
@@ -145,7 +146,7 @@ def _point_to_point(
                 communicator.send(answer, src, 1)
             communicator.flush()
 
-        results.append(_repeat(act, takes_part=rank in (src, dst), num_repeats=_REPEATS))
+        results.append(_repeat(act, takes_part=rank in (src, dst)))
     (whole, cpu), (empty, _) = results
     all_ranks = gathered([whole - empty / 2, cpu * stretch])
     return LinkMeasurement(
@@ -172,7 +173,7 @@ def _collective(
     def act() -> None:
         issue().wait()
 
-    seconds, cpu = _repeat(act, takes_part=takes_part, num_repeats=_REPEATS)
+    seconds, cpu = _repeat(act, takes_part=takes_part)
     communicator.flush()
     all_ranks = gathered([seconds, cpu * stretch])
     return LinkMeasurement(
@@ -228,7 +229,8 @@ def _while_computing(
     """
     issue = _issuer(communicator, kind, devices, payload)
     square = torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=_wire_device())
-    elapsed = used = 0.0
+    used = 0.0
+    bursts = []
 
     def compute_for(num_products: int) -> float:
         begin = time.thread_time()
@@ -252,19 +254,20 @@ def _while_computing(
         with ThreadPoolExecutor(1) as waiter:
             # A quota is used up, a GPU's queue is full.
             compute_until(waiter.submit(time.sleep, _BUSY_S))
-            begin = time.perf_counter()
-            compute_until(waiter.submit(wait, [issue() for _ in range(_NUM_OPERATIONS)]))
-            elapsed = (time.perf_counter() - begin) / _NUM_OPERATIONS
+            for _ in range(_NUM_BURSTS):
+                begin = time.perf_counter()
+                compute_until(waiter.submit(wait, [issue() for _ in range(_NUM_OPERATIONS)]))
+                bursts.append((time.perf_counter() - begin) / _NUM_OPERATIONS)
             # One after another, as gradients are born: each wakes threads of its own.
             cpu, computed = time.process_time(), 0.0
-            for _ in range(_NUM_OPERATIONS):
+            for _ in range(_NUM_BURSTS * _NUM_OPERATIONS):
                 waiting = waiter.submit(wait, [issue()])
                 computed += compute_for(_NUM_PRODUCTS)
             computed += compute_until(waiting)
         if not square.is_cuda:
-            used = (time.process_time() - cpu - computed) / _NUM_OPERATIONS
+            used = (time.process_time() - cpu - computed) / (_NUM_BURSTS * _NUM_OPERATIONS)
     dist.barrier()
-    all_ranks = gathered([elapsed, max(used, 0.0) * stretch])
+    all_ranks = gathered([statistics.median(bursts or [0.0]), max(used, 0.0) * stretch])
     return LinkMeasurement(
         kind=kind.name.lower(),
         devices=tuple(cluster.devices[device].name for device in devices),
