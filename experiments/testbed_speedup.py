@@ -65,7 +65,9 @@ def serve(folder: Path, model: str, num_pairs: int) -> None:
         contenders[key] = _ddp_step(model, shares, rank)
     seconds: dict[str, list[float]] = {key: [] for key in contenders}
     for number in range(num_pairs + WARM_UP):
-        for key, step in contenders.items():
+        # Each round begins with another one: what ran just before leaves its traces.
+        order = list(contenders.items())
+        for key, step in order[number % len(order) :] + order[: number % len(order)]:
             if key == "proportional_ddp" and number % _RARELY:
                 continue
             dist.barrier()
