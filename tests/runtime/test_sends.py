@@ -15,9 +15,10 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import Phase
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
+from heterog.planners.plan import Plan, load_plan
 from heterog.runtime.deploy import deploy
 from heterog.runtime.peak_memory import peak_bytes
+from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import Decision
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import plan_of, strategy_of
@@ -45,8 +46,8 @@ def workload() -> Workload:
     return Workload(model, batch, functional.mse_loss, torch.optim.SGD, {"lr": 0.01})
 
 
-def peak_beside_a_late_rank(rank: int, plan: str) -> tuple[int, int]:
-    """(measured, predicted) peak of this rank; rank 0 is slow to go backward."""
+def peak_beside_a_late_rank(rank: int, plan: str) -> tuple[int, int, list[int]]:
+    """(measured, predicted) peak of this rank, and the sends it waited for; rank 0 is late."""
     step = deploy(workload(), load_plan(plan))
     executor: Any = step._executor
     compute = executor._compute
@@ -59,7 +60,17 @@ def peak_beside_a_late_rank(rank: int, plan: str) -> tuple[int, int]:
     executor._compute = late
     batch = workload().make_batch()
     step(batch)
-    return peak_bytes(step, batch), step.plan.peak_memory_bytes[rank]
+    waited: list[int] = []
+    communicator: Any = executor._communicator
+    wait_for_send = communicator.wait_for_send
+
+    def waits(send: int) -> None:
+        waited.append(send)
+        assert send in communicator._sent, "it is waited for after it was sent, and once"
+        wait_for_send(send)
+
+    communicator.wait_for_send = waits
+    return peak_bytes(step, batch), step.plan.peak_memory_bytes[rank], waited
 
 
 @pytest.mark.distributed
@@ -79,10 +90,15 @@ def test_a_rank_does_not_run_ahead_of_those_it_sends_to(ranks: Ranks, tmp_path: 
     assert len(sends) > NUM_MICRO
     path = tmp_path / "plan.json"
     plan.save(path)
-    measured, predicted = ranks.run(peak_beside_a_late_rank, str(path))[1]
+    measured, predicted, waited = ranks.run(peak_beside_a_late_rank, str(path))[1]
     assert 0.85 * predicted < measured <= predicted
-    # Without that it holds what the late rank has not received: the test can fail.
+    assert sorted(waited) == sorted(send for send in sends if sender(plan, send) == 1)
+    # Without that it runs on: how far, and what it then holds, is a matter of time.
     path = tmp_path / "eager.json"
     replace(plan, sent_before=()).save(path)
-    measured, predicted = ranks.run(peak_beside_a_late_rank, str(path))[1]
-    assert measured > 1.1 * predicted
+    assert ranks.run(peak_beside_a_late_rank, str(path))[1][2] == []
+
+
+def sender(plan: Plan, send: int) -> int:
+    program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
+    return program.channels[int(program.channel[send])].devices[0]
