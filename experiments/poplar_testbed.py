@@ -16,14 +16,15 @@ import math
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from testbed_calibration import calibrated
+from testbed_rounds import seconds_in_turn
 
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError
@@ -42,7 +43,6 @@ from heterog.zoo import load_workload
 CASES = (("vgg", 768), ("gpt", 192), ("encoder", 144), ("mlp", 8192))
 """(workload, samples per step): twice its own batch, so that steps take a second."""
 WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
-WARM_UP = 1
 
 
 def make_plans(cluster: Cluster, model: str, batch_size: int, budget: Budget) -> dict[str, Plan]:
@@ -74,17 +74,10 @@ def serve(folder: Path, model: str, batch_size: int, num_pairs: int) -> None:
     workload = load_workload(f"{WORKLOADS}:{model}", batch_size)
     batch = workload.make_batch()
     steps = {
-        path.stem: deploy(workload, load_plan(path)) for path in sorted(folder.glob("*.json"))
+        path.stem: partial(deploy(workload, load_plan(path)), batch)
+        for path in sorted(folder.glob("*.json"))
     }
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(num_pairs + WARM_UP):
-        for name, step in steps.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            step(batch)
-            dist.barrier()
-            if number >= WARM_UP:
-                seconds[name].append(time.perf_counter() - begin)
+    seconds = seconds_in_turn(steps, num_pairs)
     if dist.get_rank() == 0:
         (folder / "seconds.json").write_text(json.dumps(seconds))
     dist.barrier()

@@ -12,8 +12,8 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from scipy.stats import spearmanr
 from testbed_calibration import calibrated
+from testbed_rounds import seconds_in_turn
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
@@ -37,7 +38,6 @@ TESTBEDS = ("skew_compute", "skew_network", "skew_both")
 MODELS = ("mlp", "vgg", "gpt", "encoder")
 METHODS = ("ddp", "cp_ar", "cp_ps", "single_device", "model_parallel", "local_search")
 HERE = Path(__file__).parent
-WARM_UP = 1
 _NOTHING_BYTES = 64 * 1024  # a rank that takes no part holds the loss
 
 
@@ -53,15 +53,9 @@ def serve(folder: Path, model: str, methods: Sequence[str], num_steps: int) -> N
         method: DeployedStep(workload, load_plan(folder / f"{method}.json"), captured=captured)
         for method in methods
     }
-    seconds: dict[str, list[float]] = {method: [] for method in methods}
-    for number in range(num_steps + WARM_UP):
-        for method, step in steps.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            step(batch)
-            dist.barrier()
-            if number >= WARM_UP:
-                seconds[method].append(time.perf_counter() - begin)
+    seconds = seconds_in_turn(
+        {method: partial(step, batch) for method, step in steps.items()}, num_steps
+    )
     peaks = {method: peak_bytes(step, batch) for method, step in steps.items()}
     (folder / f"rank{rank}.json").write_text(json.dumps({"seconds": seconds, "peaks": peaks}))
     dist.barrier()

@@ -14,7 +14,6 @@ import math
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from testbed_calibration import calibrated
+from testbed_rounds import seconds_in_turn
 from torch.nn.parallel import DistributedDataParallel
 
 from heterog.cluster import Cluster
@@ -40,7 +40,6 @@ MODELS = ("mlp", "vgg", "gpt", "encoder")
 WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
 TUNED = "tuned_uniform"
 PLANNED = ("auto", TUNED)
-WARM_UP = 1
 _RARELY = 4
 
 
@@ -63,19 +62,7 @@ def serve(folder: Path, model: str, num_pairs: int) -> None:
         ("proportional_ddp", split_in_proportion(size, quotas)),
     ):
         contenders[key] = _ddp_step(model, shares, rank)
-    seconds: dict[str, list[float]] = {key: [] for key in contenders}
-    for number in range(num_pairs + WARM_UP):
-        # Each round begins with another one: what ran just before leaves its traces.
-        order = list(contenders.items())
-        for key, step in order[number % len(order) :] + order[: number % len(order)]:
-            if key == "proportional_ddp" and number % _RARELY:
-                continue
-            dist.barrier()
-            begin = time.perf_counter()
-            step()
-            dist.barrier()
-            if number >= WARM_UP:
-                seconds[key].append(time.perf_counter() - begin)
+    seconds = seconds_in_turn(contenders, num_pairs, every={"proportional_ddp": _RARELY})
     if rank == 0:
         (folder / "seconds.json").write_text(json.dumps(seconds))
     dist.barrier()

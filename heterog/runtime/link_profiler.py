@@ -33,7 +33,7 @@ def profile_links(
     payloads: Sequence[int] = PAYLOADS,
     *,
     num_done: int = 0,
-    throttled: bool = False,
+    quota: float | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Iterator[LinkMeasurement]:
     """Measure transfers between all pairs and collectives over all devices; on every rank.
@@ -45,12 +45,11 @@ def profile_links(
         cluster: one device per rank.
         payloads: bytes of each transfer.
         num_done: leave out that many at the beginning; the same on all ranks.
-        throttled: ranks have the CPU quotas of the cluster's testbed.
+        quota: share of a core that this process may use.
         tell: hears about progress.
     """
     num_ranks = dist.get_world_size()
     communicator = Communicator(dist.get_rank(), _device_sets(num_ranks))
-    quota = cluster.hosts[cluster.host_of[dist.get_rank()]].cpu_quota if throttled else None
     stretch = 1.0 / quota if quota else 1.0
     cases = link_cases(num_ranks, payloads)
     for number, (kind, devices, payload, loaded) in enumerate(cases[num_done:], num_done + 1):

@@ -340,6 +340,7 @@ def profile_as_rank(
         local = int(os.environ.get("LOCAL_RANK", rank))
         torch.cuda.set_device(local % torch.cuda.device_count())
     device = cluster.devices[rank]
+    quota = cluster.hosts[cluster.host_of[rank]].cpu_quota if throttled else None
     journal.mkdir(exist_ok=True)
     of = f"{device.name} of cluster '{cluster.name}' ({cluster.fingerprint()})"
     file = journal / f"rank{rank}.jsonl"
@@ -349,13 +350,13 @@ def profile_as_rank(
             file,
             device.type.name,
             batch_size=batch_size,
-            quota=cluster.hosts[cluster.host_of[rank]].cpu_quota if throttled else None,
+            quota=quota,
             of=of,
             tell=tell,
         )
         tell("waiting for the other ranks")
         join(timeout_s)
-        links = _journalled_links(cluster, Journal(file, of), throttled=throttled, tell=tell)
+        links = _journalled_links(cluster, Journal(file, of), quota=quota, tell=tell)
         parts = gather_texts(json.dumps([asdict(row) for row in ops]))
         if rank == 0:
             measured = Measurements(
@@ -370,14 +371,14 @@ def profile_as_rank(
 
 
 def _journalled_links(
-    cluster: Cluster, journal: Journal, *, throttled: bool, tell: Callable[[str], None]
+    cluster: Cluster, journal: Journal, *, quota: float | None, tell: Callable[[str], None]
 ) -> tuple[LinkMeasurement, ...]:
     """All rows of links; rank 0's journal decides which are still to be measured."""
     keys = [f"link {case}" for case in link_cases(dist.get_world_size(), PAYLOADS)]
     known = list(itertools.takewhile(lambda key: key in journal, keys))
     num_done = int(gathered([len(known)])[0][0])
     rows = [link_measurement(journal.rows(key)[0]) for key in known]
-    measured = profile_links(cluster, num_done=num_done, throttled=throttled, tell=tell)
+    measured = profile_links(cluster, num_done=num_done, quota=quota, tell=tell)
     for key, row in zip(keys[num_done:], measured, strict=True):
         if dist.get_rank() == 0:
             journal.add(key, [row])
