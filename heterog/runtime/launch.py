@@ -349,18 +349,18 @@ def _check_alive(ranks: Sequence[_Rank], now_s: float, step_timeout_s: float) ->
                 f"rank {number} is frozen: its process {rank.process.pid} was stopped by a signal "
                 f"at {rank.stage or 'its start'}; all ranks were ended."
             )
-    slow = [
-        number
-        for number, rank in enumerate(ranks)
-        if rank.process.poll() is None
+    slow = any(
+        rank.process.poll() is None
         and rank.stage.startswith("step ")
         and now_s - rank.since_s > step_timeout_s
-    ]
+        for rank in ranks
+    )
     if slow:
+        # Not which rank was the first to exceed it: they entered the step within moments of each
+        # other. Where each one is tells them apart.
         raise LaunchError(
-            f"ranks {slow} have been in the same step for more than {step_timeout_s:g} s "
-            f"({_where(ranks)}); all ranks were ended. Raise --step-timeout if a step takes that "
-            "long."
+            f"a step has taken more than {step_timeout_s:g} s ({_where(ranks)}); all ranks were "
+            "ended. Raise --step-timeout if a step takes that long."
         )
 
 
