@@ -359,6 +359,7 @@ def _parts(device: DeviceMemory) -> str:
         MemoryKind.COMMUNICATION: "communication buffers",
         MemoryKind.BATCH: "the batch",
         MemoryKind.CONSTANTS: "constants",
+        MemoryKind.WORKSPACE: "workspace of kernels",
         MemoryKind.MARGIN: "safety margin",
     }
     ranked = sorted(device.parts, key=lambda part: -part[1])

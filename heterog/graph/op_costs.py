@@ -50,6 +50,9 @@ _WRITES_ONLY = frozenset({"full.default", "zeros.default", "ones.default", "aran
 _NO_KERNEL = frozenset({"empty.memory_format", "empty_like.default", "new_empty.default",
                         "empty_strided.default", "new_empty_strided.default"})  # fmt: skip
 
+REORDERS_WEIGHTS = frozenset({"convolution.default", "convolution_backward.default"})
+"""Ops whose kernels keep a second copy of the weights, in blocks, while they run."""
+
 
 def convolution_flops(call: OpCall) -> float | None:
     """FLOPs of a convolution or its backward; ``None`` for other ops.

@@ -20,6 +20,7 @@ _HEADERS = {
     MemoryKind.COMMUNICATION: "comm.",
     MemoryKind.BATCH: "batch",
     MemoryKind.CONSTANTS: "constants",
+    MemoryKind.WORKSPACE: "workspace",
     MemoryKind.MARGIN: "margin",
 }
 _WIDTH = 100

@@ -45,8 +45,7 @@ MAX_RULE_SETS = 16
 """Rule sets of strategies whose tables are kept."""
 
 MEMORY_MARGIN = 0.02
-"""Added to what tensors need: workspace of kernels, rounding of allocators. Convolutions on a CPU
-take about 1 % for reordered weights."""
+"""Added to what tensors and workspaces need: small workspaces, rounding of allocators."""
 
 
 class Outcome(StrEnum):

@@ -1,9 +1,9 @@
 """Memory of a simulated step, by liveness.
 
 A buffer is alive from the start of the task that makes it to the end of its last reader. What
-stays for the whole step (parameters, optimizer state, the batch) comes from
-``strategy.lowering.resident_bytes``. Kernel workspaces, fragmentation and the device's context are
-not modelled; a cluster's ``reserved_memory`` stands for them.
+stays for the whole step (parameters, optimizer state, batch, room for the largest weight that a
+kernel reorders) comes from ``strategy.lowering.resident_bytes``. Other workspaces, fragmentation
+and the device's context are not modelled; a cluster's ``reserved_memory`` stands for them.
 """
 
 import numba as nb

@@ -37,8 +37,10 @@ class MemoryKind(StrEnum):
     BATCH = "batch"
     CONSTANTS = "constants"
     """The model's buffers and constants, and parameters that are not trained."""
+    WORKSPACE = "workspace"
+    """What kernels need beside their inputs and outputs while they run."""
     MARGIN = "margin"
-    """What is added for workspaces of kernels and rounding of allocators."""
+    """What is added for small workspaces and rounding of allocators."""
 
 
 _KINDS = tuple(MemoryKind)
@@ -142,11 +144,18 @@ def _resident_parts(tables: GraphTables, choice: Choice) -> FloatArray:
     ``resident_bytes`` is a sum of terms in proportion to each ingredient, so leaving one out
     takes away exactly its bytes.
     """
-    bare = tables._replace(state_ratio=0.0, common_bytes=0.0, input_bytes_per_sample=0.0)
+    no_workspace = np.zeros_like(tables.parameter_workspace)
+    bare = tables._replace(
+        state_ratio=0.0,
+        common_bytes=0.0,
+        input_bytes_per_sample=0.0,
+        parameter_workspace=no_workspace,
+    )
     ingredients = {
         MemoryKind.OPTIMIZER_STATE: bare._replace(state_ratio=tables.state_ratio),
         MemoryKind.CONSTANTS: bare._replace(common_bytes=tables.common_bytes),
         MemoryKind.BATCH: bare._replace(input_bytes_per_sample=tables.input_bytes_per_sample),
+        MemoryKind.WORKSPACE: bare._replace(parameter_workspace=tables.parameter_workspace),
     }
     parameters = resident_bytes(bare, choice)
     parts = np.zeros((len(parameters), len(_KINDS)))

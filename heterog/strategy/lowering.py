@@ -359,9 +359,14 @@ def program_from_tape(
 
 @nb.njit(cache=True, nogil=True)
 def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
-    """Bytes on each device for the whole step: parameters, optimizer state, buffers, batch."""
+    """Bytes on each device for the whole step: parameters, optimizer state, buffers, batch.
+
+    And the largest workspace of a kernel there: a device runs one op at a time, and one of them
+    nearly always runs when memory is fullest.
+    """
     num_devices = choice.member.shape[1]
     resident = np.zeros(num_devices)
+    workspace = np.zeros(num_devices)
     num_layouts = len(choice.shares) // len(tables.axis_units)
     for parameter in range(len(tables.parameter_bytes)):
         group = tables.parameter_group[parameter]
@@ -373,7 +378,14 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
             for device in range(num_devices):
                 share = choice.shares[axis * num_layouts + layout, 0, device]
                 resident[device] += share * per_unit * (1.0 + tables.state_ratio)
+                part = share / tables.parameter_units[parameter]
+                needed = part * tables.parameter_workspace[parameter]
+                workspace[device] = max(workspace[device], needed)
             continue
+        for device in range(num_devices):
+            if choice.member[layout, device]:
+                needed = tables.parameter_workspace[parameter]
+                workspace[device] = max(workspace[device], needed)
         home = choice.home[parameter]
         served = home >= 0
         if choice.sync[group] >= _ZERO1 and is_sliced(tables, choice, parameter):
@@ -401,7 +413,7 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
                     samples += choice.shares[layout, micro, device]
                 most = max(most, samples)
             resident[device] += tables.common_bytes + most * tables.input_bytes_per_sample
-    return resident
+    return resident + workspace
 
 
 @nb.njit(cache=True, nogil=True)

@@ -76,7 +76,7 @@ class Program:
         buffer_device: device that holds the buffer, -1 for tokens.  # [num_buffers]
         buffer_bytes: # [num_buffers]
         bucket: bucket in which each parameter is synchronised, -1 if none.  # [num_parameters]
-        resident_bytes: parameters, optimizer state, buffers and the batch.  # [num_devices]
+        resident_bytes: parameters, optimizer state, buffers, workspace, batch.  # [num_devices]
         channels: the channels that tasks refer to.
         op_rules: of the strategy; subjects are numbered in the tables of the graph under them.
     """

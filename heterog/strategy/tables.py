@@ -14,6 +14,7 @@ import numpy.typing as npt
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, Grouping, group_ops
+from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRules
 from heterog.strategy.recomputation import recomputations
@@ -68,6 +69,7 @@ class GraphTables(NamedTuple):
     # Parameters, in the order of OpGraph.updates.
     parameter_group: IntArray
     parameter_bytes: FloatArray
+    parameter_workspace: FloatArray  # bytes that a kernel needs beside it while it reads it
     parameter_gradient: IntArray  # value that holds the gradient
     parameter_last_value: IntArray  # value made by an op that reads it after that, -1 if none
     reader_start: IntArray  # values made by readers of each parameter  # [num_parameters + 1]
@@ -199,6 +201,11 @@ class _Builder:
             for index, parameters in zip(self.ops, parameter_reads, strict=True):
                 for parameter in parameters:
                     readers[parameter].extend(self.value_of[t] for t in graph.outputs(index)[:1])
+        workspace = np.zeros(len(graph.updates))
+        for index, parameters in zip(self.ops, parameter_reads, strict=True):
+            if graph.ops[index].kind in REORDERS_WEIGHTS:
+                for row in parameters:
+                    workspace[row] = float(graph.tensor_bytes[graph.updates[row][1]])
         batch_bytes = float(
             sum(graph.tensor_bytes[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH))
         )
@@ -250,6 +257,7 @@ class _Builder:
             parameter_bytes=np.array(
                 [float(graph.tensor_bytes[parameter]) for _, parameter, _ in graph.updates]
             ),
+            parameter_workspace=workspace,
             parameter_gradient=_ints(gradient_values),
             parameter_last_value=_ints(last_values),
             gradient_is_partial=_ints(
