@@ -15,6 +15,7 @@ from heterog.files import read_json, write_json
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.planners.background import BackgroundPlan, plan_background
+from heterog.planners.issue_order import issue_order, sends_by_op
 from heterog.planners.planner import Budget, MethodRow
 from heterog.planners.portfolio import (
     Progress,
@@ -31,7 +32,6 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.lowering import lower
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Strategy
 
@@ -300,62 +300,6 @@ def make_plan(
     return plan_from_rows(
         evaluator, rows, budget=str(parsed), seed=seed, search_seconds=search_seconds
     )
-
-
-def issue_order(program: Program, start: FloatArray, finish: FloatArray) -> IntArray:
-    """The order in which ranks take up the tasks of a schedule.
-
-    A rank issues communication only between two ops. One that begins while an op runs is issued
-    before it: after it, the other ranks would wait, and hold what they send. So ops are listed by
-    their end, communication by its begin. What a task needs has ended when it begins, and is
-    listed before it.
-
-    Args:
-        program: whose tasks they are.
-        start: of each task, seconds.  # [num_tasks]
-        finish: of each task, seconds.  # [num_tasks]
-
-    Returns:
-        All tasks.  # [num_tasks]
-    """
-    moment = np.where(program.kind < FIRST_LINK_KIND, finish, start)
-    order: IntArray = np.lexsort((np.arange(program.num_tasks), moment)).astype(np.int32)
-    return order
-
-
-def sends_by_op(
-    program: Program, start: FloatArray, finish: FloatArray, order: IntArray
-) -> tuple[tuple[int, int], ...]:
-    """When a sender lets go of what it sends, if all goes as planned.
-
-    A rank that is faster than planned would otherwise run ahead of those it sends to, and hold
-    more and more that they have not received: more than the plan says it needs.
-
-    Args:
-        program: what is run.
-        start: of each task, seconds.  # [num_tasks]
-        finish: of each task, seconds.  # [num_tasks]
-        order: as by ``issue_order``.
-
-    Returns:
-        (transfer of a value, the first op on its source that begins when it has ended), for the
-        transfers for which there is such an op.
-    """
-    ops: dict[int, list[int]] = {}
-    for task in order.tolist():
-        if program.kind[task] <= TaskKind.RECOMPUTE:
-            ops.setdefault(int(program.device[task]), []).append(task)
-    begins = {device: start[tasks] for device, tasks in ops.items()}
-    place = np.argsort(order)
-    pairs = []
-    for send in np.flatnonzero(program.kind == TaskKind.SEND).tolist():
-        source = program.channels[int(program.channel[send])].devices[0]
-        if source in ops:
-            number = int(np.searchsorted(begins[source], finish[send]))
-            later = ops[source][number:]
-            if later and place[later[0]] > place[send]:
-                pairs.append((send, later[0]))
-    return tuple(pairs)
 
 
 def plan_from_rows(

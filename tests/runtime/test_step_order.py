@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.graph.grouping import group_ops
-from heterog.planners.plan import issue_order, sends_by_op
+from heterog.planners.issue_order import AHEAD_BYTES, issue_order, sends_by_op
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.step_order import LOSS, NORM, StepOrder, step_order
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import FIRST_LINK_KIND, TaskKind
-from heterog.strategy.strategy import Strategy
+from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.strategies import (
     ALL,
     SYNCS,
@@ -26,6 +26,7 @@ from tests.runtime.strategies import (
     random_strategy,
     strategy_of,
 )
+from tests.simulator import builders
 
 
 def part_of(strategy: Strategy, rank: int = 0) -> RankProgram:
@@ -152,7 +153,11 @@ def test_communication_is_issued_before_the_op_during_which_it_begins(seed: int)
         mine = [task for task in range(program.num_tasks) if part.takes_part(task)]
         ops = [task for task in mine if program.kind[task] < FIRST_LINK_KIND]
         for task in mine:
-            if program.kind[task] >= FIRST_LINK_KIND:
+            if program.kind[task] in (TaskKind.PUSH, TaskKind.PULL):
+                for op in ops:
+                    if finish[op] > start[task]:
+                        assert position[task] < position[op]
+            elif program.kind[task] >= FIRST_LINK_KIND:
                 for op in ops:
                     if finish[op] > start[task]:
                         assert position[task] < position[op]
@@ -160,6 +165,14 @@ def test_communication_is_issued_before_the_op_during_which_it_begins(seed: int)
                         assert position[op] < position[task]
         in_time = sorted(ops, key=lambda op: (start[op], op))
         assert in_time == sorted(ops, key=lambda op: position[op])
+    for channel in range(len(program.channels)):
+        served = [
+            task
+            for task in order.tolist()
+            if program.channel[task] == channel
+            and program.kind[task] in (TaskKind.PUSH, TaskKind.PULL)
+        ]
+        assert served == sorted(served, key=lambda task: start[task])
     for send, op in sends_by_op(program, start, finish, order):
         assert program.channels[int(program.channel[send])].devices[0] == program.device[op]
         assert finish[send] <= start[op]
@@ -172,3 +185,24 @@ def test_communication_is_issued_before_the_op_during_which_it_begins(seed: int)
             and position[other] < position[op]
         ]
         assert all(start[other] < finish[send] or start[other] == start[op] for other in before)
+
+
+def test_a_server_announces_what_comes_next_and_no_more_than_that() -> None:
+    # Seven gradients of half the limit, pushed from device 1 to their server, one at a time.
+    width = int((AHEAD_BYTES / 2 / 4) ** 0.5)
+    graph = builders.linear_chain("abcdefg", width=width)
+    target = builders.cluster_of((0.1, ["T4"]), (0.1, ["T4"]))
+    decision = Decision(devices=(0, 1), shares=(4, 4), sync=Sync.PARAMETER_SERVER)
+    evaluator = Evaluator(graph, target)
+    choice = evaluator.encode(builders.strategy_of(graph, target, decision, homes=0))
+    program, start, finish = evaluator.schedule(choice, Order.FIFO)
+    order = issue_order(program, start, finish).tolist()
+    pushes = [task for task in order if program.kind[task] == TaskKind.PUSH]
+    for number, push in enumerate(pushes):
+        added = next(
+            task for task in order
+            if program.kind[task] == TaskKind.SUM and push in program.dependencies(task)
+        )  # fmt: skip
+        # The one it waits for, the one that follows it on the link, and two more.
+        announced = sum(order.index(other) < order.index(added) for other in pushes)
+        assert announced == min(number + 4, 7)
