@@ -35,7 +35,7 @@ from heterog.planners.poplar import STAGES, EvenZero, Poplar
 from heterog.planners.portfolio import run_method
 from heterog.runtime.deploy import deploy
 from heterog.runtime.launch import run_commands
-from heterog.runtime.rank import join
+from heterog.runtime.rank import end_together, join
 from heterog.runtime.testbed import Testbed
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import load_workload
@@ -80,8 +80,7 @@ def serve(folder: Path, model: str, batch_size: int, num_pairs: int) -> None:
     seconds = seconds_in_turn(steps, num_pairs)
     if dist.get_rank() == 0:
         (folder / "seconds.json").write_text(json.dumps(seconds))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_together()
 
 
 def measure(

@@ -30,7 +30,7 @@ from heterog.planners.plan import load_plan, make_plan
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import run_commands
 from heterog.runtime.peak_memory import peak_bytes
-from heterog.runtime.rank import join
+from heterog.runtime.rank import end_together, join
 from heterog.runtime.testbed import Testbed
 from heterog.zoo import load_workload
 
@@ -58,8 +58,7 @@ def serve(folder: Path, model: str, methods: Sequence[str], num_steps: int) -> N
     )
     peaks = {method: peak_bytes(step, batch) for method, step in steps.items()}
     (folder / f"rank{rank}.json").write_text(json.dumps({"seconds": seconds, "peaks": peaks}))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_together()
 
 
 def measure(

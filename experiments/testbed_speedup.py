@@ -30,7 +30,7 @@ from heterog.graph.capture import capture
 from heterog.planners.plan import load_plan, make_plan
 from heterog.runtime.deploy import deploy
 from heterog.runtime.launch import run_commands
-from heterog.runtime.rank import join
+from heterog.runtime.rank import end_together, join
 from heterog.runtime.testbed import Testbed
 from heterog.strategy.strategy import split_evenly, split_in_proportion
 from heterog.zoo import load_workload
@@ -65,8 +65,7 @@ def serve(folder: Path, model: str, num_pairs: int) -> None:
     seconds = seconds_in_turn(contenders, num_pairs, every={"proportional_ddp": _RARELY})
     if rank == 0:
         (folder / "seconds.json").write_text(json.dumps(seconds))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_together()
 
 
 def _ddp_step(model: str, shares: tuple[int, ...], rank: int) -> Callable[[], None]:

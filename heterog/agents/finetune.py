@@ -1,17 +1,19 @@
 """Fine-tuning on one pair: the policy goes on learning from its own best strategies there.
 
 Each step draws strategies and learns from them by REINFORCE, and imitates the best seen so far
-(expert iteration). What comes back is the best strategy seen, as in the paper's table 6, which
-gives the time to train for an unseen graph; what the policy proposes before and after is among
-them, so fine-tuning never loses what zero-shot had.
+(expert iteration: now and then a short search sets out from them). What comes back is the best
+strategy seen, as in the paper's table 6, which gives the time to train for an unseen graph; what
+the policy proposes before and after is among them, so fine-tuning never loses what zero-shot had.
 """
 
 import copy
+import math
 import time
 
 import numpy as np
 import torch
 
+from heterog.agents.elites import find_elites
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.imitation import Example, Imitation
 from heterog.agents.planners import propose, rescore
@@ -22,6 +24,9 @@ from heterog.planners.planner import Budget, PlanResult, Spending, Task
 from heterog.strategy.program import IntArray
 
 _NUM_SAMPLES = 24
+_SEARCH_EVERY = 8
+_SEARCH_EVALUATIONS = _SEARCH_EVERY * _NUM_SAMPLES
+"""As many evaluations as the steps between two searches draw."""
 _NUM_KEPT = 8
 
 
@@ -65,11 +70,19 @@ class FineTuned:
         batch = PairBatch([pair.observation])
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
+        num_steps = 0
         while not best or not spending.is_over:
             scores = policy(batch)
             made = reinforce.step(scores, [pair], [0], min(spending.fraction, 1.0), rng)
             loss = made.loss
-            for row in made.rows[0]:
+            rows = [*made.rows[0]]
+            num_steps += 1
+            if num_steps % _SEARCH_EVERY == 0 and not spending.is_over:
+                left = (self._budget.evaluations or math.inf) - spending.evaluations
+                starts = [*rows, *(row for row, _ in best.values())]
+                allowed = int(min(_SEARCH_EVALUATIONS, left))
+                rows += [*find_elites(pair, allowed, rng, starts).rows]
+            for row in rows:
                 best[row.tobytes()] = (row, pair.score(row))  # scored already: looked up
             kept = sorted(best.items(), key=lambda item: item[1][1].preference)[:_NUM_KEPT]
             best = dict(kept)

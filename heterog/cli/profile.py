@@ -105,6 +105,10 @@ def profile(
     profiler.remove_journal(journal)
     if measured is not None:
         _print_measured(measured, output, as_json=as_json)
+    if as_rank:
+        from heterog.runtime.rank import end_together
+
+        end_together()
 
 
 def _check_profile_options(testbed: str, cluster: str, device_type: str) -> None:

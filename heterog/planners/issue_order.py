@@ -77,8 +77,10 @@ def _announce_ahead(program: Program, start: FloatArray, moment: FloatArray) -> 
     for channel in np.unique(program.channel[served]):
         tasks = served[program.channel[served] == channel]
         tasks = tasks[np.lexsort((tasks, start[tasks]))]
-        bytes_before = np.cumsum(program.num_bytes[tasks]) - program.num_bytes[tasks]
-        oldest = np.searchsorted(bytes_before, bytes_before - AHEAD_BYTES)
+        bytes_after = np.cumsum(program.num_bytes[tasks])
+        bytes_before = bytes_after - program.num_bytes[tasks]
+        oldest = np.searchsorted(bytes_before, bytes_after - AHEAD_BYTES)
+        oldest = np.minimum(oldest, np.arange(len(tasks)))
         latest = 0.0
         for task, place in zip(tasks.tolist(), oldest.tolist(), strict=True):
             needed = moment[program.dependencies(task)].max(initial=0.0)

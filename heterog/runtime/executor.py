@@ -7,7 +7,7 @@ once and waited for where its result is needed. ``conversions`` moves values bet
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from heterog.errors import StrategyError
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import TensorKind
+from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import Special
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.conversions import Conversions
@@ -25,13 +26,27 @@ from heterog.runtime.local_op import LocalOp
 from heterog.runtime.losses import Losses
 from heterog.runtime.optimizer import StepUpdates, Updates
 from heterog.runtime.random_stream import RandomStream
-from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.rank_program import Layout, Near, RankProgram
 from heterog.runtime.recorder import Recorder as Recorder
 from heterog.runtime.slices import Slices
 from heterog.runtime.step_order import LOSS, NORM, step_order
 from heterog.runtime.values import Held, Values
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
+
+
+class _Call(NamedTuple):
+    """An op as this rank runs it, on units of a micro-batch."""
+
+    op: int
+    local_op: LocalOp
+    layout: Layout | None
+    begin: int
+    num_units: int
+    is_first: bool
+    near: Near
+    inputs: list[tuple[int, Placement, bool]]
+    made: range
 
 
 class StepExecutor:
@@ -116,6 +131,7 @@ class StepExecutor:
             if self._part.channel(send).devices[0] == rank:
                 self._sent_before.setdefault(task, []).append(send)
         self._open: StepUpdates | None = None
+        self._calls: dict[int, _Call] = {}
         # As lists: single elements are looked up for every task of every step.
         self._kind = [TaskKind(kind) for kind in program.kind.tolist()]
         self._subject: list[int] = program.subject.tolist()
@@ -166,7 +182,8 @@ class StepExecutor:
                     if before is not None:
                         self._play(task, before)
                 elif task == LOSS:
-                    loss_work = dist.all_reduce(self._losses.total, async_op=True)
+                    if self.program.num_devices > 1:
+                        loss_work = dist.all_reduce(self._losses.total, async_op=True)
                 else:
                     self._play(task, step)
                     if task >= 0:
@@ -258,17 +275,15 @@ class StepExecutor:
             self._values.held[made[self.rank]] = Held(whole)
 
     def _compute(self, task: int, row: int, micro: int, gradients: Gradients) -> None:
-        part, values = self._part, self._values
-        op = self._op[row]
-        local_op = self._ops[op]
-        layout = part.layout_of_op(op)
-        begin, count = layout.range(micro, self.rank) if layout else (0, 0)
-        is_first = layout is None or layout.first(micro) == self.rank
-        near = part.near(task)
+        values = self._values
+        call = self._calls.get(task)
+        if call is None:
+            call = self._calls[task] = self._call(task, row, micro)
+        op, local_op, layout, begin, count, is_first, near, wanted, made = call
         is_again = self._kind[task] == TaskKind.RECOMPUTE
         inputs = [
-            values.input(tensor, needed, near, layout, micro)
-            for tensor, needed in zip(self.graph.ops[op].inputs, part.plan.needed[op], strict=True)
+            values.input(tensor, needed, near, layout, micro, whole=whole)
+            for tensor, needed, whole in wanted
         ]
         if is_again:
             inputs = self._with_own_buffers(op, inputs)
@@ -285,14 +300,37 @@ class StepExecutor:
             outputs[0] = outputs[0] / weight
             if len(layout.devices) == 1:  # nobody to reduce it with, and the backward reads it
                 outputs[1] = weight
-        for buffer, output in zip(part.made(task), outputs, strict=True):
+        for buffer, output in zip(made, outputs, strict=True):
             values.held[buffer] = Held(output, begin, count)
         if not is_again:
             gradients.keep(task, layout, micro)
             self._losses.keep(task, op, layout, micro)
-        for buffer in part.made(task):
+        for buffer in made:
             if not values.is_read(buffer):
                 del values.held[buffer]
+
+    def _call(self, task: int, row: int, micro: int) -> _Call:
+        """What stays the same whenever an op is run; looked up once."""
+        part = self._part
+        op = self._op[row]
+        layout = part.layout_of_op(op)
+        begin, count = layout.range(micro, self.rank) if layout else (0, 0)
+        return _Call(
+            op=op,
+            local_op=self._ops[op],
+            layout=layout,
+            begin=begin,
+            num_units=count,
+            is_first=layout is None or layout.first(micro) == self.rank,
+            near=part.near(task),
+            inputs=[
+                (tensor, needed, self._values.is_whole_needed(tensor, needed, layout))
+                for tensor, needed in zip(
+                    self.graph.ops[op].inputs, part.plan.needed[op], strict=True
+                )
+            ],
+            made=part.made(task),
+        )
 
     def _with_own_buffers(self, op: int, inputs: list[Tensor]) -> list[Tensor]:
         """Copies in place of the model's buffers: BatchNorm updates its statistics in them."""

@@ -91,6 +91,7 @@ def _wire_device() -> torch.device:
 
 _NUM_ROUNDS = 5  # medians: a quota stops a process for tens of milliseconds somewhere
 _NUM_OPERATIONS = 12  # under way at once, as those of small tensors are
+_SMALL_BYTES = 64 * 1024
 _NUM_BURSTS = 3
 _NUM_PRODUCTS = 8  # computed meanwhile if they come one by one
 _BUSY_SIZE = 256  # a matrix product of about a millisecond on one core
@@ -166,13 +167,16 @@ def _collective(
     payload: int,
     stretch: float,
 ) -> LinkMeasurement:
+    """Small ones several at once: what counts is how fast they follow one another."""
     takes_part = communicator.rank in devices
     issue = _issuer(communicator, kind, devices, payload)
+    count = _NUM_OPERATIONS if payload <= _SMALL_BYTES else 1
 
     def act() -> None:
-        issue().wait()
+        for pending in [issue() for _ in range(count)]:
+            pending.wait()
 
-    seconds, cpu = _repeat(act, takes_part=takes_part)
+    seconds, cpu = (total / count for total in _repeat(act, takes_part=takes_part))
     communicator.flush()
     all_ranks = gathered([seconds, cpu * stretch])
     return LinkMeasurement(

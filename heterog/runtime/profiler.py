@@ -36,7 +36,7 @@ from heterog.runtime.collectives import gather_texts
 from heterog.runtime.launch import run_commands
 from heterog.runtime.link_profiler import PAYLOADS, gathered, link_cases, profile_links
 from heterog.runtime.op_profiler import has_cuda, profile_ops
-from heterog.runtime.rank import join
+from heterog.runtime.rank import end_together, join
 from heterog.runtime.rank import tell as tell_launcher
 from heterog.runtime.testbed import Testbed
 from heterog.simulator.calibration import (
@@ -317,6 +317,8 @@ def profile_as_rank(
 ) -> None:
     """Measure as the rank that the environment describes: its device, then links with the others.
 
+    The process group is still there when this returns; ``end_together`` ends the process.
+
     Args:
         sources: zoo names or ``file.py:function``.
         cluster: its device ``i`` is rank ``i``.
@@ -367,7 +369,6 @@ def profile_as_rank(
             )
             measured.save(output)
         dist.barrier()
-        dist.destroy_process_group()
 
 
 def _journalled_links(
@@ -410,6 +411,7 @@ def main() -> None:
     except HeterogError as error:
         print(f"heterog: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         os._exit(2)
+    end_together()
 
 
 if __name__ == "__main__":

@@ -257,9 +257,19 @@ def main() -> None:
             write_json(arguments.output, measured)
         else:
             print(json.dumps(measured, indent=2), flush=True)
-    # Leaving while others still talk aborts them.
-    dist.barrier()
-    dist.destroy_process_group()
+    end_together()
+
+
+def end_together() -> NoReturn:
+    """Wait for the other ranks and end this process, with exit code 0.
+
+    The orderly way may hang: gloo's threads are joined with the interpreter's lock held, and one
+    that lets go of a collective's tensors at that moment waits for this lock.
+    """
+    dist.barrier()  # leaving while others still talk aborts them
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _jsonable(seconds: FloatArray) -> list[float | None]:

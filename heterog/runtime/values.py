@@ -120,12 +120,27 @@ class Values:
         dtype = getattr(torch, self._part.graph.tensors[tensor].dtype)
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
-    def input(
-        self, tensor: int, needed: Placement, near: Near, layout: Layout | None, micro: int
-    ) -> Tensor:
-        """A tensor placed as an op on this rank needs it."""
+    def is_whole_needed(self, tensor: int, needed: Placement, layout: Layout | None) -> bool:
+        """Whether an op reads a tensor whole, and not the units of its layout only."""
         axis = layout.axis if layout else BATCH_AXIS
-        whole = self._part.plan.is_whole_needed(tensor, needed, axis)
+        return self._part.plan.is_whole_needed(tensor, needed, axis)
+
+    def input(
+        self,
+        tensor: int,
+        needed: Placement,
+        near: Near,
+        layout: Layout | None,
+        micro: int,
+        *,
+        whole: bool | None = None,
+    ) -> Tensor:
+        """A tensor placed as an op on this rank needs it.
+
+        ``whole`` is what ``is_whole_needed`` says, if that is known already.
+        """
+        if whole is None:
+            whole = self.is_whole_needed(tensor, needed, layout)
         value, placement = self.tensor(tensor, whole, near, layout, micro)
         return self._placed(value, placement, needed, layout, micro)
 

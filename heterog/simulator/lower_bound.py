@@ -77,7 +77,7 @@ def lower_bound_s(
         with_op_rules: strategies may give ops rules of their own.
     """
     types = cluster.device_types
-    times = [_best_times(graph, device_type, cost_model) for device_type in types]
+    times = [best_times(graph, device_type, cost_model) for device_type in types]
     if with_op_rules:
         times = [
             _best_times_of_parts(graph, device_type, cost_model, *found)
@@ -87,7 +87,7 @@ def lower_bound_s(
     shortest = np.array([shortest_s for _, shortest_s in times])
     counts = np.bincount(cluster.type_index, minlength=len(types))
     compute_s = _balanced_seconds(whole.T, counts) * (1.0 - _ROUNDING)
-    path_s = _longest_path(graph, _on_path(graph, shortest, counts)) * (1.0 - _ROUNDING)
+    path_s = heaviest_path(graph, _on_path(graph, shortest, counts)) * (1.0 - _ROUNDING)
     return LowerBound(seconds=max(compute_s, path_s), compute_s=compute_s, path_s=path_s)
 
 
@@ -103,7 +103,7 @@ def _on_path(graph: OpGraph, shortest: FloatArray, counts: npt.NDArray[np.int64]
 
 
 @lru_cache(maxsize=16)
-def _best_times(
+def best_times(
     graph: OpGraph, device_type: DeviceType, cost_model: CostModel
 ) -> tuple[FloatArray, FloatArray]:
     """(whole op at its best throughput, shortest time over all shares) of every op on a type."""
@@ -141,7 +141,7 @@ def _best_times_of_parts(
     whole: FloatArray,
     shortest: FloatArray,
 ) -> tuple[FloatArray, FloatArray]:
-    """Like ``_best_times``, from its result, for ops that may be split along any axis."""
+    """Like ``best_times``, from its result, for ops that may be split along any axis."""
     is_free = whole == 0.0
     is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops], np.bool_)
     found = whole
@@ -160,22 +160,36 @@ def _best_times_of_parts(
 def _balanced_seconds(whole: FloatArray, counts: npt.NDArray[np.int64]) -> float:
     """The linear program (a) for ``whole`` seconds [num_ops, num_types], ``counts`` devices each.
 
+    By weak duality *any* weights give a valid bound: the solver's tolerances may cost a little of
+    it, never lift it too high.
+    """
+    weights = device_weights(whole, counts)
+    # Rows that are equal are added first, as they are when the weights are found.
+    rows, multiplicity = np.unique(whole, axis=0, return_counts=True)
+    return float((rows * multiplicity[:, None] * weights).min(axis=1).sum())
+
+
+def device_weights(whole: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
+    """What a second of a device of each type is worth when all are busy: the dual of (a).
+
     Devices of one type are merged exactly (spreading an op evenly over them is never worse), and
     so are ops with equal rows. Solved as its dual,
 
         max sum_o y_o   subject to   y_o <= w_k t[o,k],  sum_k counts_k w_k = 1,  w >= 0
 
-    because by weak duality *any* w gives a valid bound, sum_o min_k w_k t[o,k]: the solver's
-    tolerances may cost a little of it, never lift it too high.
+    Args:
+        whole: seconds of the ops as a whole.  # [num_ops, num_types]
+        counts: devices of each type.  # [num_types]
+
+    Returns:
+        w, of one device each; they add up to 1 over all devices.  # [num_types]
     """
     rows, multiplicity = np.unique(whole, axis=0, return_counts=True)
     times = rows * multiplicity[:, None]
     times = times[times.max(axis=1) > 0.0]
     num_rows, num_types = times.shape
-    if num_rows == 0:
-        return 0.0
-    if num_types == 1:
-        return float(times.sum() / counts[0])
+    if num_rows == 0 or num_types == 1:
+        return np.full(num_types, 1.0 / counts.sum())
     # Columns: w scaled by the number of devices (all about 1), then y in units of the total.
     scale = float(times.min(axis=1).sum()) or float(times.max())
     entries = np.arange(num_rows * num_types)
@@ -207,18 +221,17 @@ def _balanced_seconds(whole: FloatArray, counts: npt.NDArray[np.int64]) -> float
         method="highs",
     )
     assert result.x is not None, f"the linear program of the lower bound failed: {result.message}"
-    weights = np.maximum(result.x[:num_types], 0.0) / counts
-    weights /= counts @ weights
-    return float((times * weights).min(axis=1).sum())
+    weights: FloatArray = np.maximum(result.x[:num_types], 0.0) / counts
+    return weights / float(counts @ weights)
 
 
-def _longest_path(graph: OpGraph, seconds: FloatArray) -> float:
-    """(b): the longest chain of ops with these seconds."""
+def heaviest_path(graph: OpGraph, weight: FloatArray) -> float:
+    """The largest sum of weights along a chain of ops that read from one another."""
     done = np.zeros(len(graph.tensors))
-    longest = 0.0
+    heaviest = 0.0
     for index, op in enumerate(graph.ops):
-        begin = max((done[tensor] for tensor in op.inputs), default=0.0)
-        finish = float(begin + seconds[index])
-        done[graph.output_start[index] : graph.output_start[index + 1]] = finish
-        longest = max(longest, finish)
-    return longest
+        before = max((done[tensor] for tensor in op.inputs), default=0.0)
+        total = float(before + weight[index])
+        done[graph.output_start[index] : graph.output_start[index + 1]] = total
+        heaviest = max(heaviest, total)
+    return heaviest

@@ -85,6 +85,15 @@ class ChannelTable:
         kind = ChannelKind.ALL_REDUCE_HIERARCHICAL if hierarchical else ChannelKind.ALL_REDUCE_RING
         return self._number(kind, devices, ())
 
+    def value_reduce(self, devices: tuple[int, ...]) -> int:
+        """Number of the all-reduce that makes partial values whole.
+
+        By hosts where several devices of one host take part together with others: each NIC then
+        carries the value 2 (H-1)/H times in 2 (H-1) steps, instead of 2 (n-1)/n in 2 (n-1).
+        """
+        num_hosts = len({self.cluster.devices[device].host_index for device in devices})
+        return self.all_reduce(devices, hierarchical=1 < num_hosts < len(devices))
+
     def reduce_scatter(self, devices: tuple[int, ...], slices: tuple[int, ...]) -> int:
         """Number of a reduce-scatter channel with the given relative slices."""
         return self._number(ChannelKind.REDUCE_SCATTER, devices, slices)

@@ -227,7 +227,7 @@ def encode(
             counts, devices, strategy.micro_batches, num_micro
         )
         if len(devices) > 1:
-            reduce_channel[number] = channels.all_reduce(devices, hierarchical=False)
+            reduce_channel[number] = channels.value_reduce(devices)
             gather_channel[number] = channels.all_gather(devices, ())
     # Constants are computed on every device that computes anything.
     active = shares[:-1].sum(axis=0) > 0

@@ -173,7 +173,7 @@ class StrategySpace:
         devices = list(decision.devices)
         self._member[layout, devices] = True
         if len(devices) > 1:
-            self._reduce[layout] = self._channels.all_reduce(decision.devices, hierarchical=False)
+            self._reduce[layout] = self._channels.value_reduce(decision.devices)
             self._gather[layout] = self._channels.all_gather(decision.devices, ())
 
     def micro_batches(self, num_micro: int) -> MicroBatches:

@@ -1,0 +1,142 @@
+"""A bound that knows that kernels cost a launch, and that samples wait for one another.
+
+The compute part (a) of ``lower_bound`` lets every part of an op run at the best throughput of any
+share: as if the whole batch were in one kernel, whose launch and weights cost next to nothing, and
+all devices nevertheless had an equal part of it. Both cannot be had. The larger a kernel, the
+longer its samples are in it; the smaller, the more kernels there are.
+
+Let kernel j do a part x_j of op o in c_j seconds on device d; the parts of an op add up to 1. Take
+a dependency path of ops, and draw a part of the batch at random: at each op of the path it is in
+kernel j with probability x_j, and the kernels that it is in run one after another within the step.
+(Parts along the batch are the same samples at every op. Where an op reads all of another one, or
+is split along another axis, any kernel of the next op waits for the one before.) So
+
+    sum over the path of x_j c_j <= T,    and on every device    sum of c_j <= T.
+
+The first taken alpha times, the second w_d times with sum_d w_d = 1, and everything that is not
+known replaced by the best that it could be:
+
+    (1 + alpha) T >= sum_{o on path} min_{d,x} (alpha + w_d / x) c(o,d,x)
+                   + sum_{other o}   min_{d,x} (w_d / x) c(o,d,x)
+
+for every alpha >= 0, w and path. With alpha = 0 this is (a). For n equal ops of a launch l and a
+work v on D equal devices the right side is n (sqrt(alpha l) + sqrt(v / D))^2, and the best alpha
+gives T >= n (l + v / D): by Cauchy and Schwarz, what data parallelism takes without communication.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import scipy.optimize
+
+from heterog.cluster.topology import Cluster, DeviceType
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.simulator.cost_model import CostModel
+from heterog.simulator.lower_bound import best_times, device_weights, heaviest_path
+
+_ROUNDING = 1e-9
+_FINEST_STEP = 256
+_PART_RATIO = 0.99
+_SMALLEST_PART = 2.0**-12
+_EVALUATIONS = 200
+
+
+def sample_path_s(
+    graph: OpGraph, cluster: Cluster, cost_model: CostModel, *, with_op_rules: bool = False
+) -> float:
+    """Seconds of a step with barrier that no strategy can go below; see the module docstring.
+
+    Args:
+        graph: one training step.
+        cluster: the devices; its links do not matter.
+        cost_model: seconds of ops, the same as the strategies are judged by; more samples must
+            not take less time.
+        with_op_rules: strategies may give ops rules of their own.
+    """
+    types = cluster.device_types
+    counts = np.bincount(cluster.type_index, minlength=len(types))
+    plan = batch_plan(graph)
+    follows_batch = (plan.flops_per_sample + plan.bytes_per_sample) > 0
+    follows_batch &= np.array([op.phase != Phase.UPDATE for op in graph.ops], np.bool_)
+    whole = np.array([best_times(graph, each, cost_model)[0] for each in types])
+    tables = [_kernels(graph, each, cost_model, with_op_rules=with_op_rules) for each in types]
+    if with_op_rules:
+        best = [(seconds / parts[:, None]).min(axis=0) for seconds, parts in tables]
+        whole = np.where(follows_batch, np.minimum(whole, best), whole)
+    # Ops that cost the same everywhere are looked at once.
+    rows = np.concatenate([whole, *(seconds for seconds, _ in tables)])
+    _, first, number = np.unique(rows, axis=1, return_index=True, return_inverse=True)
+    number = number.reshape(-1)
+    is_free = whole.max(axis=0) == 0.0
+    on_path = follows_batch & ~is_free
+    small = [(seconds[:, first], parts) for seconds, parts in tables]
+
+    def bound(alpha: float, weights: FloatArray) -> float:
+        off_path = (weights[:, None] * whole[:, first]).min(axis=0)
+        path = np.full(len(first), np.inf)
+        for weight, (seconds, parts) in zip(weights, small, strict=True):
+            np.minimum(path, ((alpha + weight / parts)[:, None] * seconds).min(axis=0), out=path)
+        gain = np.where(on_path, (path - off_path)[number], 0.0)
+        total = off_path[number].sum() + heaviest_path(graph, gain)
+        return float(total / (1.0 + alpha))
+
+    start = np.maximum(device_weights(whole.T, counts), 1e-3 / counts.sum())
+
+    def given(point: FloatArray) -> tuple[float, FloatArray]:
+        weights = start * np.exp(np.append(point[1:], 0.0))
+        return float(np.exp(point[0])), weights / float(counts @ weights)
+
+    # Any point is a valid bound, so it does not matter whether this finds the very best one.
+    begin = np.append(np.log(0.05), np.zeros(len(types) - 1))
+    # scipy's stubs do not know all the options of this method.
+    found = scipy.optimize.minimize(  # type: ignore[call-overload]
+        lambda point: -bound(*given(point)),
+        begin,
+        method="Nelder-Mead",
+        options={"maxfev": _EVALUATIONS, "initial_simplex": _simplex(begin)},
+    )
+    return max(-float(found.fun), bound(0.0, start)) * (1.0 - _ROUNDING)
+
+
+def _simplex(begin: FloatArray) -> FloatArray:
+    steps = np.full(len(begin), 0.1)
+    steps[0] = 1.0
+    return np.vstack([begin, begin + np.diag(steps)])
+
+
+@lru_cache(maxsize=16)
+def _kernels(
+    graph: OpGraph, device_type: DeviceType, cost_model: CostModel, *, with_op_rules: bool
+) -> tuple[FloatArray, FloatArray]:
+    """What kernels of all sizes take at least.
+
+    Returns:
+        (seconds of every op in a kernel that does at most a part of it [num_parts, num_ops],
+        these parts [num_parts]).
+    """
+    batch = graph.batch_size
+    seconds, parts = [], []
+    share = 1
+    while share <= batch:
+        # More samples take no less time: the smallest share of a range speaks for its seconds,
+        # the largest one for its part.
+        last = min(share + max(share // _FINEST_STEP, 1) - 1, batch)
+        seconds.append(cost_model.op_seconds(graph, device_type, share))
+        parts.append(last / batch)
+        share = last + 1
+    if with_op_rules:
+        part = 1.0
+        while part > _SMALLEST_PART:
+            smaller = part * _PART_RATIO
+            seconds.append(
+                cost_model.work_seconds(
+                    graph, device_type, smaller * graph.flops, smaller * graph.bytes_moved
+                )
+            )
+            parts.append(part)
+            part = smaller
+        nothing = np.zeros(graph.num_ops)
+        seconds.append(cost_model.work_seconds(graph, device_type, nothing, nothing))
+        parts.append(part)
+    return np.array(seconds), np.array(parts)
