@@ -6,8 +6,8 @@ from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Prog
 from heterog.units import MIB
 
 AHEAD_BYTES = 2 * MIB
-"""How much a parameter server announces before its turn on a link: enough to bridge the 40 ms that
-TCP may delay an acknowledgement at some 100 Mbit/s, little beside what a step holds anyway."""
+"""How far ahead a parameter server announces what it receives and sends: enough to bridge the
+40 ms that TCP may delay an acknowledgement, at some 100 Mbit/s; little beside what a step holds."""
 
 
 def issue_order(program: Program, start: FloatArray, finish: FloatArray) -> IntArray:
@@ -68,7 +68,7 @@ def sends_by_op(
 
 
 def _announce_ahead(program: Program, start: FloatArray, moment: FloatArray) -> None:
-    """Moves up what parameter servers receive and send, by at most ``AHEAD_BYTES`` on a link.
+    """Moves up what parameter servers receive and send, over ``AHEAD_BYTES`` of its link at most.
 
     A server that waits for one gradient would else announce the next one when it has this one, and
     the link would be idle for as long as two ranks need to agree.
@@ -77,10 +77,8 @@ def _announce_ahead(program: Program, start: FloatArray, moment: FloatArray) -> 
     for channel in np.unique(program.channel[served]):
         tasks = served[program.channel[served] == channel]
         tasks = tasks[np.lexsort((tasks, start[tasks]))]
-        bytes_after = np.cumsum(program.num_bytes[tasks])
-        bytes_before = bytes_after - program.num_bytes[tasks]
-        oldest = np.searchsorted(bytes_before, bytes_after - AHEAD_BYTES)
-        oldest = np.minimum(oldest, np.arange(len(tasks)))
+        bytes_before = np.cumsum(program.num_bytes[tasks]) - program.num_bytes[tasks]
+        oldest = np.searchsorted(bytes_before, bytes_before - AHEAD_BYTES)
         latest = 0.0
         for task, place in zip(tasks.tolist(), oldest.tolist(), strict=True):
             needed = moment[program.dependencies(task)].max(initial=0.0)

@@ -1,17 +1,49 @@
-"""Memory of a simulated step, by liveness.
+"""Peak memory of a simulated step, by liveness.
 
-A buffer is alive from the start of the task that makes it to the end of its last reader. What
-stays for the whole step (parameters, optimizer state, batch, room for the largest weight that a
-kernel reorders) comes from ``strategy.lowering.resident_bytes``. Other workspaces, fragmentation
-and the device's context are not modelled; a cluster's ``reserved_memory`` stands for them.
+A buffer is alive from the start of the task that makes it to the end of its last reader. A rank
+issues communication and lets go of it between two ops only, so what arrives or has left while an
+op runs is there for as long as this op. What stays for the whole step (parameters, optimizer
+state, batch, room for the largest weight that a kernel reorders) comes from
+``strategy.lowering.resident_bytes``. Other workspaces, fragmentation and the device's context are
+not modelled; a cluster's ``reserved_memory`` stands for them.
 """
 
 import numba as nb
 import numpy as np
 
 from heterog.simulator.engine import Schedule
-from heterog.strategy.program import FloatArray, IntArray
+from heterog.strategy.program import FIRST_FREE_KIND, FloatArray, IntArray, Program
 from heterog.strategy.tape import NUM_BUFFERS, NUM_READS, Tape
+
+
+def buffer_lives(
+    program: Program, start: FloatArray, finish: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """From when until when each buffer is there; at one instant, ends come before begins.
+
+    Args:
+        program: whose buffers they are.
+        start: of each task, seconds.  # [num_tasks]
+        finish: of each task, seconds.  # [num_tasks]
+
+    Returns:
+        (begin, end), seconds.  # [num_buffers] each
+    """
+    makers = program.buffer_maker
+    readers = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
+    begin, end = start[makers], finish[makers]
+    np.maximum.at(end, program.read_buffer, finish[readers])
+    for device in range(program.num_devices):
+        ops = np.flatnonzero((program.kind < FIRST_FREE_KIND) & (program.device == device))
+        if not len(ops):
+            continue
+        ops = ops[np.lexsort((finish[ops], start[ops]))]
+        mine = np.flatnonzero(program.buffer_device == device)
+        for times, op_times in ((begin, start), (end, finish)):
+            running = ops[np.maximum(np.searchsorted(start[ops], times[mine]) - 1, 0)]
+            is_running = (start[running] < times[mine]) & (times[mine] < finish[running])
+            times[mine] = np.where(is_running, op_times[running], times[mine])
+    return begin, end
 
 
 @nb.njit(cache=True, nogil=True)
@@ -35,6 +67,7 @@ def memory_kernel(tape: Tape, schedule: Schedule, resident: FloatArray, peak: Fl
         is_running = False
         other = touching_start[device]
         last_other = touching_start[device + 1]
+        gone = 0.0  # what the op that runs keeps alive
         while op < last_op or other < last_other:
             take_op = op < last_op
             if take_op and other < last_other:
@@ -61,7 +94,7 @@ def memory_kernel(tape: Tape, schedule: Schedule, resident: FloatArray, peak: Fl
                 if not is_end:
                     live += buffer.num_bytes
                 elif alive[made] == 0:
-                    live -= buffer.num_bytes
+                    gone += buffer.num_bytes
             most = max(most, live)
             if is_end:
                 for read in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
@@ -70,7 +103,10 @@ def memory_kernel(tape: Tape, schedule: Schedule, resident: FloatArray, peak: Fl
                     if buffer.device == device:
                         alive[needed] -= 1
                         if alive[needed] == 0:
-                            live -= buffer.num_bytes
+                            gone += buffer.num_bytes
+            if not is_running:
+                live -= gone
+                gone = 0.0
         peak[device] = most
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.memory import buffer_lives
 from heterog.strategy.lowering import Choice, resident_bytes
 from heterog.strategy.program import FloatArray, Program, TaskKind
 from heterog.strategy.strategy import Strategy
@@ -191,20 +192,13 @@ def _parts_at_peak(
     kinds: npt.NDArray[np.int64],
     resident: FloatArray,
 ) -> list[tuple[FloatArray, float]]:
-    """(bytes of each kind, moment) at the peak of each device, without margin.
-
-    A buffer lives from its maker's start to its last reader's end; at one instant, ends come
-    before starts.
-    """
-    makers = program.buffer_maker
-    readers = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
-    end = finish[makers]
-    np.maximum.at(end, program.read_buffer, finish[readers])
+    """(bytes of each kind, moment) at the peak of each device, without margin."""
+    begin, end = buffer_lives(program, start, finish)
     found = []
     for device in range(program.num_devices):
         mine = np.flatnonzero((program.buffer_device == device) & (program.buffer_bytes > 0.0))
         sizes = program.buffer_bytes[mine]
-        times = np.concatenate([start[makers[mine]], end[mine]])
+        times = np.concatenate([begin[mine], end[mine]])
         changes = np.concatenate([sizes, -sizes])
         order = np.lexsort((changes, times))
         totals = np.concatenate([[0.0], np.cumsum(changes[order])])

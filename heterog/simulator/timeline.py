@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
+from heterog.simulator.memory import buffer_lives
 from heterog.strategy.channels import Channel, ChannelKind
 from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
 from heterog.strategy.tables import GraphTables, graph_tables
@@ -266,17 +267,13 @@ class Timeline:
     def memory(self, device: int) -> tuple[FloatArray, FloatArray]:
         """(seconds, bytes) of a device: the bytes hold from each time on to the next.
 
-        A buffer lives from its maker's start to its last reader's end; at one instant, ends come
-        before starts.
+        See ``buffer_lives``.
         """
         program = self.program
-        makers = program.buffer_maker
-        readers = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
-        end = self.finish[makers]
-        np.maximum.at(end, program.read_buffer, self.finish[readers])
+        begin, end = buffer_lives(program, self.start, self.finish)
         mine = (program.buffer_device == device) & (program.buffer_bytes > 0.0)
         sizes = program.buffer_bytes[mine]
-        times = np.concatenate([self.start[makers[mine]], end[mine]])
+        times = np.concatenate([begin[mine], end[mine]])
         changes = np.concatenate([sizes, -sizes])
         order = np.lexsort((changes, times))
         times, changes = times[order], changes[order]

@@ -187,13 +187,6 @@ def _full_disk(*arguments: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(3)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Ranks]:
     pool = Ranks(2)
     yield pool

@@ -1,6 +1,5 @@
 """Programs of HAP give the single-device numbers on real processes, whatever the search picks."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +16,6 @@ from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import SGD, assert_same, reference, train_sharded
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import ALL, cluster, graph_of, plan_of, strategy_of
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(3)
-    yield pool
-    pool.close()
 
 
 def random_program(graph: OpGraph, shares: tuple[int, ...], seed: int) -> Strategy:

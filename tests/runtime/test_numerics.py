@@ -1,6 +1,5 @@
 """Executed plans give the single-device numbers: losses, gradients, weights of several steps."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -39,13 +38,6 @@ from tests.runtime.strategies import (
 from tests.simulator.builders import cluster_of
 
 NUM_RANKS = 3
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(NUM_RANKS)
-    yield pool
-    pool.close()
 
 
 def assert_trains_like_one_device(

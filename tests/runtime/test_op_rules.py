@@ -1,6 +1,5 @@
 """Ops with rules of their own give the single-device numbers: tensors split in any dimension."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -44,13 +43,6 @@ from tests.simulator.builders import random_rules, with_rules
 
 UNEVEN = Decision(devices=ALL, shares=(5, 2, 1), sync=Sync.RING)
 WITH_ZERO = Decision(devices=ALL, shares=(5, 0, 3), sync=Sync.RING)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(3)
-    yield pool
-    pool.close()
 
 
 def everywhere(graph: OpGraph, decision: Decision) -> Strategy:

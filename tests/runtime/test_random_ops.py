@@ -1,6 +1,6 @@
 """Dropout and noise on several ranks: their distribution, and runs that repeat."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,13 +25,6 @@ from tests.runtime.strategies import ALL, plan_of, strategy_of
 
 WIDTH = 400
 SHARES = Decision(devices=ALL, shares=(4, 3, 1))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(3)
-    yield pool
-    pool.close()
 
 
 class Masks(nn.Module):

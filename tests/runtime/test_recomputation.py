@@ -1,6 +1,5 @@
 """Recomputation on real ranks: the numbers of one device, in less memory."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,13 +34,6 @@ from tests.runtime.strategies import ALL, SYNCS, cluster, graph_of, homes_of, pl
 from tests.runtime.test_random_ops import gpt
 
 UNEVEN = Decision(devices=ALL, shares=(5, 2, 1), recompute=True)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(3)
-    yield pool
-    pool.close()
 
 
 def recomputes(graph: OpGraph, strategy: Strategy) -> bool:

@@ -1,7 +1,6 @@
 """What a rank sends is let go as planned, also when those it sends to are late."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,6 @@ from tests.runtime.strategies import plan_of, strategy_of
 BATCH_SIZE = 256
 NUM_MICRO = 8
 WIDTH = 8192
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(3)
-    yield pool
-    pool.close()
 
 
 def workload() -> Workload:

@@ -203,6 +203,6 @@ def test_a_server_announces_what_comes_next_and_no_more_than_that() -> None:
             task for task in order
             if program.kind[task] == TaskKind.SUM and push in program.dependencies(task)
         )  # fmt: skip
-        # The one it waits for, the one that follows it on the link, and one more.
+        # The one it waits for, the one that follows it on the link, and two more.
         announced = sum(order.index(other) < order.index(added) for other in pushes)
-        assert announced == min(number + 3, 7)
+        assert announced == min(number + 4, 7)

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,6 @@ from tests.runtime.cases import (
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, graph_of, homes_of, plan_of, strategy_of
 from tests.simulator.builders import cluster_of
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(3)
-    yield pool
-    pool.close()
 
 
 def strategy_by_name(name: str, case: str, *, step_barrier: bool) -> Strategy:

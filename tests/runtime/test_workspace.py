@@ -1,6 +1,5 @@
 """Memory that kernels take for themselves is in the prediction."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,6 @@ from tests.runtime.strategies import cluster, plan_of, strategy_of
 
 CHANNELS = 256
 FILTER = 4 * 9 * CHANNELS * CHANNELS  # bytes
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(3)
-    yield pool
-    pool.close()
 
 
 def workload() -> Workload:

@@ -1,6 +1,5 @@
 """ZeRO on real ranks: the numbers of one device, from slices of everything."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ from heterog.strategy.strategy import Decision, Sync
 from tests.runtime.cases import MODELS, SGD, Recipe, assert_same, reference, train
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, ZERO, graph_of, plan_of, strategy_of
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(3)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.distributed

@@ -6,7 +6,7 @@ come straight from the cost model.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -322,9 +322,24 @@ def progressive_filling(held: list[dict[int, float]]) -> list[float]:
     return rates
 
 
+def running(
+    program: Program, start: Sequence[float], finish: Sequence[float], device: int, moment: float
+) -> tuple[float, float]:
+    """(begin, end) of the op on a device, in its fixed order; the moment itself if none runs."""
+    for op in range(program.num_tasks):
+        if program.kind[op] < FIRST_FREE_KIND and program.device[op] == device:
+            if start[op] < moment < finish[op]:
+                return start[op], finish[op]
+    return moment, moment
+
+
 def memory(program: Program, start: Iterable[float], finish: Iterable[float]) -> list[float]:
-    """Peak bytes of each device: walk all buffers, sort by time, ends before starts."""
+    """Peak bytes of each device: walk all buffers, sort by time, ends before starts.
+
+    What a link brings or takes away during an op is there for the whole op.
+    """
     begins, ends = list(start), list(finish)
+
     last_use = [ends[maker] for maker in program.buffer_maker]
     for task in range(program.num_tasks):
         for buffer in program.read_buffer[program.read_start[task] : program.read_start[task + 1]]:
@@ -335,7 +350,9 @@ def memory(program: Program, start: Iterable[float], finish: Iterable[float]) ->
         for buffer, maker in enumerate(program.buffer_maker):
             if program.buffer_device[buffer] == device:
                 size = float(program.buffer_bytes[buffer])
-                changes += [(begins[maker], 1, size), (last_use[buffer], 0, -size)]
+                first, _ = running(program, begins, ends, device, begins[maker])
+                _, last = running(program, begins, ends, device, last_use[buffer])
+                changes += [(first, 1, size), (last, 0, -size)]
         live = most = float(program.resident_bytes[device])
         for _, _, change in sorted(changes):
             live += change

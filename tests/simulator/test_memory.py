@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
+from heterog.simulator.memory import buffer_lives
+from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator import reference
 from tests.simulator.builders import (
@@ -108,3 +110,32 @@ def test_buffers_of_received_values_count() -> None:
     assert peak[1] == with_margin(expected)
     # Device 0: its own y1 is gone once sent; then the gradient of y1 and of a.
     assert peak[0] == with_margin(WEIGHT * (1 + ADAM) + 6 * SAMPLE + WEIGHT + 6 * SAMPLE)
+
+
+def test_what_arrives_during_an_op_is_there_from_its_begin() -> None:
+    # Two stages: device 1 runs a long op of its own while the first stage's output arrives.
+    builder = GraphBuilder(4)
+    x = builder.batch(WIDTH)
+    first, second = builder.parameter(WIDTH, WIDTH), builder.parameter(WIDTH, 64 * WIDTH)
+    third = builder.parameter(64 * WIDTH, WIDTH)
+    y = builder.mm(x, first, module="a")
+    narrow = builder.mm(builder.mm(x, second, module="b"), third, module="b")
+    builder.relu(narrow, module="b")
+    graph = builder.build(builder.relu(y, module="b"), state_ratio=0.0)
+    cluster = cluster_of((1000.0, ["T4"]), (1000.0, ["T4"]))
+    strategy = strategy_of(
+        graph, cluster, [Decision(devices=(0,), shares=(4,)), Decision(devices=(1,), shares=(4,))]
+    )
+    evaluator = Evaluator(graph, cluster)
+    program, start, finish = evaluator.schedule(evaluator.encode(strategy), Order.FIFO)
+    begin, end = buffer_lives(program, start, finish)
+    (send,) = np.flatnonzero(program.kind == TaskKind.SEND)
+    (during,) = (
+        task
+        for task in np.flatnonzero(program.kind == TaskKind.COMPUTE)
+        if program.device[task] == 1 and start[task] < start[send] < finish[task]
+    )
+    arrived = int(program.buffer_start[send])
+    assert begin[arrived] == start[during]
+    # Its reader comes last.
+    assert end[arrived] == finish.max()

@@ -15,6 +15,7 @@ from heterog.strategy.program import FloatArray, Program, TaskKind
 from heterog.strategy.strategy import Decision, Sync
 from heterog.strategy.tables import GraphTables, graph_tables
 from tests.simulator.builders import cluster_of, linear_chain, random_case, strategy_of
+from tests.simulator.reference import running
 
 WIDTH = 1024
 WEIGHT = 4 * WIDTH * WIDTH  # bytes of a weight
@@ -103,8 +104,10 @@ def slow_breakdowns(
     for buffer, maker in enumerate(program.buffer_maker):
         size = float(program.buffer_bytes[buffer])
         if program.buffer_device[buffer] == device:
-            changes.append((start[maker], 1, size, kinds[buffer]))
-            changes.append((last_use[buffer], 0, -size, kinds[buffer]))
+            first, _ = running(program, start.tolist(), finish.tolist(), device, start[maker])
+            _, last = running(program, start.tolist(), finish.tolist(), device, last_use[buffer])
+            changes.append((first, 1, size, kinds[buffer]))
+            changes.append((last, 0, -size, kinds[buffer]))
     live: dict[str, float] = dict.fromkeys(kinds, 0.0)
     moments = [dict(live)]
     for _, _, change, kind in sorted(changes):
