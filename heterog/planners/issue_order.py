@@ -7,7 +7,7 @@ from heterog.units import MIB
 
 AHEAD_BYTES = 2 * MIB
 """How far ahead a parameter server announces what it receives and sends: enough to bridge the
-40 ms that TCP may delay an acknowledgement, at some 100 Mbit/s; little beside what a step holds."""
+40 ms that TCP may delay an acknowledgement at 100 Mbit/s; little beside what a step holds."""
 
 
 def issue_order(program: Program, start: FloatArray, finish: FloatArray) -> IntArray:

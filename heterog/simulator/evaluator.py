@@ -44,8 +44,9 @@ can be gamed by a search; the mean cannot)."""
 MAX_RULE_SETS = 16
 """Rule sets of strategies whose tables are kept."""
 
-MEMORY_MARGIN = 0.02
-"""Added to what tensors and workspaces need: small workspaces, rounding of allocators."""
+MEMORY_MARGIN = 0.04
+"""Added to what tensors and workspaces need: small workspaces, rounding of allocators, gradients
+that are on their way to a server and are not let go at once."""
 
 
 class Outcome(StrEnum):

@@ -145,7 +145,7 @@ def test_more_in_slices_needs_less_memory() -> None:
         strategy = strategy_of(graph, THREE, decision, micro_batches=MICRO)
         peaks.append(Evaluator(graph, THREE).evaluate(strategy, Order.RANK).peak_memory_bytes[0])
     # 8 weights: state 16 to 16/3, then gradients 8 to 8/3 and some under way, then parameters.
-    assert peaks[1] == pytest.approx(peaks[0] - 16 * WEIGHT * 2 / 3 * 1.02, rel=0.1)
+    assert peaks[1] == pytest.approx(peaks[0] - 16 * WEIGHT * 2 / 3 * 1.04, rel=0.1)
     assert peaks[2] < peaks[1] - 2 * WEIGHT
     assert peaks[3] < peaks[2] - 2 * WEIGHT
 
