@@ -241,11 +241,9 @@ def _while_computing(
             square @ square
         return time.thread_time() - begin
 
-    def compute_until(waiting: "Future[None]") -> float:
-        used = 0.0
+    def compute_until(waiting: "Future[None]") -> None:
         while not waiting.done():
-            used += compute_for(1)
-        return used
+            compute_for(1)
 
     def wait(pending: Sequence[Pending]) -> None:
         for each in pending:
