@@ -27,6 +27,7 @@ from heterog.graph.capture import capture
 from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan, make_plan
 from heterog.runtime.deploy import deploy
+from heterog.runtime.rank import end_together
 from heterog.zoo import load_workload
 
 WORKLOADS = Path(__file__).parents[1] / "experiments" / "testbed_workloads.py"
@@ -91,8 +92,7 @@ def serve(rank: int, folder: str, name: str, num_ranks: int, num_steps: int) -> 
                 seconds[key].append(time.perf_counter() - start)
     if rank == 0:
         Path(f"{folder}/seconds.json").write_text(json.dumps(seconds))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_together()
 
 
 def measure(name: str, num_ranks: int, num_steps: int) -> dict[str, Any]:
