@@ -28,7 +28,7 @@ from heterog.planners.poplar.curves import (
 )
 from heterog.planners.portfolio import run_method
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.strategy.strategy import SLICED, Sync, split_evenly
 from tests.simulator.builders import cluster_of
 
@@ -178,8 +178,13 @@ UNEQUAL = cluster_of((100.0, ["V100-16GB", "V100-16GB"]), (100.0, ["T4", "T4"]))
 
 
 def tight(memory_bytes: int, last_bytes: int) -> Evaluator:
+    """Devices with room for so many bytes, beside the margin of the simulator."""
+
+    def usable(num_bytes: int) -> int:
+        return round(num_bytes * (1.0 + MEMORY_MARGIN))
+
     devices = tuple(
-        replace(device, usable_memory_bytes=last_bytes if index == 3 else memory_bytes)
+        replace(device, usable_memory_bytes=usable(last_bytes if index == 3 else memory_bytes))
         for index, device in enumerate(UNEQUAL.devices)
     )
     return Evaluator(graph_of(), replace(UNEQUAL, devices=devices))
@@ -202,7 +207,7 @@ def test_interpolated_seconds_are_near_the_priced_ones_and_never_fall() -> None:
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_samples_that_fit_are_those_that_the_simulator_lets_through(zero_stage: int) -> None:
-    evaluator = tight(60_000_000, 60_000_000)
+    evaluator = tight(59_000_000, 59_000_000)
     most = samples_that_fit(evaluator, zero_stage, bucket_bytes=0)
     assert (most == most[0]).all()
     task = Task(evaluator=evaluator, budget=Budget(evaluations=100))
@@ -240,7 +245,7 @@ def test_slices_leave_everybody_the_same_room(room: list[int], divided: int) -> 
 def test_slices_follow_memory_where_it_is_short() -> None:
     roomy = Evaluator(graph_of(), UNEQUAL)
     assert all(slices_by_memory(roomy, stage) == () for stage in (0, 1, 2, 3))
-    evaluator = tight(60_000_000, 34_000_000)
+    evaluator = tight(59_000_000, 33_400_000)
     assert slices_by_memory(evaluator, 0) == ()  # nothing is divided
     slices = slices_by_memory(evaluator, 2)
     # The first T4 has fewer samples than the V100s and as much memory, the second one has less.
@@ -262,7 +267,7 @@ def test_the_planner_chooses_the_stage_that_fits() -> None:
     )
     assert len({candidate.strategy for candidate in roomy.candidates}) > 1
     # 4.2 MB of parameters four times over, 13 MB of the batch: no room for a sample.
-    small = tight(33_000_000, 33_000_000)
+    small = tight(32_400_000, 32_400_000)
     row = run_method(Poplar(), Task(evaluator=small, budget=Budget(evaluations=200)))
     assert row.outcome == "ok"
     assert row.candidate is not None
