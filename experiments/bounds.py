@@ -13,6 +13,8 @@ import argparse
 import json
 import sys
 
+from search_gain import MODELS
+
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.compare import compare_methods
@@ -21,11 +23,6 @@ from heterog.simulator.lower_bound import lower_bound_s
 from heterog.simulator.roofline import Roofline
 from heterog.simulator.sample_path import sample_path_s
 from heterog.zoo import build
-
-MODELS = (
-    "vgg19,resnet200,inception_v3,mobilenet_v2,nasnet_large,transformer_6l,bert_large_24l,"
-    "xlnet_large_24l"
-)
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ Both leave out all communication and all copies. Ops on constants alone count as
 they give the same result in every step, so a strategy is free to keep it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -102,6 +103,20 @@ def _on_path(graph: OpGraph, shortest: FloatArray, counts: npt.NDArray[np.int64]
     return seconds
 
 
+def share_ranges(batch_size: int, finest_step: int) -> Iterator[tuple[int, int]]:
+    """(first, last) of the ranges of shares that one evaluation speaks for.
+
+    Beyond twice ``finest_step`` samples they hold several: seconds do not fall when samples are
+    added, so at any share in a range they are at least cost(first), and the throughput is at most
+    last / cost(first). A bound is lower by at most 1 / ``finest_step`` for that, and stays valid.
+    """
+    first = 1
+    while first <= batch_size:
+        last = min(first + max(first // finest_step, 1) - 1, batch_size)
+        yield first, last
+        first = last + 1
+
+
 @lru_cache(maxsize=16)
 def best_times(
     graph: OpGraph, device_type: DeviceType, cost_model: CostModel
@@ -112,17 +127,10 @@ def best_times(
     batch = graph.batch_size
     whole = np.full(graph.num_ops, np.inf)
     shortest = np.full(graph.num_ops, np.inf)
-    share = 1
-    while share <= batch:
-        # The largest share that this evaluation speaks for. Beyond 2 x 1024 samples it stands for
-        # a range: seconds do not fall when samples are added, so at any share in the range they
-        # are at least cost(first), and the throughput is at most last / cost(first). The bound
-        # is lower by at most 1/1024 for that, and stays valid.
-        last = min(share + max(share // _FINEST_STEP, 1) - 1, batch)
+    for share, last in share_ranges(batch, _FINEST_STEP):
         seconds = cost_model.op_seconds(graph, device_type, share)
         np.minimum(shortest, seconds, out=shortest)
         np.minimum(whole, np.where(follows_batch, batch / last, 1.0) * seconds, out=whole)
-        share = last + 1
     # The optimizer step is priced at the full batch, whatever the shares.
     full = cost_model.op_seconds(graph, device_type, batch)
     is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops], np.bool_)
@@ -163,10 +171,7 @@ def _balanced_seconds(whole: FloatArray, counts: npt.NDArray[np.int64]) -> float
     By weak duality *any* weights give a valid bound: the solver's tolerances may cost a little of
     it, never lift it too high.
     """
-    weights = device_weights(whole, counts)
-    # Rows that are equal are added first, as they are when the weights are found.
-    rows, multiplicity = np.unique(whole, axis=0, return_counts=True)
-    return float((rows * multiplicity[:, None] * weights).min(axis=1).sum())
+    return float((whole * device_weights(whole, counts)).min(axis=1).sum())
 
 
 def device_weights(whole: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:

@@ -33,7 +33,12 @@ from heterog.cluster.topology import Cluster, DeviceType
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.simulator.cost_model import CostModel
-from heterog.simulator.lower_bound import best_times, device_weights, heaviest_path
+from heterog.simulator.lower_bound import (
+    best_times,
+    device_weights,
+    heaviest_path,
+    share_ranges,
+)
 
 _ROUNDING = 1e-9
 _FINEST_STEP = 256
@@ -57,18 +62,19 @@ def sample_path_s(
     types = cluster.device_types
     counts = np.bincount(cluster.type_index, minlength=len(types))
     plan = batch_plan(graph)
-    follows_batch = (plan.flops_per_sample + plan.bytes_per_sample) > 0
-    follows_batch &= np.array([op.phase != Phase.UPDATE for op in graph.ops], np.bool_)
+    is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops], np.bool_)
+    follows_batch = ((plan.flops_per_sample + plan.bytes_per_sample) > 0) & ~is_update
     whole = np.array([best_times(graph, each, cost_model)[0] for each in types])
     tables = [_kernels(graph, each, cost_model, with_op_rules=with_op_rules) for each in types]
+    is_free = whole.max(axis=0) == 0.0
     if with_op_rules:
+        # Ops that do not follow the batch may be split, too.
         best = [(seconds / parts[:, None]).min(axis=0) for seconds, parts in tables]
-        whole = np.where(follows_batch, np.minimum(whole, best), whole)
+        whole = np.where(is_free | is_update, whole, np.minimum(whole, best))
     # Ops that cost the same everywhere are looked at once.
     rows = np.concatenate([whole, *(seconds for seconds, _ in tables)])
     _, first, number = np.unique(rows, axis=1, return_index=True, return_inverse=True)
     number = number.reshape(-1)
-    is_free = whole.max(axis=0) == 0.0
     on_path = follows_batch & ~is_free
     small = [(seconds[:, first], parts) for seconds, parts in tables]
 
@@ -81,7 +87,8 @@ def sample_path_s(
         total = off_path[number].sum() + heaviest_path(graph, gain)
         return float(total / (1.0 + alpha))
 
-    start = np.maximum(device_weights(whole.T, counts), 1e-3 / counts.sum())
+    by_compute = device_weights(whole.T, counts)
+    start = np.maximum(by_compute, 1e-3 / counts.sum())  # the search moves by factors
 
     def given(point: FloatArray) -> tuple[float, FloatArray]:
         weights = start * np.exp(np.append(point[1:], 0.0))
@@ -96,7 +103,7 @@ def sample_path_s(
         method="Nelder-Mead",
         options={"maxfev": _EVALUATIONS, "initial_simplex": _simplex(begin)},
     )
-    return max(-float(found.fun), bound(0.0, start)) * (1.0 - _ROUNDING)
+    return max(-float(found.fun), bound(0.0, by_compute)) * (1.0 - _ROUNDING)
 
 
 def _simplex(begin: FloatArray) -> FloatArray:
@@ -117,14 +124,9 @@ def _kernels(
     """
     batch = graph.batch_size
     seconds, parts = [], []
-    share = 1
-    while share <= batch:
-        # More samples take no less time: the smallest share of a range speaks for its seconds,
-        # the largest one for its part.
-        last = min(share + max(share // _FINEST_STEP, 1) - 1, batch)
+    for share, last in share_ranges(batch, _FINEST_STEP):
         seconds.append(cost_model.op_seconds(graph, device_type, share))
         parts.append(last / batch)
-        share = last + 1
     if with_op_rules:
         part = 1.0
         while part > _SMALLEST_PART:
