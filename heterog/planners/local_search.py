@@ -23,7 +23,7 @@ from heterog.planners.group_rules import GroupRules
 from heterog.planners.neighbours import Neighbours, State, StateKey
 from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
 from heterog.planners.repair import repair
-from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation
+from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome
 from heterog.strategy.lowering import Choice
 from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
@@ -46,6 +46,9 @@ _MOST_SHARDED = 3  # of the best starts, and of the machines, whose layers are s
 _SHARD_SHARE = 0.05  # of the budget, for all of them
 _NEAR = 1.1  # times the best start: how slow a sharded one may be to be worth moves
 _NUM_MOVES = 300  # of one annealing run
+_MOST_IDLE = 20  # runs in a row that meet nothing new: everything has been seen
+_UNKNOWN = (-math.inf, False)
+_IF_KEPT = 0.0  # limit for states that matter only if they are among the best few
 _HOT, _COLD = 0.02, 0.0005  # temperatures as parts of the start's cost
 
 
@@ -66,9 +69,14 @@ class _Elites:
     def __init__(self) -> None:
         self.states: list[tuple[float, State]] = []
 
+    @property
+    def limit(self) -> float:
+        """Cost above which a state is not kept."""
+        return self.states[-1][0] if len(self.states) == NUM_ELITES else math.inf
+
     def offer(self, cost: float, state: State) -> bool:
         """Keep a state if it is good enough; whether it is now the best."""
-        if len(self.states) == NUM_ELITES and cost >= self.states[-1][0]:
+        if cost >= self.limit:
             return False
         if any(state.key == other.key for _, other in self.states):
             return False
@@ -96,8 +104,8 @@ class _Search:
         self.num_steps = 1 if task.step_barrier else UNROLLED_STEPS
         self.rules = GroupRules(task.evaluator)
         self.neighbours = Neighbours(task, self.space, self.rules, self.rng)
-        self.by_engine: dict[StateKey, float] = {}
-        self.by_referee: dict[StateKey, float] = {}
+        self.by_engine: dict[StateKey, tuple[float, bool]] = {}  # cost, whether it is exact
+        self.by_referee: dict[StateKey, tuple[float, bool]] = {}
         self.broken: dict[StateKey, float] = {}  # seconds of starts that do not fit
         self.elites = _Elites()
         self.judged = _Elites()
@@ -105,11 +113,14 @@ class _Search:
     def run(self) -> PlanResult:
         begin = time.perf_counter()
         self._seed()
-        while self.spending.fraction < SIMPLIFY_FROM:
+        idle = 0
+        while self.spending.fraction < SIMPLIFY_FROM and idle < _MOST_IDLE:
             pool = self.judged if self.rng.random() < 0.75 else self.elites
             # Restarts go back to one of the best states, the first ones most often.
             which = min(int(self.rng.exponential(1.5)), len(pool.states) - 1)
+            spent = self.spending.evaluations
             self._anneal(pool.states[which][1])
+            idle = idle + 1 if self.spending.evaluations == spent else 0
         best = [self._simpler(state) for _, state in self.judged.states[:NUM_RETURNED]]
         candidates = tuple(
             Candidate(
@@ -135,21 +146,22 @@ class _Search:
     def _seed(self) -> None:
         """Score the other methods' strategies and uniform rows; the best meet the referee."""
         starts = [state for seed in self.task.seeds for state in self._states(seed)]
+        num_seeds = len(starts)
         order = self.task.orders[min(1, len(self.task.orders) - 1)]
         starts += [
             State(np.full(self.num_groups, number, np.int32), DEFAULT_BUCKET_BYTES, order)
             for number in self._uniform()
         ]
-        for state in starts:
+        for index, state in enumerate(starts):
             if self.spending.is_over and self.elites.states:
                 break
-            self._engine(state)
+            self._engine(state, math.inf if index < num_seeds else _IF_KEPT)
         self._repair_seeds()
         self._shard_seeds()
         for index, (_, state) in enumerate(list(self.elites.states)):
             if index and self.spending.is_over:
                 break
-            self._referee(state)
+            self._referee(state, _IF_KEPT)
 
     def _states(self, candidate: Candidate) -> list[State]:
         """A candidate's points of the search, one per order."""
@@ -201,7 +213,7 @@ class _Search:
                 if self.spending.fraction >= until:
                     return
                 sharded = self.neighbours.sharded(base, places)
-                if sharded is not None and self._engine(sharded) < cost:
+                if sharded is not None and self._engine(sharded, cost) < cost:
                     base, cost = sharded, self._engine(sharded)
             if base.rules and cost < _NEAR * best:
                 self.neighbours.may_shard = True
@@ -237,25 +249,43 @@ class _Search:
 
     # --- scores ---------------------------------------------------------------------------------
 
-    def _engine(self, state: State) -> float:
-        """Cost of a state by the fast engine."""
+    def _engine(self, state: State, limit: float = math.inf) -> float:
+        """Cost of a state by the fast engine; perhaps only a lower bound if above the limit."""
         key = state.key
-        if key not in self.by_engine:
-            evaluation = self.evaluator.evaluate_choice(self._choice(state), state.order)
-            self.by_engine[key] = _cost(evaluation)
-            if not evaluation.is_ok and not self.judged.states:  # still among the starts
-                self.broken[key] = evaluation.step_time_s
-            self.elites.offer(self.by_engine[key], state)
-        return self.by_engine[key]
+        cost, is_exact = self.by_engine.get(key, _UNKNOWN)
+        limit = max(limit, self.elites.limit)
+        if is_exact or cost > limit:
+            return cost
+        choice = self._choice(state)
+        cost = self.evaluator.floor_s(choice)
+        if cost <= limit:
+            evaluation = self.evaluator.evaluate_choice(choice, state.order, limit)
+            cost = _cost(evaluation)
+            is_exact = evaluation.outcome != Outcome.GIVEN_UP
+            if evaluation.outcome == Outcome.OUT_OF_MEMORY and not self.judged.states:
+                self.broken[key] = evaluation.step_time_s  # still among the starts
+        self.by_engine[key] = (cost, is_exact)
+        if is_exact:
+            self.elites.offer(cost, state)
+        return cost
 
-    def _referee(self, state: State) -> float:
-        """Cost of a state by the referee."""
+    def _referee(self, state: State, limit: float = math.inf) -> float:
+        """Cost of a state by the referee; perhaps only a lower bound if above the limit."""
         key = state.key
-        if key not in self.by_referee:
-            self.by_referee[key] = _cost(self.evaluator.referee(self._choice(state), state.order))
-            if self.judged.offer(self.by_referee[key], state):
-                self.task.report(self.spending.fraction, self.by_referee[key])
-        return self.by_referee[key]
+        cost, is_exact = self.by_referee.get(key, _UNKNOWN)
+        limit = max(limit, self.judged.limit)
+        if is_exact or cost > limit:
+            return cost
+        choice = self._choice(state)
+        cost = self.evaluator.floor_s(choice)
+        if cost <= limit:
+            evaluation = self.evaluator.referee(choice, state.order, limit)
+            cost = _cost(evaluation)
+            is_exact = evaluation.outcome != Outcome.GIVEN_UP
+        self.by_referee[key] = (cost, is_exact)
+        if is_exact and self.judged.offer(cost, state):
+            self.task.report(self.spending.fraction, cost)
+        return cost
 
     def _choice(self, state: State) -> Choice:
         rule_set = self.rules.rule_set(state.rules)
@@ -281,12 +311,14 @@ class _Search:
                 break
             temperature = _HOT * cost * (_COLD / _HOT) ** (move / _NUM_MOVES)
             neighbour = self.neighbours.of(state)
-            new = judge(neighbour)
-            if new < cost or self.rng.random() < math.exp((cost - new) / temperature):
+            # Metropolis's rule, its random number drawn first: what is above is not looked at.
+            accepted = cost - temperature * math.log(1.0 - self.rng.random())
+            new = judge(neighbour, accepted)
+            if new <= accepted:
                 state, cost = neighbour, new
                 if cost < best_cost:
                     best, best_cost = state, cost
-        self._referee(best)
+        self._referee(best, _IF_KEPT)
 
     def _simpler(self, state: State) -> State:
         """The state with the same decision for neighbours on the same devices, where that is free.
@@ -303,14 +335,14 @@ class _Search:
             row = state.row.copy()
             row[first:last] = numbers[np.argmax(counts)]
             simpler = replace(state, row=row)
-            if self._referee(simpler) <= limit:
+            if self._referee(simpler, limit) <= limit:
                 state = simpler
         return state
 
 
 def _cost(evaluation: Evaluation) -> float:
     """Seconds, plus a charge for memory overflow that always outweighs speed."""
-    if evaluation.is_ok:
+    if evaluation.outcome != Outcome.OUT_OF_MEMORY:
         return evaluation.step_time_s
     overflow_gib = evaluation.overflow_bytes / 2**30
     return evaluation.step_time_s * (10.0 + overflow_gib)

@@ -13,9 +13,10 @@ Rules, also those of the slow reference in the tests:
   do. A collective also holds its gate for its latency: its many small steps follow one another on
   the same links, where a single transfer's latency overlaps with the next transfer.
 
-- Communication drags on compute: while a channel is busy, its members compute at ``1 - drag`` of
-  their speed (threads that move bytes share a CPU with kernels; NCCL takes multiprocessors). What
-  an op already under way loses to communication that starts later, the next op on its device pays.
+- Communication drags on compute: every byte takes seconds of compute from the members (threads
+  that move bytes share a CPU with kernels; NCCL takes multiprocessors), spread evenly from the
+  operation's start to its end. What an op already under way loses to communication that starts
+  later, the next op on its device pays.
   And compute on communication: what starts while a member runs an op has a longer latency.
 
 Priority is the order of getting ready (``fifo``), the upward rank (``rank``: own seconds plus the
@@ -41,6 +42,8 @@ from heterog.strategy.tape import NUM_TASKS, Tape
 
 _RECOMPUTE = int(TaskKind.RECOMPUTE)
 _UPDATE = int(TaskKind.UPDATE)
+GIVEN_UP = -1
+"""Instead of the number of finished tasks: the end is sure to come after the limit."""
 
 
 class Order(IntEnum):
@@ -57,6 +60,7 @@ class Schedule(NamedTuple):
     seconds: FloatArray  # of each task
     start: FloatArray
     finish: FloatArray
+    rank: FloatArray  # upward; filled when the order or a limit asks for it
     priority: FloatArray
     waiting_for: IntArray  # unfinished reads of each task
     successor_start: IntArray
@@ -80,6 +84,7 @@ def make_schedule(num_tasks: int, num_reads: int, num_buffers: int, num_queues: 
         seconds=np.empty(num_tasks),
         start=np.empty(num_tasks),
         finish=np.empty(num_tasks),
+        rank=np.empty(num_tasks),
         priority=np.empty(num_tasks),
         waiting_for=np.empty(num_tasks, np.int32),
         successor_start=np.empty(num_tasks + 2, np.int32),
@@ -295,20 +300,32 @@ def dragged(seconds: float, window: float, share: float) -> float:
 
 @nb.njit(cache=True, nogil=True)
 def simulate_kernel(
-    tape: Tape, prices: Prices, schedule: Schedule, num_devices: int, order: int
+    tape: Tape, prices: Prices, schedule: Schedule, num_devices: int, order: int, limit_s: float
 ) -> tuple[float, int]:
     """Run a priced program; returns (time of the last finish, number of finished tasks).
 
     ``schedule.start``, ``finish`` and ``events`` hold the details afterwards. Fewer finished tasks
     than there are means that the program cannot run: a bug in whoever made it.
+
+    As soon as the end is sure to come after ``limit_s``, the run is given up; it returns (a lower
+    bound of the end, ``GIVEN_UP``), and the details mean nothing.
     """
+    num_tasks = tape.counts[NUM_TASKS]
+    left = np.zeros(num_devices)  # seconds of compute that each device still has to begin
+    for task in range(num_tasks):
+        if tape.tasks[task].kind < FIRST_LINK_KIND:
+            left[tape.tasks[task].device] += schedule.seconds[task]
+    if left.max() > limit_s:
+        return left.max(), GIVEN_UP
     chain_start = _prepare(tape, prices, schedule, num_devices)
     num_micro = (len(chain_start) - 1) // num_devices
-    num_tasks = tape.counts[NUM_TASKS]
     words = prices.gate.shape[1]
+    rank = schedule.rank
+    if order == 1 or limit_s < np.inf:
+        rank_kernel(tape, schedule.seconds, rank)
     if order == 1:
-        rank_kernel(tape, schedule.seconds, schedule.priority)
-        schedule.priority[:num_tasks] *= -1.0
+        for task in range(num_tasks):
+            schedule.priority[task] = -rank[task]
     elif order == 2:
         for task in range(num_tasks):
             schedule.priority[task] = task
@@ -387,12 +404,17 @@ def simulate_kernel(
                 elif schedule.waiting_for[schedule.chain[position[chain]]] == 0:
                     picked = chain
                     break
+            if now + left[device] > limit_s:
+                return now + left[device], GIVEN_UP
             time = now
             event = -1 - device
             while picked >= 0 and position[picked] < chain_start[picked + 1]:
                 task = schedule.chain[position[picked]]
                 if schedule.waiting_for[task] != 0:
                     break
+                if time + rank[task] > limit_s:
+                    return time + rank[task], GIVEN_UP
+                left[device] -= schedule.seconds[task]
                 position[picked] += 1
                 schedule.sequence[ran[device]] = task
                 ran[device] += 1
@@ -423,6 +445,9 @@ def simulate_kernel(
                 _remove_first(
                     priority, items, schedule.queue_start[queue], schedule.queue_size[queue]
                 )
+                if now + rank[task] > limit_s:
+                    return now + rank[task], GIVEN_UP
+                left[device] -= schedule.seconds[task]
                 schedule.start[task] = now
                 if prices.has_drag:
                     schedule.seconds[task] = dragged(
@@ -495,9 +520,13 @@ def simulate_kernel(
                     free_at[resource] = until
                     busy[resource // 64] |= bit
             if prices.has_drag:
+                # Moving the bytes takes it, whenever within this time they move; waiting does not.
+                spread = 0.0
+                if end > now:
+                    spread = payload * prices.channel_s_per_byte[channel] / (end - now)
                 for entry in range(prices.member_start[channel], prices.member_start[channel + 1]):
                     device = prices.member[entry]
-                    share = prices.channel_drag[channel, prices.type_of_device[device]]
+                    share = spread * prices.channel_drag[channel, prices.type_of_device[device]]
                     if busy_until[device] > now:
                         debt[device] += prices.channel_overhead_s[
                             channel, prices.type_of_device[device]
@@ -517,6 +546,8 @@ def simulate_kernel(
                         heap_time, heap_item, num_heap, until, -1 - num_devices - channel
                     )
                     last_wake = until
+            if end + rank[best] - schedule.seconds[best] > limit_s:
+                return end + rank[best] - schedule.seconds[best], GIVEN_UP
             schedule.start[best] = now
             schedule.finish[best] = end
             schedule.events[num_events] = 2 * best

@@ -1,5 +1,6 @@
 """The evaluator: what every planner asks how good a strategy is."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,6 +13,7 @@ from heterog.graph.op_rule import OpRules
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.cost_model import ChannelPrices, CostModel, Prices, price_channels
 from heterog.simulator.engine import (
+    GIVEN_UP,
     Order,
     Schedule,
     make_schedule,
@@ -31,7 +33,7 @@ from heterog.strategy.lowering import (
     resident_bytes,
 )
 from heterog.strategy.program import Program
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.strategy.tables import GraphTables, graph_tables
 from heterog.strategy.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, make_tape
 from heterog.units import format_bytes
@@ -48,12 +50,18 @@ MEMORY_MARGIN = 0.04
 """Added to what tensors and workspaces need: small workspaces, rounding of allocators, gradients
 that are on their way to a server and are not let go at once."""
 
+REFEREE_SLACK = 0.03
+"""How much faster than in the engine a strategy may be in the referee's eyes before it is missed
+by a search that asks the engine first."""
+
 
 class Outcome(StrEnum):
     """Whether a strategy can run."""
 
     OK = "ok"
     OUT_OF_MEMORY = "out_of_memory"
+    GIVEN_UP = "given_up"
+    """Slower than the limit that was asked for; ``step_time_s`` is a lower bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +93,12 @@ class Evaluation:
     def preference(self) -> tuple[float, float]:
         """Smaller is better: what fits comes first (it overflows by 0), then the shorter step."""
         return self.overflow_bytes, self.step_time_s
+
+
+def _given_up(seconds: float, order: Order) -> Evaluation:
+    return Evaluation(
+        outcome=Outcome.GIVEN_UP, step_time_s=seconds, peak_memory_bytes=(), order=order
+    )
 
 
 class _RuleSet:
@@ -173,6 +187,9 @@ class Evaluator:
         # Rows are filled when a share is first seen: a row of zeros is never read.
         self._op_seconds = np.zeros((len(types), graph.batch_size + 1, num_ops))
         self._is_priced = np.zeros((len(types), graph.batch_size + 1), np.bool_)
+        # Of each group's forward ops, and of all its ops.
+        shape = (2, len(types), graph.batch_size + 1, self.tables.num_groups)
+        self._group_seconds = np.zeros(shape)
         updates = [op for op, _, _ in graph.updates]
         full = [self.cost_model.op_seconds(graph, kind, graph.batch_size) for kind in types]
         self._update_seconds = np.array([row[updates] for row in full])
@@ -181,6 +198,13 @@ class Evaluator:
         self._copy_s_per_byte = np.array([per_byte for _, per_byte in copies])
         self._type_of_device = np.array(cluster.type_index, np.int32)
         self._channel_prices: ChannelPrices | None = None
+        self._held = np.zeros((0, 0))  # seconds per byte  # [num_channels, num_resources]
+        is_reduced = self.tables.gradient_is_partial != 0
+        self._gradient_bytes = np.bincount(  # that are exchanged, of each group
+            self.tables.parameter_group,
+            self.tables.parameter_bytes * is_reduced,
+            self.tables.num_groups,
+        )
 
     def warm_up(self) -> None:
         """Compile the kernels (once per installation, then they come from disk); not counted."""
@@ -247,12 +271,56 @@ class Evaluator:
         self._rule_sets[number] = found
         return found
 
-    def evaluate_choice(self, choice: Choice, order: Order) -> Evaluation:
-        """Predict step time and memory of an encoded strategy."""
-        seconds, peak = self.simulate(choice, order)
-        return self._judge(seconds, peak, order)
+    def floor_s(self, choice: Choice) -> float:
+        """Seconds that a step takes at least, without a simulation; microseconds to find out.
 
-    def referee(self, strategy: Strategy | Choice, order: Order | None = None) -> Evaluation:
+        The busiest device's compute; or the busiest link's share of the gradients, none of which
+        is there before its members' forward passes. Constants, updates, parameter servers and
+        whatever moves between groups are left out; everything is if ops run by rules (0).
+        """
+        if choice.rule_set:
+            return 0.0
+        self._price_rows(choice)
+        self._price_channels()
+        shares = choice.shares[choice.layout[:-1]]  # [num_groups, num_micro, num_devices]
+        groups = np.arange(len(shares))[:, None, None]
+        seconds = self._group_seconds[:, self._type_of_device, shares, groups].sum((1, 2))
+        forward, whole = seconds  # [num_devices] each
+        floor = whole.max()
+        reduced = np.flatnonzero((choice.first_channel >= 0) & (choice.sync <= Sync.ZERO1))
+        if len(reduced):
+            payload = self._gradient_bytes[reduced]
+            load = payload @ self._held[choice.first_channel[reduced]]
+            second = reduced[choice.second_channel[reduced] >= 0]
+            load += self._gradient_bytes[second] @ self._held[choice.second_channel[second]]
+            member = choice.member[choice.layout[reduced[payload > 0.0]]]
+            first = (member * forward).max(1).min(initial=np.inf)
+            if np.isfinite(first):
+                floor = max(floor, first / choice.num_steps + load.max())
+        return float(floor)
+
+    def evaluate_choice(
+        self, choice: Choice, order: Order, limit_s: float = math.inf
+    ) -> Evaluation:
+        """Predict step time and memory of an encoded strategy.
+
+        Args:
+            choice: from ``encode`` or a ``StrategySpace``.
+            order: how waiting tasks are ordered.
+            limit_s: seconds per step above which the caller wants to know no more: the outcome may
+                then be ``given_up``.
+        """
+        seconds, is_done = self._run(choice, order, limit_s)
+        if not is_done or seconds > limit_s:
+            return _given_up(seconds, order)
+        return self._judge(seconds, self._peak(choice), order)
+
+    def referee(
+        self,
+        strategy: Strategy | Choice,
+        order: Order | None = None,
+        limit_s: float = math.inf,
+    ) -> Evaluation:
         """Predict step time and memory under max-min fair sharing of links; see ``referee``.
 
         Slower than ``evaluate`` and harder to exploit: the numbers to report. Memory is the larger
@@ -262,15 +330,22 @@ class Evaluator:
             strategy: made for this graph and cluster.
             order: how waiting tasks were ordered in the engine; the best of all three by the
                 referee if ``None``.
+            limit_s: as in ``evaluate_choice``. A strategy that the engine takes for more than
+                ``REFEREE_SLACK`` slower than that is given up, too.
         """
         choice = self.encode(strategy) if isinstance(strategy, Strategy) else strategy
         orders = Order if order is None else (order,)
-        tried = [self._referee_choice(choice, each) for each in orders]
+        tried = [self._referee_choice(choice, each, limit_s) for each in orders]
         return min(tried, key=lambda result: (not result.is_ok, result.step_time_s))
 
-    def _referee_choice(self, choice: Choice, order: Order) -> Evaluation:
-        _, peak = self.simulate(choice, order)
-        seconds, replayed = self._replay(choice)
+    def _referee_choice(self, choice: Choice, order: Order, limit_s: float) -> Evaluation:
+        seconds, is_done = self._run(choice, order, limit_s * (1.0 + REFEREE_SLACK))
+        if not is_done:
+            return _given_up(seconds, order)
+        seconds, replayed = self._replay(choice, limit_s)
+        if replayed is None or seconds > limit_s:
+            return _given_up(seconds, order)
+        peak = self._peak(choice)
         replayed_peak = np.empty_like(peak)
         memory_kernel(
             self._tape,
@@ -280,14 +355,21 @@ class Evaluator:
         )
         return self._judge(seconds, np.maximum(peak, replayed_peak), order)
 
-    def _replay(self, choice: Choice) -> tuple[float, Schedule]:
-        """(seconds per step, schedule) of the choice that was simulated last, by the referee."""
-        seconds, done, replayed = replay(
-            self._tape, self.prices(choice), self._schedule, self.cluster.num_devices
+    def _replay(self, choice: Choice, limit_s: float = math.inf) -> tuple[float, Schedule | None]:
+        """(seconds per step, schedule) of the choice that was simulated last, by the referee.
+
+        No schedule and a lower bound of the seconds above the limit.
+        """
+        end, done, replayed = replay(
+            self._tape,
+            self.prices(choice),
+            self._schedule,
+            self.cluster.num_devices,
+            limit_s * choice.num_steps,
         )
         num_tasks = int(self._tape.counts[NUM_TASKS])
-        assert done == num_tasks, f"only {done} of {num_tasks} tasks can be replayed"
-        return seconds / choice.num_steps, replayed
+        assert done in (num_tasks, GIVEN_UP), f"only {done} of {num_tasks} tasks can be replayed"
+        return end / choice.num_steps, None if done == GIVEN_UP else replayed
 
     def seconds_under_noise(self, choice: Choice, order: Order, noise: Noise) -> FloatArray:
         """Seconds per step by the referee when speeds are not as predicted.
@@ -333,21 +415,33 @@ class Evaluator:
 
     def simulate(self, choice: Choice, order: Order) -> tuple[float, FloatArray]:
         """(seconds per step, peak bytes of each device) of an encoded strategy."""
+        seconds, _ = self._run(choice, order, math.inf)
+        return seconds, self._peak(choice)
+
+    def _run(self, choice: Choice, order: Order, limit_s: float) -> tuple[float, bool]:
+        """(seconds per step, True), or (a lower bound of them above the limit, False)."""
         prices = self.prices(choice)
         num_devices = self.cluster.num_devices
-        # Four kernels, not one: compiled together they ran a third slower.
+        # Four kernels with memory's, not one: compiled together they ran a third slower.
         rules = self._rule_set(choice.rule_set)
         self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
         self._make_room(prices)
         schedule, tape = self._schedule, self._tape
         price_kernel(tape, prices, schedule.seconds)
-        seconds, done = simulate_kernel(tape, prices, schedule, num_devices, int(order))
-        num_tasks = int(tape.counts[NUM_TASKS])
-        assert done == num_tasks, f"only {done} of {num_tasks} tasks can run"
-        peak = np.empty(num_devices)
-        memory_kernel(tape, schedule, resident_bytes(self.tables_of(choice), choice), peak)
+        end, done = simulate_kernel(
+            tape, prices, schedule, num_devices, int(order), limit_s * choice.num_steps
+        )
         self.num_evaluations += 1
-        return seconds / choice.num_steps, peak
+        num_tasks = int(tape.counts[NUM_TASKS])
+        assert done in (num_tasks, GIVEN_UP), f"only {done} of {num_tasks} tasks can run"
+        return end / choice.num_steps, done != GIVEN_UP
+
+    def _peak(self, choice: Choice) -> FloatArray:
+        """Peak bytes of each device in the run that was simulated last."""
+        peak = np.empty(self.cluster.num_devices)
+        resident = resident_bytes(self.tables_of(choice), choice)
+        memory_kernel(self._tape, self._schedule, resident, peak)
+        return peak
 
     def _make_room(self, prices: Prices) -> None:
         """Make the simulation's arrays large enough for the tape and the queues."""
@@ -366,13 +460,7 @@ class Evaluator:
     def prices(self, choice: Choice) -> Prices:
         """The cost model's answers for everything that a choice can contain."""
         self._price_rows(choice)
-        if self._channel_prices is None or len(self._channel_prices.latency_s) < len(
-            self.channels.channels
-        ):
-            self._channel_prices = price_channels(
-                self.cost_model, self.cluster, self.channels.channels
-            )
-        channel = self._channel_prices
+        channel = self._price_channels()
         rules = self._rule_set(choice.rule_set)
         return Prices(
             type_of_device=self._type_of_device,
@@ -403,20 +491,41 @@ class Evaluator:
             num_resources=len(self.cluster.resources),
         )
 
+    def _price_channels(self) -> ChannelPrices:
+        """Prices of all channels that are registered by now."""
+        count = len(self.channels.channels)
+        if self._channel_prices is None or len(self._channel_prices.latency_s) < count:
+            prices = price_channels(self.cost_model, self.cluster, self.channels.channels)
+            self._channel_prices = prices
+            self._held = np.zeros((count, len(self.cluster.resources)))
+            number = np.repeat(np.arange(count), np.diff(prices.resource_start))
+            self._held[number, prices.resource] = prices.resource_s_per_byte
+        return self._channel_prices
+
     def _price_rows(self, choice: Choice) -> None:
         """Fill the rows of the op table for the shares of the batch in a choice."""
         num_layouts = len(choice.shares)
         if choice.rule_set:
             num_layouts //= len(self.tables_of(choice).axis_units)
+        shares = choice.shares[:num_layouts]
+        if self._is_priced[self._type_of_device, shares].all():
+            return
+        is_forward = self.tables.op_is_backward == 0
         for device in range(self.cluster.num_devices):
             kind = self._type_of_device[device]
-            for samples in np.unique(choice.shares[:num_layouts, :, device]):
+            for samples in np.unique(shares[:, :, device]):
                 if not self._is_priced[kind, samples]:
                     row = self.cost_model.op_seconds(
                         self.graph, self.cluster.device_types[kind], int(samples)
-                    )
-                    self._op_seconds[kind, samples] = row[self.tables.op_id]
+                    )[self.tables.op_id]
+                    self._op_seconds[kind, samples] = row
                     self._is_priced[kind, samples] = True
+                    if samples:  # a device without samples runs nothing
+                        groups = self.tables.op_group + 1  # constants, group -1, come first
+                        count = self.tables.num_groups + 1
+                        forward = np.bincount(groups, row * is_forward, count)
+                        self._group_seconds[0, kind, samples] = forward[1:]
+                        self._group_seconds[1, kind, samples] = np.bincount(groups, row, count)[1:]
 
     def program(self, choice: Choice) -> Program:
         """The program of an encoded strategy."""
@@ -444,4 +553,5 @@ class Evaluator:
         """Like ``schedule``, with the referee's times."""
         self.simulate(choice, order)
         _, replayed = self._replay(choice)
+        assert replayed is not None
         return self.program(choice), replayed.start, replayed.finish

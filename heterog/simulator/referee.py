@@ -21,17 +21,23 @@ when flows share links as they do in a real network:
   in the same way.
 """
 
+import math
+
 import numba as nb
 import numpy as np
 
 from heterog.simulator.cost_model import Prices
-from heterog.simulator.engine import Schedule, pop_event, push_event
+from heterog.simulator.engine import GIVEN_UP, Schedule, pop_event, push_event
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.strategy.tape import NUM_TASKS, Tape
 
 
 def replay(
-    tape: Tape, prices: Prices, schedule: Schedule, num_devices: int
+    tape: Tape,
+    prices: Prices,
+    schedule: Schedule,
+    num_devices: int,
+    limit_s: float = math.inf,
 ) -> tuple[float, int, Schedule]:
     """Replay what the engine has just simulated.
 
@@ -40,10 +46,11 @@ def replay(
         prices: what its tasks cost.
         schedule: the engine's result for this program.
         num_devices: devices of the cluster.
+        limit_s: as for the engine, which must have run with a limit, too.
 
     Returns:
         Time of the last finish, number of finished tasks, and the schedule with the replayed
-        starts, finishes and events.
+        starts, finishes and events; (a lower bound, ``GIVEN_UP``, nothing) as in the engine.
     """
     num_tasks = int(tape.counts[NUM_TASKS])
     # Tasks are numbered topologically and none starts before what it needs, so a stable sort by
@@ -54,7 +61,7 @@ def replay(
         finish=np.empty(num_tasks),
         events=np.empty(2 * num_tasks + 1, np.int32),
     )
-    end, done = replay_kernel(tape, prices, replayed, num_devices, sequence)
+    end, done = replay_kernel(tape, prices, replayed, num_devices, sequence, limit_s)
     return end, done, replayed
 
 
@@ -73,18 +80,25 @@ def is_linear_extension(tape: Tape, sequence: IntArray) -> bool:
 
 @nb.njit(cache=True, nogil=True)
 def replay_kernel(
-    tape: Tape, prices: Prices, schedule: Schedule, num_devices: int, sequence: IntArray
+    tape: Tape,
+    prices: Prices,
+    schedule: Schedule,
+    num_devices: int,
+    sequence: IntArray,
+    limit_s: float,
 ) -> tuple[float, int]:
     """Replay tasks in a given order; returns (time of the last finish, finished tasks).
 
     ``sequence`` is a linear extension of the dependencies. ``schedule`` holds the successor lists
-    and seconds of the engine's run; ``start``, ``finish`` and ``events`` are written.
+    and seconds of the engine's run, and upward ranks if there is a limit; ``start``, ``finish``
+    and ``events`` are written.
     """
     assert is_linear_extension(tape, sequence)
     num_tasks = len(sequence)
     num_channels = len(prices.channel_latency_s)
     num_servers = num_devices + num_channels
     seconds, start, finish = schedule.seconds, schedule.start, schedule.finish
+    rank = schedule.rank
     successor_start, successor = schedule.successor_start, schedule.successor
     events = schedule.events
     resource_start, resource = prices.resource_start, prices.resource
@@ -95,6 +109,7 @@ def replay_kernel(
     waiting_for = np.empty(num_tasks, np.int32)
     payload = np.empty(num_tasks)
     loaded = np.zeros(num_tasks)  # what busy members added to the latency in the engine
+    left = np.zeros(num_devices)  # seconds of compute that each device still has to begin
     position = np.zeros(num_servers + 1, np.int32)
     for task in range(num_tasks):
         record = tape.tasks[task]
@@ -107,6 +122,8 @@ def replay_kernel(
             alone = prices.channel_latency_s[record.channel]
             alone += payload[task] * prices.channel_s_per_byte[record.channel]
             loaded[task] = max(seconds[task] - alone, 0.0)
+        elif not is_link:
+            left[record.device] += seconds[task]
     for index in range(num_servers):
         position[index + 1] += position[index]
     last = position[1:].copy()
@@ -133,7 +150,7 @@ def replay_kernel(
     # Active flows, at most one per channel: what was left of each when its rate last changed.
     flow = np.empty(num_channels, np.int32)
     flow_channel = np.empty(num_channels, np.int32)
-    left = np.empty(num_channels)
+    unsent = np.empty(num_channels)
     since = np.empty(num_channels)
     rate = np.empty(num_channels)
     until = np.empty(num_channels)
@@ -159,6 +176,12 @@ def replay_kernel(
             task = queue[position[which]]
             if waiting_for[task] != 0:
                 continue
+            if now + rank[task] > limit_s:
+                return now + rank[task], GIVEN_UP
+            if which < num_devices:
+                if now + left[which] > limit_s:
+                    return now + left[which], GIVEN_UP
+                left[which] -= seconds[task]
             position[which] += 1
             is_free[which] = False
             start[task] = now
@@ -185,9 +208,9 @@ def replay_kernel(
                 )  # fmt: skip
                 for index in range(num_flows):
                     if fair[index] != rate[index]:
-                        left[index] -= rate[index] * (now - since[index])
+                        unsent[index] -= rate[index] * (now - since[index])
                         since[index], rate[index] = now, fair[index]
-                        until[index] = now + max(left[index], 0.0) / rate[index]
+                        until[index] = now + max(unsent[index], 0.0) / rate[index]
                 is_changed = False
             upcoming = np.inf
             if num_heap > 0:
@@ -208,7 +231,7 @@ def replay_kernel(
                 num_over += 1
             elif payload[task] * largest_held[channel] > 0.0:
                 flow[num_flows], flow_channel[num_flows] = task, channel
-                left[num_flows], since[num_flows] = payload[task], now
+                unsent[num_flows], since[num_flows] = payload[task], now
                 rate[num_flows], until[num_flows] = 0.0, np.inf
                 num_flows += 1
                 is_changed = True
@@ -225,7 +248,7 @@ def replay_kernel(
             num_flows -= 1
             is_changed = True
             flow[index], flow_channel[index] = flow[num_flows], flow_channel[num_flows]
-            left[index], since[index] = left[num_flows], since[num_flows]
+            unsent[index], since[index] = unsent[num_flows], since[num_flows]
             rate[index], until[index] = rate[num_flows], until[num_flows]
         for index in range(num_through):
             task = through[index]

@@ -16,6 +16,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.data_parallel import balanced_homes, device_speeds, even_shares
+from heterog.planners.local_search import LocalSearch
 from heterog.planners.model_parallel import balanced_chain
 from heterog.planners.planner import (
     Budget,
@@ -27,6 +28,7 @@ from heterog.planners.planner import (
     planners,
 )
 from heterog.planners.portfolio import best_row, run_method, run_methods
+from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
@@ -256,3 +258,9 @@ def test_every_method_works_on_the_smallest_clusters(num_devices: int) -> None:
     if num_devices == 1:
         times = {row.step_time_s for row in rows if row.method in ("ev_ar", "ev_ps", "cp_ar")}
         assert len(times) == 1, "without others there is nothing to synchronise"
+
+
+def test_a_search_ends_when_it_has_seen_everything() -> None:
+    alone = Evaluator(smallest_graph(), cluster_of((1.0, ["T4"])))
+    task = Task(evaluator=alone, budget=Budget(evaluations=10**9))
+    assert LocalSearch().plan(task).num_evaluations < 1000

@@ -548,7 +548,7 @@ class Tasks:
         num_devices = self.cluster.num_devices
         schedule = make_schedule(count, reads, count, prices.num_queues + num_devices)
         price_kernel(tape, prices, schedule.seconds)
-        end, done = simulate_kernel(tape, prices, schedule, num_devices, int(order))
+        end, done = simulate_kernel(tape, prices, schedule, num_devices, int(order), np.inf)
         assert done == count
         assert end == max(schedule.finish)
         fair_end, fair_done, replayed = replay(tape, prices, schedule, num_devices)

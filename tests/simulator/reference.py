@@ -212,7 +212,10 @@ def simulate(
                     moments.add(until)
             finish[chosen.number] = end
             moments.add(end)
-            for device, share in chosen.drag.items():
+            moving = chosen.payload * chosen.cost.seconds_per_byte
+            spread = moving / (end - now) if end > now else 0.0
+            for device, lost in chosen.drag.items():
+                share = lost * spread
                 covered = max(now, drag_until[device])
                 overlap = min(end, device_free_at.get(device, 0.0)) - covered
                 debt[device] += share * max(overlap, 0.0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from heterog.cluster import Cluster, Link
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.strategy import Decision, Sync
@@ -46,6 +46,36 @@ def test_equals_the_slow_reference(seed: int) -> None:
     assert max(reference.upward_rank(tasks)) <= max(finish) * (1 + 1e-12)
 
 
+@given(seed=st.integers(0, 2**32 - 1), share=st.floats(0.3, 1.5))
+@settings(max_examples=150, deadline=None)
+def test_gives_up_only_what_is_slower_than_the_limit(seed: int, share: float) -> None:
+    rng = Random(seed)
+    evaluator, choice = random_case(rng)
+    order = rng.choice(list(Order))
+    whole = evaluator.evaluate_choice(choice, order)
+    assert evaluator.floor_s(choice) <= whole.step_time_s * (1 + 1e-12)
+    limit = share * whole.step_time_s
+    limited = evaluator.evaluate_choice(choice, order, limit)
+    if limited.outcome == Outcome.GIVEN_UP:
+        assert limit < limited.step_time_s <= whole.step_time_s * (1 + 1e-12)
+    else:
+        assert limited == whole
+        assert whole.step_time_s <= limit
+
+
+def test_the_referee_gives_up_too() -> None:
+    evaluator, choice = random_case(Random(3))
+    whole = evaluator.evaluate_choice(choice, Order.FIFO).step_time_s
+    given_up = evaluator.evaluate_choice(choice, Order.FIFO, 0.2 * whole)
+    assert given_up.outcome == Outcome.GIVEN_UP
+    assert given_up.peak_memory_bytes == ()
+    judged = evaluator.referee(choice, Order.FIFO, 0.2 * whole)
+    assert judged.outcome == Outcome.GIVEN_UP
+    assert evaluator.referee(choice, Order.FIFO, 2.0 * whole) == evaluator.referee(
+        choice, Order.FIFO
+    )
+
+
 def test_communication_drags_on_compute() -> None:
     """One second of bytes takes a quarter of the compute speed of both ends away."""
     cluster = pair()
@@ -61,10 +91,11 @@ def test_communication_drags_on_compute() -> None:
     times = tasks.run()
     # What runs already when it starts keeps its end; the next op pays.
     assert times.finish[during] == pytest.approx(3.5)
-    assert times.finish[then] == pytest.approx(3.5 + 1.0 + 0.25 * (1.0 + LATENCY))
+    assert times.finish[then] == pytest.approx(3.5 + 1.0 + 0.25)
     assert times.finish[early] == pytest.approx(0.7)
-    # An op that starts while it lasts is slower until it ends.
-    assert times.finish[late] == pytest.approx(0.7 + (0.1 + 0.25 * 0.2) / 0.75)
+    # An op that starts while it lasts, its latency included, is slower until it ends.
+    share = 0.25 / (1.0 + LATENCY)
+    assert times.finish[late] == pytest.approx(0.7 + (0.1 + share * 0.2) / (1.0 - share))
     assert times.fair_finish[late] == pytest.approx(times.finish[late])
 
 

@@ -177,7 +177,9 @@ def test_an_illegal_order_is_refused() -> None:
     num_tasks = int(evaluator._tape.counts[NUM_TASKS])
     backwards = np.arange(num_tasks, dtype=np.int32)[::-1].copy()
     with pytest.raises(AssertionError):
-        replay_kernel(evaluator._tape, evaluator.prices(choice), evaluator._schedule, 1, backwards)
+        replay_kernel(
+            evaluator._tape, evaluator.prices(choice), evaluator._schedule, 1, backwards, np.inf
+        )
 
 
 def test_the_best_order_is_the_referees() -> None:
