@@ -20,12 +20,12 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from heterog.agents.checkpoint import load_checkpoint
-from heterog.agents.evaluation import LONG_SEARCH, evaluate_policy
+from heterog.agents.evaluation import LONG_SEARCH, evaluate_policy, long_search
 from heterog.agents.paired import (
     ENUMERATION,
     LED,
@@ -35,12 +35,12 @@ from heterog.agents.paired import (
     evaluations_needed,
     paired_runs,
 )
-from heterog.agents.planners import propose
+from heterog.agents.planners import ask
 from heterog.agents.shipped import HELD_OUT_CLUSTERS, HELD_OUT_MODELS
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.planner import Budget, Task
+from heterog.planners.planner import Budget, MethodRow, Task
 from heterog.simulator.evaluator import Evaluator
 
 PAPER_BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar")
@@ -77,17 +77,26 @@ def chosen(arguments: argparse.Namespace) -> Iterator[tuple[OpGraph, Cluster]]:
             yield graph, cluster
 
 
-def evaluate_pair(
-    arguments: argparse.Namespace, policy: str, graph: OpGraph, cluster: Cluster
-) -> dict[str, Any]:
-    """Everything about one policy on one pair."""
+def teller() -> Callable[[str, float, float], None]:
+    """Prints when a method begins."""
     begin = time.perf_counter()
 
-    def progress(method: str, fraction: float, best: float) -> None:
+    def tell(method: str, fraction: float, best: float) -> None:
         if fraction == 0.0:
             spent = time.perf_counter() - begin
             print(f"  {spent:6.1f} s {method}", file=sys.stderr, flush=True)
 
+    return tell
+
+
+def evaluate_pair(
+    arguments: argparse.Namespace,
+    policy: str,
+    graph: OpGraph,
+    cluster: Cluster,
+    searched: Sequence[MethodRow],
+) -> dict[str, Any]:
+    """Everything about one policy on one pair."""
     found = evaluate_policy(
         policy,
         load_checkpoint(policy),
@@ -96,13 +105,15 @@ def evaluate_pair(
         budget=Budget.parse(arguments.budget),
         finetune=Budget.parse(arguments.finetune) if arguments.finetune else None,
         seed=arguments.seed,
-        progress=progress,
+        searched=searched,
+        leads_search=not arguments.no_search,
+        progress=teller(),
     )
     task = Task(
         evaluator=Evaluator(graph, cluster), budget=Budget(evaluations=10_000), seed=arguments.seed
     )
     begin = time.perf_counter()
-    proposed = propose(task, policy)
+    proposed = ask(policy, task)
     seconds = {each.method: each.step_time_s for each in found.rows}
     reference = seconds[LONG_SEARCH]
     baselines = [seconds[name] for name in PAPER_BASELINES]
@@ -258,11 +269,18 @@ def run_pairs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     done = {tuple(row[name] for name in names) for row in rows}
     asked = (arguments.seed, arguments.budget, arguments.finetune)
     for graph, cluster in chosen(arguments):
+        searched: list[MethodRow] = []  # once for all policies
         for policy in arguments.policy.split(","):
             if (policy, graph.name, cluster.name, *asked) in done:
                 continue
             print(f"{policy}: {graph.name} on {cluster.name}", file=sys.stderr, flush=True)
-            rows.append(evaluate_pair(arguments, policy, graph, cluster))
+            searched = searched or long_search(
+                Evaluator(graph, cluster),
+                budget=Budget.parse(arguments.budget),
+                seed=arguments.seed,
+                progress=teller(),
+            )
+            rows.append(evaluate_pair(arguments, policy, graph, cluster, searched))
             append(arguments.output, rows[-1])
     return rows
 
@@ -277,6 +295,7 @@ def main() -> None:
     parser.add_argument("--clusters", default=",".join(HELD_OUT_CLUSTERS))
     parser.add_argument("--budget", default="300s", help="of auto without the policy; or 5000e")
     parser.add_argument("--finetune", default="", help="60s, say; none if empty")
+    parser.add_argument("--no-search", action="store_true", help="leaves agent+search out")
     parser.add_argument("--paired", default="", help="evaluations: 200,600,5000")
     parser.add_argument("--longer", default="", help="more evaluations of plain search")
     parser.add_argument("--seed", type=int, default=0, help="the first one")

@@ -23,6 +23,24 @@ LONG_SEARCH = "search"
 """Method of the row of ``auto`` without the policy: the best of all baselines and searches."""
 
 
+def long_search(
+    evaluator: Evaluator, *, budget: Budget, seed: int = 0, progress: Progress
+) -> list[MethodRow]:
+    """Rows of ``auto`` without any policy, and the best of them as ``search``."""
+    learned = [p.name for p in planners() if isinstance(p, Agent | AgentSearch)]
+    rows = run_methods(
+        evaluator, [AUTO], budget=budget, seed=seed, without=learned, progress=progress
+    )
+    best = replace(
+        best_row(rows),
+        method=LONG_SEARCH,
+        stage="search",
+        num_evaluations=sum(row.num_evaluations for row in rows),
+        search_seconds=sum(row.search_seconds for row in rows),
+    )
+    return [*rows, best]
+
+
 def evaluate_policy(
     policy: str,
     checkpoint: Checkpoint,
@@ -32,6 +50,8 @@ def evaluate_policy(
     budget: Budget,
     finetune: Budget | None = None,
     seed: int = 0,
+    searched: Sequence[MethodRow] | None = None,
+    leads_search: bool = True,
     progress: Progress = lambda method, fraction, best: None,
 ) -> Comparison:
     """Rows of one model on one cluster.
@@ -45,6 +65,8 @@ def evaluate_policy(
             ``agent+search`` again.
         finetune: of fine-tuning, none if ``None``.
         seed: of everything random.
+        searched: rows of ``long_search`` with the same budget and seed, if they are there.
+        leads_search: whether ``agent+search`` runs, too.
         progress: told about every method's progress.
 
     Returns:
@@ -53,19 +75,9 @@ def evaluate_policy(
         without the policy. The agent's seconds count from graph and policy in memory.
     """
     evaluator = Evaluator(graph, cluster)
-    learned = [p.name for p in planners() if isinstance(p, Agent | AgentSearch)]
-    rows = run_methods(
-        evaluator, [AUTO], budget=budget, seed=seed, without=learned, progress=progress
-    )
-    rows.append(
-        replace(
-            best_row(rows),
-            method=LONG_SEARCH,
-            stage="search",
-            num_evaluations=sum(row.num_evaluations for row in rows),
-            search_seconds=sum(row.search_seconds for row in rows),
-        )
-    )
+    if searched is None:
+        searched = long_search(evaluator, budget=budget, seed=seed, progress=progress)
+    rows = list(searched)
     asked: list[Planner] = [
         Agent(policy, name="agent_greedy", num_samples=1),
         Agent(policy, name="agent_16", num_samples=16),
@@ -73,7 +85,8 @@ def evaluate_policy(
     ]
     if finetune is not None:
         asked.append(FineTuned(checkpoint.policy, finetune))
-    asked.append(AgentSearch(policy))
+    if leads_search:
+        asked.append(AgentSearch(policy))
     seeds = tuple(
         row.candidate for row in rows if row.stage == "baseline" and row.candidate is not None
     )

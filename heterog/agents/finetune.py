@@ -16,8 +16,8 @@ import torch
 from heterog.agents.elites import find_elites
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.imitation import Example, Imitation
-from heterog.agents.planners import propose, rescore
 from heterog.agents.policy import Policy
+from heterog.agents.proposals import propose, rescore
 from heterog.agents.reinforce import Reinforce
 from heterog.envs.pair import Pair, Score
 from heterog.planners.planner import Budget, PlanResult, Spending, Task

@@ -2,7 +2,9 @@
 
 Device sets are named by ``strategy.space.device_sets`` (singles, hosts, types, unions of hosts,
 all; at most 256). On each set the batch is shared out by three rules, gradients are synchronised
-in four ways, and rows that mean the same are kept once:
+in four ways, and rows that mean the same are kept once. In a second table, for models whose
+parameters and optimizer state fill most devices alone, the devices of a set divide that state
+(ZeRO-1), or leave it to parameter servers. The rules:
 
 - *even*: equal shares;
 - *proportional*: to the devices' speeds on the whole model;
@@ -20,21 +22,33 @@ from heterog.planners.data_parallel import device_speeds
 from heterog.strategy.channels import balanced_slices
 from heterog.strategy.program import FloatArray
 from heterog.strategy.space import device_sets
-from heterog.strategy.strategy import Decision, Sync, split_evenly, split_in_proportion
+from heterog.strategy.strategy import (
+    SLICED,
+    Decision,
+    Sync,
+    split_evenly,
+    split_in_proportion,
+)
 
 MAX_CANDIDATES = 256
 """Rows of a table; singles come first, then device sets in the order of ``device_sets``. Where
 there are more, even shares of unions of hosts go first, then the last rows."""
 
+FULL = 0.8
+"""Part of a device's memory from which parameters and optimizer state leave too little room."""
+
 _GRID = 9  # samples at which the whole model's seconds are measured for solved shares
 
 
-def candidate_table(evaluator: CoarseEvaluator, memory: "ModelMemory") -> tuple[Decision, ...]:
+def candidate_table(
+    evaluator: CoarseEvaluator, memory: "ModelMemory", *, divide: bool = False
+) -> tuple[Decision, ...]:
     """The candidate decisions for a graph on a cluster, in a fixed order.
 
     Args:
         evaluator: of the graph and cluster.
         memory: of the whole model, for solved shares.
+        divide: whether the devices of a set divide the optimizer's state.
     """
     cluster, batch = evaluator.cluster, evaluator.graph.batch_size
     speeds = device_speeds(evaluator)
@@ -55,7 +69,7 @@ def candidate_table(evaluator: CoarseEvaluator, memory: "ModelMemory") -> tuple[
         ):
             shares.setdefault(solved)
         for part in shares:
-            for sync, slices in _syncs(evaluator, devices):
+            for sync, slices in _syncs(evaluator, devices, divide=divide):
                 decision = Decision(devices=devices, shares=part, sync=sync, slices=slices)
                 rows.append(decision)
                 if part == even != proportional and number > 0 and devices not in hosts:
@@ -68,14 +82,17 @@ def candidate_table(evaluator: CoarseEvaluator, memory: "ModelMemory") -> tuple[
 
 
 def _syncs(
-    evaluator: CoarseEvaluator, devices: tuple[int, ...]
+    evaluator: CoarseEvaluator, devices: tuple[int, ...], *, divide: bool
 ) -> list[tuple[Sync, tuple[int, ...]]]:
     """Ways to synchronise on a device set that load the links differently."""
+    if divide:
+        slices = balanced_slices(evaluator.cluster, devices)
+        return [(Sync.ZERO1, slices), (Sync.PARAMETER_SERVER, ())]
     found: dict[object, tuple[Sync, tuple[int, ...]]] = {}
     for sync in Sync:
         if sync > Sync.PARAMETER_SERVER:  # others shard the state: not in this table
             continue
-        slices: tuple[int, ...] = ()
+        slices = ()
         if sync == Sync.REDUCE_SCATTER_ALL_GATHER:
             slices = balanced_slices(evaluator.cluster, devices)
         key = traffic_of(evaluator, Decision(
@@ -110,6 +127,7 @@ class ModelMemory:
             recomputes the rest.  # [num_blocks]
         inner_bytes_per_sample: most that one op of a block makes for the moment, per sample.
         usable_bytes: of each device.  # [num_devices]
+        state_ratio: optimizer state over parameters.
     """
 
     def __init__(self, evaluator: CoarseEvaluator) -> None:
@@ -142,7 +160,21 @@ class ModelMemory:
             [float(device.usable_memory_bytes) for device in evaluator.cluster.devices]
         )
         self.common_bytes = float(tables.common_bytes)
+        self.state_ratio = float(tables.state_ratio)
         self.input_bytes_per_sample = float(tables.input_bytes_per_sample)
+
+    def overfills(self, decisions: Sequence[Decision]) -> bool:
+        """Whether the state of all blocks (nearly) fills a device of most decisions alone."""
+        state = self.state_bytes.sum() + self.common_bytes
+        full = [state > FULL * self.usable_bytes[list(d.devices)].min() for d in decisions]
+        return bool(np.mean(full) > 0.5)
+
+    def state_part(self, decision: Decision) -> float:
+        """Part of parameters and optimizer state that each device of a decision holds."""
+        divided = decision.sync in SLICED or decision.sync == Sync.PARAMETER_SERVER
+        if not divided:
+            return 1.0
+        return (1.0 + self.state_ratio / len(decision.devices)) / (1.0 + self.state_ratio)
 
     def most_samples(self, device: int) -> float:
         """Samples that fit on a device that holds every block."""

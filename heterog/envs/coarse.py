@@ -14,7 +14,6 @@ from heterog.simulator.cost_model import CostModel
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.lowering import Choice, make_scratch
 from heterog.strategy.program import FloatArray
-from heterog.strategy.tape import make_tape
 
 
 class CoarseEvaluator(Evaluator):
@@ -41,9 +40,7 @@ class CoarseEvaluator(Evaluator):
         plain.tables = self.tables
         plain.scratch = make_scratch(self.tables, cluster.num_devices)
         plain.has_rule = np.zeros(len(self.tables.op_id), np.bool_)
-        self._tape = make_tape(1024, num_parameters)
-        shape = (len(cluster.device_types), graph.batch_size + 1, len(self.tables.op_id))
-        self._op_seconds = np.zeros(shape)
+        self._make_rows()
         self._update_seconds = np.array(
             [sums(merged.parameter_of, row, num_parameters) for row in self._update_seconds]
         )
@@ -53,8 +50,7 @@ class CoarseEvaluator(Evaluator):
             kind = self._type_of_device[device]
             for samples in set(choice.shares[:, 0, device].tolist()):
                 if not self._is_priced[kind, samples]:
-                    self._op_seconds[kind, samples] = self.group_seconds(int(kind), samples)
-                    self._is_priced[kind, samples] = True
+                    self._price(int(kind), samples, self.group_seconds(int(kind), samples))
 
     def group_seconds(self, kind: int, samples: int) -> FloatArray:
         """Seconds of every coarse op on a device type at a share.  # [num_coarse_ops]"""

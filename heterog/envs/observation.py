@@ -16,7 +16,7 @@ from heterog.envs.candidates import ModelMemory
 from heterog.envs.coarse import CoarseEvaluator
 from heterog.envs.merging import sums
 from heterog.strategy.channels import ChannelKind
-from heterog.strategy.strategy import Decision, Sync, split_evenly
+from heterog.strategy.strategy import SLICED, Decision, Sync, split_evenly
 
 OBSERVATION_VERSION = 1
 """Counts changes of meaning; a checkpoint of another version is refused."""
@@ -113,9 +113,14 @@ class _Observer:
         self.type_of = np.array(cluster.type_index)
         self.counts = np.zeros((len(table), cluster.num_devices), np.int64)
         self.member = np.zeros((len(table), cluster.num_devices), np.bool_)
+        self.state_of = np.zeros((len(table), cluster.num_devices))
         for number, decision in enumerate(table):
             self.counts[number, list(decision.devices)] = decision.shares
             self.member[number, list(decision.devices)] = True
+            # What servers hold counts as if it was on every device: what policies learned with.
+            served = decision.sync == Sync.PARAMETER_SERVER
+            part = 1.0 if served else memory.state_part(decision)
+            self.state_of[number, list(decision.devices)] = part
         self.whole = np.stack(
             [self._block_seconds(kind, self.batch) for kind in range(len(cluster.device_types))]
         )[self.type_of]  # seconds of each block with the whole batch  # [D, G]
@@ -262,7 +267,7 @@ class _Observer:
         sync[memory.gradient_bytes == 0.0] = 0.0
         ideal = 1.0 / (1.0 / np.maximum(self.whole, 1e-15)).sum(axis=0)
         usable, member = memory.usable_bytes, self.member
-        held = memory.state_bytes[:, None, None] * member + (
+        held = memory.state_bytes[:, None, None] * self.state_of + (
             memory.saved_bytes_per_sample[:, None, None] * self.counts
         )
         worst = (held / usable).max(axis=2)  # [G, C]
@@ -288,7 +293,10 @@ class _Observer:
         kinds = np.zeros((len(table), NUM_SYNCS))
         for number, decision in enumerate(table):
             if len(decision.devices) > 1:
-                kinds[number, int(decision.sync)] = 1.0
+                # Under ZeRO-1 the links see a reduce-scatter and an all-gather.
+                sliced = decision.sync in SLICED
+                seen = Sync.REDUCE_SCATTER_ALL_GATHER if sliced else decision.sync
+                kinds[number, int(seen)] = 1.0
         even = [c.shares == split_evenly(self.batch, len(c.devices)) for c in table]
         candidates = np.column_stack([
             member.mean(axis=1),
@@ -367,7 +375,7 @@ class _Observer:
     def _fits(self) -> npt.NDArray[np.bool_]:
         memory = self.memory
         held = (
-            memory.state_bytes[:, None, None] * self.member
+            memory.state_bytes[:, None, None] * self.state_of
             + (memory.saved_bytes_per_sample + memory.inner_bytes_per_sample)[:, None, None]
             * self.counts
         )

@@ -19,7 +19,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import StrategySpace
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, ELEMENTWISE_OPTIMIZERS
 
 ORDER = Order.RANK
 """Order in which a policy's strategies are scored."""
@@ -52,15 +52,21 @@ class Pair:
         graph: one training step.
         cluster: the devices and links.
         cost_model: as for ``Evaluator``.
+        divide: whether the candidates divide the optimizer's state; see ``candidates``.
     """
 
     def __init__(
-        self, graph: OpGraph, cluster: Cluster, cost_model: CostModel | None = None
+        self,
+        graph: OpGraph,
+        cluster: Cluster,
+        cost_model: CostModel | None = None,
+        *,
+        divide: bool = False,
     ) -> None:
         self.graph, self.cluster = graph, cluster
         self.evaluator = CoarseEvaluator(graph, cluster, cost_model)
         self.memory = ModelMemory(self.evaluator)
-        self.table = candidate_table(self.evaluator, self.memory)
+        self.table = candidate_table(self.evaluator, self.memory, divide=divide)
         self.space = StrategySpace(
             graph,
             cluster,
@@ -69,7 +75,7 @@ class Pair:
             device_speeds(self.evaluator),
             self.table,
         )
-        self._scores: dict[bytes, Score] = {}
+        self._scores: dict[tuple[bytes, int], Score] = {}
 
     @property
     def name(self) -> str:
@@ -85,6 +91,13 @@ class Pair:
     def num_candidates(self) -> int:
         """Rows of the table."""
         return len(self.table)
+
+    def divided(self) -> "Pair | None":
+        """The same with a divided state, if that is worth a look: it fills most devices alone."""
+        overfills = self.memory.overfills(self.table)
+        if not overfills or self.graph.optimizer not in ELEMENTWISE_OPTIMIZERS:
+            return None
+        return Pair(self.graph, self.cluster, self.evaluator.cost_model, divide=True)
 
     @cached_property
     def observation(self) -> Observation:
@@ -103,12 +116,22 @@ class Pair:
         ]
         return min(scored, key=lambda each: each.preference).step_time_s
 
-    def score(self, row: npt.ArrayLike) -> Score:
-        """Score a row of candidates, one per block; a row is simulated once."""
+    def score(self, row: npt.ArrayLike, num_micro: int = 1) -> Score:
+        """Score a row of candidates, one per block; a row is simulated once.
+
+        Args:
+            row: number of each block's candidate.
+            num_micro: micro-batches that the batch is cut into evenly.
+        """
         row = np.asarray(row, np.int32)
-        key = row.tobytes()
+        key = row.tobytes(), num_micro
         if key not in self._scores:
-            choice = self.space.encode(row, bucket_bytes=DEFAULT_BUCKET_BYTES, num_steps=1)
+            choice = self.space.encode(
+                row,
+                bucket_bytes=DEFAULT_BUCKET_BYTES,
+                num_steps=1,
+                micro_batches=self.space.micro_batches(num_micro),
+            )
             evaluation = self.evaluator.evaluate_choice(choice, ORDER)
             over = np.array(evaluation.peak_memory_bytes) / self.memory.usable_bytes - 1.0
             self._scores[key] = Score(
@@ -116,10 +139,20 @@ class Pair:
             )
         return self._scores[key]
 
+    def floor_s(self, row: npt.ArrayLike) -> float:
+        """What the busiest device or link has to do at least; not simulated.
+
+        Args:
+            row: number of each block's candidate.
+        """
+        row = np.asarray(row, np.int32)
+        choice = self.space.encode(row, bucket_bytes=DEFAULT_BUCKET_BYTES, num_steps=1)
+        return self.evaluator.floor_s(choice)
+
     def remember(self, rows: Sequence[IntArray] | IntArray, scores: Sequence[Score]) -> None:
         """Take in scores of rows that were computed elsewhere."""
         for row, score in zip(rows, scores, strict=True):
-            self._scores[np.asarray(row, np.int32).tobytes()] = score
+            self._scores[np.asarray(row, np.int32).tobytes(), 1] = score
 
     def forget(self) -> None:
         """Let go of the scores of rows seen so far."""
@@ -165,11 +198,8 @@ class RunningMemory:
         counts = pair.observation.shares * batch
         holds = counts > 0
         state_of = np.zeros_like(counts)
-        ratio = pair.evaluator.tables.state_ratio
         for number, decision in enumerate(table):
-            served = decision.sync == Sync.PARAMETER_SERVER and len(decision.devices) > 1
-            part = (1.0 + ratio / len(decision.devices)) / (1.0 + ratio) if served else 1.0
-            state_of[number, list(decision.devices)] = part
+            state_of[number, list(decision.devices)] = memory.state_part(decision)
             holds[number, list(decision.devices)] = True
         scale = (1.0 / (self.MARGIN * usable)).astype(np.float32)
         self._counts = (counts * scale).astype(np.float32)  # [C, D]

@@ -179,17 +179,9 @@ class Evaluator:
         self._rule_numbers: dict[OpRules, int] = {(): 0}
         self._rules_by_number: list[OpRules] = [()]
         self._rule_sets: dict[int, _RuleSet] = {0: _RuleSet(graph, (), cluster.num_devices)}
-        self._tape = make_tape(4096, len(self.tables.parameter_bytes))
         self._schedule = make_schedule(1, 1, 1, 1)
         self._usable = np.array([device.usable_memory_bytes for device in cluster.devices])
         types = cluster.device_types
-        num_ops = len(self.tables.op_id)
-        # Rows are filled when a share is first seen: a row of zeros is never read.
-        self._op_seconds = np.zeros((len(types), graph.batch_size + 1, num_ops))
-        self._is_priced = np.zeros((len(types), graph.batch_size + 1), np.bool_)
-        # Of each group's forward ops, and of all its ops.
-        shape = (2, len(types), graph.batch_size + 1, self.tables.num_groups)
-        self._group_seconds = np.zeros(shape)
         updates = [op for op, _, _ in graph.updates]
         full = [self.cost_model.op_seconds(graph, kind, graph.batch_size) for kind in types]
         self._update_seconds = np.array([row[updates] for row in full])
@@ -199,12 +191,20 @@ class Evaluator:
         self._type_of_device = np.array(cluster.type_index, np.int32)
         self._channel_prices: ChannelPrices | None = None
         self._held = np.zeros((0, 0))  # seconds per byte  # [num_channels, num_resources]
-        is_reduced = self.tables.gradient_is_partial != 0
-        self._gradient_bytes = np.bincount(  # that are exchanged, of each group
-            self.tables.parameter_group,
-            self.tables.parameter_bytes * is_reduced,
-            self.tables.num_groups,
-        )
+        self._make_rows()
+
+    def _make_rows(self) -> None:
+        """Room for what depends on the length of the tables."""
+        tables = self.tables
+        self._tape = make_tape(4096, len(tables.parameter_bytes))
+        shape = (len(self.cluster.device_types), self.graph.batch_size + 1)
+        # Rows are filled when a share is first seen: a row of zeros is never read.
+        self._is_priced = np.zeros(shape, np.bool_)
+        self._op_seconds = np.zeros((*shape, len(tables.op_id)))
+        # Of each group's forward ops, and of all its ops.
+        self._group_seconds = np.zeros((2, *shape, tables.num_groups))
+        reduced = np.where(tables.gradient_is_partial != 0, tables.parameter_bytes, 0.0)
+        self._reduced_bytes = np.bincount(tables.parameter_group, reduced, tables.num_groups)
 
     def warm_up(self) -> None:
         """Compile the kernels (once per installation, then they come from disk); not counted."""
@@ -218,6 +218,11 @@ class Evaluator:
         counted = self.num_evaluations
         self.referee(strategy, Order.RANK)
         self.num_evaluations = counted
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of the program that was simulated last."""
+        return int(self._tape.counts[NUM_TASKS])
 
     def evaluate(self, strategy: Strategy, order: Order | None = None) -> Evaluation:
         """Predict step time and memory of a strategy.
@@ -289,10 +294,10 @@ class Evaluator:
         floor = whole.max()
         reduced = np.flatnonzero((choice.first_channel >= 0) & (choice.sync <= Sync.ZERO1))
         if len(reduced):
-            payload = self._gradient_bytes[reduced]
+            payload = self._reduced_bytes[reduced]
             load = payload @ self._held[choice.first_channel[reduced]]
             second = reduced[choice.second_channel[reduced] >= 0]
-            load += self._gradient_bytes[second] @ self._held[choice.second_channel[second]]
+            load += self._reduced_bytes[second] @ self._held[choice.second_channel[second]]
             member = choice.member[choice.layout[reduced[payload > 0.0]]]
             first = (member * forward).max(1).min(initial=np.inf)
             if np.isfinite(first):
@@ -510,22 +515,25 @@ class Evaluator:
         shares = choice.shares[:num_layouts]
         if self._is_priced[self._type_of_device, shares].all():
             return
-        is_forward = self.tables.op_is_backward == 0
         for device in range(self.cluster.num_devices):
             kind = self._type_of_device[device]
             for samples in np.unique(shares[:, :, device]):
                 if not self._is_priced[kind, samples]:
                     row = self.cost_model.op_seconds(
                         self.graph, self.cluster.device_types[kind], int(samples)
-                    )[self.tables.op_id]
-                    self._op_seconds[kind, samples] = row
-                    self._is_priced[kind, samples] = True
-                    if samples:  # a device without samples runs nothing
-                        groups = self.tables.op_group + 1  # constants, group -1, come first
-                        count = self.tables.num_groups + 1
-                        forward = np.bincount(groups, row * is_forward, count)
-                        self._group_seconds[0, kind, samples] = forward[1:]
-                        self._group_seconds[1, kind, samples] = np.bincount(groups, row, count)[1:]
+                    )
+                    self._price(int(kind), int(samples), row[self.tables.op_id])
+
+    def _price(self, kind: int, samples: int, row: FloatArray) -> None:
+        """Keep the seconds of all compute ops on a device type at a share."""
+        self._op_seconds[kind, samples] = row
+        self._is_priced[kind, samples] = True
+        if samples:  # a device without samples runs nothing
+            groups = self.tables.op_group + 1  # constants, group -1, come first
+            count = self.tables.num_groups + 1
+            forward = np.where(self.tables.op_is_backward == 0, row, 0.0)
+            self._group_seconds[0, kind, samples] = np.bincount(groups, forward, count)[1:]
+            self._group_seconds[1, kind, samples] = np.bincount(groups, row, count)[1:]
 
     def program(self, choice: Choice) -> Program:
         """The program of an encoded strategy."""

@@ -17,7 +17,7 @@ from heterog.agents.checkpoint import (
 )
 from heterog.agents.config import PolicyConfig
 from heterog.agents.finetune import FineTuned
-from heterog.agents.planners import Agent, AgentSearch, propose
+from heterog.agents.planners import Agent, AgentSearch, ask
 from heterog.agents.policy import Policy, draw, score_pairs
 from heterog.agents.shipped import HELD_OUT_CLUSTERS, HELD_OUT_MODELS
 from heterog.envs.clusters import ClusterRange, random_cluster
@@ -61,7 +61,7 @@ def test_policies_keep_to_small_budgets(name: str, budget: str) -> None:
 
 def test_a_strategy_of_the_agent_is_what_the_policy_drew() -> None:
     """No baseline among them: every group follows a row of the policy's own draws."""
-    found = propose(task(), "heldout")
+    found = ask("heldout", task())
     table = set(found.pair.table)
     for candidate in found.candidates:
         decisions = candidate.strategy.decisions

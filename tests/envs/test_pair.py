@@ -1,6 +1,7 @@
 """Candidate tables, observations, running memory, rewards and generated clusters."""
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
 
 import numpy as np
@@ -80,8 +81,32 @@ def test_observation_is_finite_and_edges_go_forward_and_back() -> None:
     np.testing.assert_allclose(seen.overlap, seen.overlap.T)
 
 
-def test_running_memory_is_near_the_simulated_peak() -> None:
-    pair, rng = language_pair(), np.random.default_rng(0)
+def crowded_pair() -> Pair:
+    """Parameters and optimizer state fill nine tenths of every device."""
+    memory = language_pair().memory
+    gib = float(memory.state_bytes.sum() + memory.common_bytes) / 0.9 / 2**30
+    divided = Pair(language_graph(), mixed_cluster(memory_gib=gib)).divided()
+    assert divided is not None
+    return divided
+
+
+def test_devices_divide_the_state_where_it_fills_them() -> None:
+    pair = crowded_pair()
+    assert {d.sync for d in pair.table if len(d.devices) > 1} == {
+        Sync.ZERO1,
+        Sync.PARAMETER_SERVER,
+    }
+    assert all(d.slices for d in pair.table if d.sync == Sync.ZERO1)
+    # Adam: parameters and two moments of them; of the moments each of two devices holds a half.
+    both = next(d for d in pair.table if len(d.devices) == 2 and d.sync == Sync.ZERO1)
+    assert pair.memory.state_part(both) == pytest.approx((1 + 2 / 2) / (1 + 2), rel=1e-3)
+    assert pair.memory.state_part(pair.table[0]) == 1.0
+    assert language_pair().divided() is None
+
+
+@pytest.mark.parametrize("make", [language_pair, crowded_pair])
+def test_running_memory_is_near_the_simulated_peak(make: Callable[[], Pair]) -> None:
+    pair, rng = make(), np.random.default_rng(0)
     rows = rng.integers(pair.num_candidates, size=(40, 1)).repeat(pair.num_blocks, axis=1)
     rows[20:, pair.num_blocks // 2 :] = rng.integers(pair.num_candidates, size=(20, 1))
     memory = RunningMemory(pair, len(rows))
@@ -92,6 +117,12 @@ def test_running_memory_is_near_the_simulated_peak() -> None:
         evaluation = pair.evaluator.evaluate_choice(choice, Order.RANK)
         peak = max(evaluation.peak_memory_bytes / pair.memory.usable_bytes)
         assert used.max() * memory.MARGIN == pytest.approx(peak, rel=0.15)
+
+
+def test_what_a_row_takes_at_least_is_known_without_a_simulation() -> None:
+    pair, rng = language_pair(), np.random.default_rng(0)
+    for row in rng.integers(pair.num_candidates, size=(20, pair.num_blocks)):
+        assert 0.0 < pair.floor_s(row) <= pair.score(row).step_time_s * (1 + 1e-9)
 
 
 def test_draws_stay_within_memory_where_replicas_do_not_fit() -> None:
