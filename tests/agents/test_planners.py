@@ -18,13 +18,15 @@ from heterog.agents.checkpoint import (
 from heterog.agents.config import PolicyConfig
 from heterog.agents.finetune import FineTuned
 from heterog.agents.planners import Agent, AgentSearch, ask
-from heterog.agents.policy import Policy, draw, score_pairs
+from heterog.agents.policy import Policy, draw, rule_of_thumb, score_pairs
+from heterog.agents.proposals import rescore
 from heterog.agents.shipped import HELD_OUT_CLUSTERS, HELD_OUT_MODELS
 from heterog.envs.clusters import ClusterRange, random_cluster
 from heterog.envs.pair import Pair
 from heterog.planners.planner import Budget, Task, planner_by_name
 from heterog.planners.portfolio import run_method, run_methods
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Sync
 from tests.envs.cases import language_graph, language_pair, mixed_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +71,21 @@ def test_a_strategy_of_the_agent_is_what_the_policy_drew() -> None:
         blocks = found.pair.evaluator.block_of
         for block in range(found.pair.num_blocks):
             assert len({d for d, b in zip(decisions, blocks, strict=True) if b == block}) == 1
+
+
+def test_rows_that_divide_the_state_become_strategies() -> None:
+    memory = language_pair().memory
+    gib = float(memory.state_bytes.sum() + memory.common_bytes) / 0.9 / 2**30
+    divided = Pair(language_graph(), mixed_cluster(memory_gib=gib)).divided()
+    assert divided is not None
+    evaluator = Evaluator(divided.graph, divided.cluster)
+    crowded = Task(evaluator=evaluator, budget=Budget.parse("400e"))
+    rows = draw(rule_of_thumb(divided), divided, 16, np.random.default_rng(0)).rows
+    candidates, spent = rescore(crowded, divided, rows, spent=16)
+    assert 0 < spent <= 384
+    for candidate in candidates:
+        candidate.strategy.check(divided.graph, divided.cluster)
+        assert Sync.ZERO1 in {decision.sync for decision in candidate.strategy.decisions}
 
 
 def test_search_with_the_agent_is_not_worse_than_the_agent() -> None:
