@@ -13,6 +13,7 @@ budget anneals with the referee as the judge.
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -23,7 +24,7 @@ from heterog.planners.group_rules import GroupRules
 from heterog.planners.neighbours import Neighbours, State, StateKey
 from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
 from heterog.planners.repair import repair
-from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome
+from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome, given_up
 from heterog.strategy.lowering import Choice
 from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
@@ -47,7 +48,6 @@ _SHARD_SHARE = 0.05  # of the budget, for all of them
 _NEAR = 1.1  # times the best start: how slow a sharded one may be to be worth moves
 _NUM_MOVES = 300  # of one annealing run
 _MOST_IDLE = 20  # runs in a row that meet nothing new: everything has been seen
-_UNKNOWN = (-math.inf, False)
 _IF_KEPT = 0.0  # limit for states that matter only if they are among the best few
 _HOT, _COLD = 0.02, 0.0005  # temperatures as parts of the start's cost
 
@@ -63,27 +63,34 @@ class LocalSearch:
         return _Search(task).run()
 
 
-class _Elites:
-    """The best few different states by one judge, best first."""
+class _Judge:
+    """Asks the engine or the referee about states, about each once, and keeps the best few.
 
-    def __init__(self) -> None:
-        self.states: list[tuple[float, State]] = []
+    Args:
+        ask: evaluates a state up to a limit; see ``Evaluator.evaluate_choice``.
+    """
 
-    @property
-    def limit(self) -> float:
-        """Cost above which a state is not kept."""
-        return self.states[-1][0] if len(self.states) == NUM_ELITES else math.inf
+    def __init__(self, ask: Callable[[State, float], Evaluation]) -> None:
+        self._ask = ask
+        self.found: dict[StateKey, Evaluation] = {}
+        self.best: list[tuple[float, State]] = []  # different states, best first
 
-    def offer(self, cost: float, state: State) -> bool:
-        """Keep a state if it is good enough; whether it is now the best."""
-        if cost >= self.limit:
-            return False
-        if any(state.key == other.key for _, other in self.states):
-            return False
-        self.states.append((cost, state))
-        self.states.sort(key=lambda pair: pair[0])
-        del self.states[NUM_ELITES:]
-        return self.states[0][1] is state
+    def cost(self, state: State, limit: float = math.inf) -> float:
+        """Cost of a state; perhaps only a lower bound of it if that is above the limit."""
+        # What is good enough to be kept must be exact.
+        limit = max(limit, self.best[-1][0] if len(self.best) == NUM_ELITES else math.inf)
+        found = self.found.get(state.key)
+        if found is None or (found.outcome == Outcome.GIVEN_UP and found.step_time_s <= limit):
+            found = self._ask(state, limit)
+            self.found[state.key] = found
+            self._keep(_cost(found), state)
+        return _cost(found)
+
+    def _keep(self, cost: float, state: State) -> None:
+        if len(self.best) < NUM_ELITES or cost < self.best[-1][0]:
+            self.best.append((cost, state))
+            self.best.sort(key=lambda pair: pair[0])
+            del self.best[NUM_ELITES:]
 
 
 class _Search:
@@ -104,24 +111,21 @@ class _Search:
         self.num_steps = 1 if task.step_barrier else UNROLLED_STEPS
         self.rules = GroupRules(task.evaluator)
         self.neighbours = Neighbours(task, self.space, self.rules, self.rng)
-        self.by_engine: dict[StateKey, tuple[float, bool]] = {}  # cost, whether it is exact
-        self.by_referee: dict[StateKey, tuple[float, bool]] = {}
-        self.broken: dict[StateKey, float] = {}  # seconds of starts that do not fit
-        self.elites = _Elites()
-        self.judged = _Elites()
+        self.engine = _Judge(self._by_engine)
+        self.referee = _Judge(self._by_referee)
 
     def run(self) -> PlanResult:
         begin = time.perf_counter()
         self._seed()
         idle = 0
         while self.spending.fraction < SIMPLIFY_FROM and idle < _MOST_IDLE:
-            pool = self.judged if self.rng.random() < 0.75 else self.elites
+            judge = self.referee if self.rng.random() < 0.75 else self.engine
             # Restarts go back to one of the best states, the first ones most often.
-            which = min(int(self.rng.exponential(1.5)), len(pool.states) - 1)
+            which = min(int(self.rng.exponential(1.5)), len(judge.best) - 1)
             spent = self.spending.evaluations
-            self._anneal(pool.states[which][1])
+            self._anneal(judge.best[which][1])
             idle = idle + 1 if self.spending.evaluations == spent else 0
-        best = [self._simpler(state) for _, state in self.judged.states[:NUM_RETURNED]]
+        best = [self._simpler(state) for _, state in self.referee.best[:NUM_RETURNED]]
         candidates = tuple(
             Candidate(
                 strategy=self.space.decode(
@@ -153,15 +157,15 @@ class _Search:
             for number in self._uniform()
         ]
         for index, state in enumerate(starts):
-            if self.spending.is_over and self.elites.states:
+            if self.spending.is_over and self.engine.best:
                 break
-            self._engine(state, math.inf if index < num_seeds else _IF_KEPT)
+            self.engine.cost(state, math.inf if index < num_seeds else _IF_KEPT)
         self._repair_seeds()
         self._shard_seeds()
-        for index, (_, state) in enumerate(list(self.elites.states)):
+        for index, (_, state) in enumerate(list(self.engine.best)):
             if index and self.spending.is_over:
                 break
-            self._referee(state, _IF_KEPT)
+            self.referee.cost(state, _IF_KEPT)
 
     def _states(self, candidate: Candidate) -> list[State]:
         """A candidate's points of the search, one per order."""
@@ -176,9 +180,9 @@ class _Search:
         """Make the fastest strategies that do not fit fit, and start from those too."""
         broken: list[tuple[float, int, Candidate]] = []
         for candidate in self.task.seeds:
-            found = self.broken.get(self._states(candidate)[0].key)
-            if found is not None:
-                broken.append((found, len(broken), candidate))
+            found = self.engine.found.get(self._states(candidate)[0].key)
+            if found is not None and found.outcome == Outcome.OUT_OF_MEMORY:
+                broken.append((found.step_time_s, len(broken), candidate))
         for _, _, candidate in sorted(broken)[:_MOST_REPAIRED]:
             if self.spending.is_over:
                 return
@@ -189,7 +193,7 @@ class _Search:
                 budget=self.task.budget.part(_REPAIR_SHARE),
             )
             for state in self._states(replace(candidate, strategy=repaired.strategy)):
-                self._engine(state)
+                self.engine.cost(state)
 
     def _shard_seeds(self) -> None:
         """Shard the layers of the best starts and of every kind of machine, kind by kind of layer.
@@ -201,20 +205,20 @@ class _Search:
             return
         ways = self.rules.layers
         until = self.spending.fraction + _SHARD_SHARE
-        best = self.elites.states[0][0]
+        best = self.engine.best[0][0]
         bases: dict[bytes, State] = {}
-        for _, state in self.elites.states:
+        for _, state in self.engine.best:
             self.neighbours.may_shard |= bool(state.rules)
             if not state.rules and not state.micro_batches:
                 bases.setdefault(self.space.without_zero(state.row).tobytes(), state)
         for base in (*list(bases.values())[:_MOST_SHARDED], *self._machines()):
-            cost = self._engine(base)
+            cost = self.engine.cost(base)
             for places in ways:
                 if self.spending.fraction >= until:
                     return
                 sharded = self.neighbours.sharded(base, places)
-                if sharded is not None and self._engine(sharded, cost) < cost:
-                    base, cost = sharded, self._engine(sharded)
+                if sharded is not None and self.engine.cost(sharded, cost) < cost:
+                    base, cost = sharded, self.engine.cost(sharded)
             if base.rules and cost < _NEAR * best:
                 self.neighbours.may_shard = True
 
@@ -249,43 +253,23 @@ class _Search:
 
     # --- scores ---------------------------------------------------------------------------------
 
-    def _engine(self, state: State, limit: float = math.inf) -> float:
-        """Cost of a state by the fast engine; perhaps only a lower bound if above the limit."""
-        key = state.key
-        cost, is_exact = self.by_engine.get(key, _UNKNOWN)
-        limit = max(limit, self.elites.limit)
-        if is_exact or cost > limit:
-            return cost
+    def _by_engine(self, state: State, limit_s: float) -> Evaluation:
         choice = self._choice(state)
-        cost = self.evaluator.floor_s(choice)
-        if cost <= limit:
-            evaluation = self.evaluator.evaluate_choice(choice, state.order, limit)
-            cost = _cost(evaluation)
-            is_exact = evaluation.outcome != Outcome.GIVEN_UP
-            if evaluation.outcome == Outcome.OUT_OF_MEMORY and not self.judged.states:
-                self.broken[key] = evaluation.step_time_s  # still among the starts
-        self.by_engine[key] = (cost, is_exact)
-        if is_exact:
-            self.elites.offer(cost, state)
-        return cost
+        floor_s = self.evaluator.floor_s(choice)
+        if floor_s > limit_s:
+            return given_up(floor_s, state.order)
+        return self.evaluator.evaluate_choice(choice, state.order, limit_s)
 
-    def _referee(self, state: State, limit: float = math.inf) -> float:
-        """Cost of a state by the referee; perhaps only a lower bound if above the limit."""
-        key = state.key
-        cost, is_exact = self.by_referee.get(key, _UNKNOWN)
-        limit = max(limit, self.judged.limit)
-        if is_exact or cost > limit:
-            return cost
+    def _by_referee(self, state: State, limit_s: float) -> Evaluation:
         choice = self._choice(state)
-        cost = self.evaluator.floor_s(choice)
-        if cost <= limit:
-            evaluation = self.evaluator.referee(choice, state.order, limit)
-            cost = _cost(evaluation)
-            is_exact = evaluation.outcome != Outcome.GIVEN_UP
-        self.by_referee[key] = (cost, is_exact)
-        if is_exact and self.judged.offer(cost, state):
-            self.task.report(self.spending.fraction, cost)
-        return cost
+        floor_s = self.evaluator.floor_s(choice)
+        if floor_s > limit_s:
+            return given_up(floor_s, state.order)
+        found = self.evaluator.referee(choice, state.order, limit_s)
+        best = self.referee.best[0][0] if self.referee.best else math.inf
+        if found.outcome != Outcome.GIVEN_UP and _cost(found) < best:
+            self.task.report(self.spending.fraction, _cost(found))
+        return found
 
     def _choice(self, state: State) -> Choice:
         rule_set = self.rules.rule_set(state.rules)
@@ -303,8 +287,8 @@ class _Search:
 
     def _anneal(self, start: State) -> None:
         """One annealing run from a state; its best state then meets the referee."""
-        judge = self._engine if self.spending.fraction < REFEREE_FROM else self._referee
-        state, cost = start, judge(start)
+        judge = self.engine if self.spending.fraction < REFEREE_FROM else self.referee
+        state, cost = start, judge.cost(start)
         best, best_cost = state, cost
         for move in range(_NUM_MOVES):
             if self.spending.is_over:
@@ -313,19 +297,19 @@ class _Search:
             neighbour = self.neighbours.of(state)
             # Metropolis's rule, its random number drawn first: what is above is not looked at.
             accepted = cost - temperature * math.log(1.0 - self.rng.random())
-            new = judge(neighbour, accepted)
+            new = judge.cost(neighbour, accepted)
             if new <= accepted:
                 state, cost = neighbour, new
                 if cost < best_cost:
                     best, best_cost = state, cost
-        self._referee(best, _IF_KEPT)
+        self.referee.cost(best, _IF_KEPT)
 
     def _simpler(self, state: State) -> State:
         """The state with the same decision for neighbours on the same devices, where that is free.
 
         Annealing takes moves that change nothing; what they leave behind is only hard to read.
         """
-        limit = self._referee(state) * (1.0 + COSTS_NOTHING)
+        limit = self.referee.cost(state) * (1.0 + COSTS_NOTHING)
         devices = [self.space.candidates[number].devices for number in state.row]
         edges = [i for i in range(1, self.num_groups) if devices[i] != devices[i - 1]]
         for first, last in pairwise((0, *edges, self.num_groups)):
@@ -335,7 +319,7 @@ class _Search:
             row = state.row.copy()
             row[first:last] = numbers[np.argmax(counts)]
             simpler = replace(state, row=row)
-            if self._referee(simpler, limit) <= limit:
+            if self.referee.cost(simpler, limit) <= limit:
                 state = simpler
         return state
 

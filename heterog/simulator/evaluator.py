@@ -95,7 +95,8 @@ class Evaluation:
         return self.overflow_bytes, self.step_time_s
 
 
-def _given_up(seconds: float, order: Order) -> Evaluation:
+def given_up(seconds: float, order: Order) -> Evaluation:
+    """Of a strategy that takes at least these seconds, which is more than was asked for."""
     return Evaluation(
         outcome=Outcome.GIVEN_UP, step_time_s=seconds, peak_memory_bytes=(), order=order
     )
@@ -317,7 +318,7 @@ class Evaluator:
         """
         seconds, is_done = self._run(choice, order, limit_s)
         if not is_done or seconds > limit_s:
-            return _given_up(seconds, order)
+            return given_up(seconds, order)
         return self._judge(seconds, self._peak(choice), order)
 
     def referee(
@@ -346,10 +347,10 @@ class Evaluator:
     def _referee_choice(self, choice: Choice, order: Order, limit_s: float) -> Evaluation:
         seconds, is_done = self._run(choice, order, limit_s * (1.0 + REFEREE_SLACK))
         if not is_done:
-            return _given_up(seconds, order)
+            return given_up(seconds, order)
         seconds, replayed = self._replay(choice, limit_s)
         if replayed is None or seconds > limit_s:
-            return _given_up(seconds, order)
+            return given_up(seconds, order)
         peak = self._peak(choice)
         replayed_peak = np.empty_like(peak)
         memory_kernel(

@@ -103,8 +103,8 @@ def test_the_search_keeps_what_it_was_given_and_scores_it_once(kind: str) -> Non
     )
     search = _Search(task)
     search._seed()
-    assert evaluator.num_evaluations <= len(search.by_engine) + len(search.by_referee)
-    assert all(state.key in search.by_engine for state in search._states(task.seeds[0]))
+    assert evaluator.num_evaluations <= len(search.engine.found) + len(search.referee.found)
+    assert all(state.key in search.engine.found for state in search._states(task.seeds[0]))
     best = LocalSearch().plan(task).candidates[0].strategy
     referee = Evaluator(graph, cluster()).referee
     assert referee(best).step_time_s <= referee(given).step_time_s
