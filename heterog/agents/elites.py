@@ -1,8 +1,7 @@
 """Search for good rows of a pair: what imitation learns from.
 
-Uniform rows first (the most promising by their analytic times) and pipelines with a stage on each
-machine or device, then annealing over segments of blocks with the coarse evaluator. The best rows
-that differ are the *elites*.
+Uniform rows first (the most promising by their analytic times), then annealing over segments of
+blocks with the coarse evaluator. The best rows that differ are the *elites*.
 """
 
 import math
@@ -14,11 +13,9 @@ import numpy.typing as npt
 
 from heterog.envs.observation import WHOLE_SLOWER, WHOLE_SUM
 from heterog.envs.pair import Pair, Score
-from heterog.planners.data_parallel import device_speeds
 from heterog.strategy.program import IntArray
 
 NUM_ELITES = 6
-MOST_STAGES = 8
 CLOSE = 0.01
 """Elites are within this part of the best."""
 
@@ -66,31 +63,6 @@ def find_elites(
     return _Search(pair, num_evaluations, rng).run(starts)
 
 
-def pipeline_rows(pair: Pair) -> list[IntArray]:
-    """Rows with a stage on each of the fastest machines, or devices, cut by their speeds."""
-    tables, cluster = pair.evaluator.tables, pair.cluster
-    owned = tables.op_group >= 0
-    seconds = pair.evaluator.group_seconds(0, pair.graph.batch_size)
-    work = np.bincount(tables.op_group[owned], seconds[owned], pair.num_blocks)
-    done = (np.cumsum(work) - work / 2) / work.sum()  # at the middle of each block
-    speeds = np.array(device_speeds(pair.evaluator))
-    number: dict[tuple[int, ...], int] = {}
-    for index, decision in enumerate(pair.table):
-        number.setdefault(decision.devices, index)
-    hosts = [cluster.host_devices(host) for host in range(cluster.num_hosts)]
-    singles = [(device,) for device in range(cluster.num_devices)]
-    rows = []
-    for sets in (hosts, singles):
-        known = [devices for devices in sets if devices in number]
-        known.sort(key=lambda devices: -float(speeds[list(devices)].sum()))
-        for count in range(2, min(len(known), MOST_STAGES) + 1):
-            stages = sorted(known[:count])  # neighbours in the cluster follow one another
-            speed = np.array([speeds[list(devices)].sum() for devices in stages])
-            stage = np.searchsorted(np.cumsum(speed / speed.sum())[:-1], done)
-            rows.append(np.array([number[stages[index]] for index in stage], np.int32))
-    return rows
-
-
 class _Search:
     def __init__(self, pair: Pair, num_evaluations: int, rng: np.random.Generator) -> None:
         self.pair, self.rng = pair, rng
@@ -114,9 +86,8 @@ class _Search:
             score = self.seen[row.tobytes()]
             if score.overflow == 0.0:
                 uniform_s = min(uniform_s, score.step_time_s)
-        for start in (*starts, *pipeline_rows(pair)):
-            if self.spent < self.budget:
-                self._cost(np.asarray(start, np.int32))
+        for start in starts:
+            self._cost(np.asarray(start, np.int32))
         favourites = order[: max(num_uniform // 2, 4)].astype(np.int32)
         while self.spent < self.budget:
             rank = min(int(self.rng.exponential(2.0)), len(self.best) - 1)

@@ -34,6 +34,8 @@ NUM_VARIED = 4
 TIGHT = 0.5
 """Part of the candidates that cannot hold the whole model from which memory counts as scarce."""
 MICRO_BATCHES = (2, 4, 8, 16)
+PIPELINED, NUM_PIPELINED = 8, 4
+"""Micro-batches of rows that are tried as pipelines where memory is scarce, and how many are."""
 MOST_TASKS = 3_000_000
 """Simulated at the op level in all, about half a second: an answer shall not take longer."""
 HOPELESS = 0.05
@@ -145,22 +147,35 @@ def _ask(
     found = [pair.score(row) for row in rows]
     order = sorted(range(len(rows)), key=lambda n: found[n].preference)
     fit = [n for n in order if found[n].overflow <= HOPELESS] if tight else order
-    starts = [(rows[n], found[n].num_micro) for n in fit or order[:1]]
-    ways: list[tuple[IntArray, Whole]] = []
-    if tight:  # by seconds alone: what does not fit may fit if it recomputes
-        loosely = sorted(range(len(rows)), key=lambda n: found[n].step_time_s)
-        ways = [
-            (rows[n], Whole(num_micro=found[n].num_micro, recompute=True))
-            for n in loosely[:NUM_RESCORED]
-        ]
+    ways: Sequence[tuple[IntArray, Whole]] = ()
+    pipelines: Sequence[tuple[IntArray, Whole]] = ()
+    if tight:
+        ways, pipelines = _saving_memory(pair, rows)
     scorer = _Scorer(task, pair, spent=len(rows))
-    scorer.search(starts, ways)
+    scorer.search(rows[fit or order[:1]], ways, pipelines)
     return _Part(
         scored=scorer.candidates(),
         num_evaluations=len(rows) + scorer.num_evaluations,
         pair=pair,
         scores=scores,
         out_of_memory=float(np.mean([each.overflow > 0.0 for each in found])),
+    )
+
+
+def _saving_memory(
+    pair: "Pair", rows: IntArray
+) -> tuple[list[tuple[IntArray, Whole]], list[tuple[IntArray, Whole]]]:
+    """Rows that may fit if the whole step saves memory: recomputing, and as pipelines.
+
+    By seconds alone, as what does not fit may fit then. Of pipelines those come first whose
+    busiest device or link has the least to do.
+    """
+    num_micro = min(PIPELINED, pair.graph.batch_size)
+    fastest = sorted(rows, key=lambda row: pair.score(row).step_time_s)[:NUM_RESCORED]
+    lightest = sorted(rows, key=pair.floor_s)[:NUM_PIPELINED]
+    return (
+        [(row, Whole(recompute=True)) for row in fastest],
+        [(row, Whole(num_micro=num_micro)) for row in lightest],
     )
 
 
@@ -182,7 +197,7 @@ def rescore(
         The best candidates, best first, and the evaluations made.
     """
     scorer = _Scorer(task, pair, spent)
-    scorer.search([(row, pair.score(row).num_micro) for row in rows[:NUM_RESCORED]])
+    scorer.search(rows)
     return tuple(candidate for _, candidate in scorer.candidates()), scorer.num_evaluations
 
 
@@ -216,20 +231,23 @@ class _Scorer:
 
     def search(
         self,
-        starts: Sequence[tuple[IntArray, int]],
+        rows: IntArray,
         ways: Sequence[tuple[IntArray, Whole]] = (),
+        pipelines: Sequence[tuple[IntArray, Whole]] = (),
     ) -> None:
-        """Score rows with their numbers of micro-batches, best first, and vary the best."""
+        """Score the first rows and some ways to run others; vary the best; then pipelines."""
         count = NUM_RESCORED
         if self._left < math.inf:
             count = max(min(count, int(self._left) // len(BUCKETS)), 1)
-        for row, num_micro in starts[:count]:
+        for row in rows[:count]:
             for bucket_bytes in BUCKETS:
-                self.score(row, Whole(bucket_bytes=bucket_bytes, num_micro=num_micro))
+                self.score(row, Whole(bucket_bytes=bucket_bytes))
         for row, whole in ways:
             self.score(row, whole)
         for row, whole in self.best_rows(NUM_VARIED):
             self.vary(row, whole)
+        for row, whole in pipelines:
+            self.score(row, whole, self.best_score)
 
     def score(
         self, row: IntArray, whole: Whole, best: tuple[float, float] = (np.inf, np.inf)
@@ -269,6 +287,11 @@ class _Scorer:
         for row, whole in self.best(len(self._scored)):
             first.setdefault(row.tobytes(), (row, whole))
         return list(first.values())[:count]
+
+    @property
+    def best_score(self) -> tuple[float, float]:
+        """(bytes missing, seconds) of the best so far."""
+        return min(self._scored.values(), default=(np.inf, np.inf))
 
     def vary(self, row: IntArray, whole: Whole) -> None:
         """Try what else may hold for the whole step."""

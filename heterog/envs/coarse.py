@@ -48,7 +48,7 @@ class CoarseEvaluator(Evaluator):
     def _price_rows(self, choice: Choice) -> None:
         for device in range(self.cluster.num_devices):
             kind = self._type_of_device[device]
-            for samples in np.unique(choice.shares[:, :, device]).tolist():
+            for samples in set(choice.shares[:, 0, device].tolist()):
                 if not self._is_priced[kind, samples]:
                     self._price(int(kind), samples, self.group_seconds(int(kind), samples))
 

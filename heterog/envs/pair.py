@@ -23,8 +23,6 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, ELEMENTWISE_OPTIMIZE
 
 ORDER = Order.RANK
 """Order in which a policy's strategies are scored."""
-PIPELINED = 8
-"""Micro-batches with which a row is scored, too, whose blocks are on devices of their own."""
 BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp")
 """Data parallelism that rewards are relative to, the best of these."""
 
@@ -36,12 +34,10 @@ class Score:
     Attributes:
         step_time_s: seconds per step, also where memory does not suffice.
         overflow: bytes missing on the worst device as a part of its memory, 0 if it fits.
-        num_micro: micro-batches that the step is cut into.
     """
 
     step_time_s: float
     overflow: float
-    num_micro: int = 1
 
     @property
     def preference(self) -> tuple[float, float]:
@@ -79,7 +75,7 @@ class Pair:
             device_speeds(self.evaluator),
             self.table,
         )
-        self._scores: dict[bytes, Score] = {}
+        self._scores: dict[tuple[bytes, int], Score] = {}
 
     @property
     def name(self) -> str:
@@ -120,43 +116,43 @@ class Pair:
         ]
         return min(scored, key=lambda each: each.preference).step_time_s
 
-    def score(self, row: npt.ArrayLike) -> Score:
-        """Score a row of candidates, one per block, in one go or as a pipeline; only once."""
+    def score(self, row: npt.ArrayLike, num_micro: int = 1) -> Score:
+        """Score a row of candidates, one per block; a row is simulated once.
+
+        Args:
+            row: number of each block's candidate.
+            num_micro: micro-batches that the batch is cut into evenly.
+        """
         row = np.asarray(row, np.int32)
-        key = row.tobytes()
+        key = row.tobytes(), num_micro
         if key not in self._scores:
-            scores = [self._simulated(row, 1)]
-            if self._is_pipeline(row):
-                scores.append(self._simulated(row, PIPELINED))
-            self._scores[key] = min(scores, key=lambda score: score.preference)
+            choice = self.space.encode(
+                row,
+                bucket_bytes=DEFAULT_BUCKET_BYTES,
+                num_steps=1,
+                micro_batches=self.space.micro_batches(num_micro),
+            )
+            evaluation = self.evaluator.evaluate_choice(choice, ORDER)
+            over = np.array(evaluation.peak_memory_bytes) / self.memory.usable_bytes - 1.0
+            self._scores[key] = Score(
+                step_time_s=evaluation.step_time_s, overflow=max(float(over.max()), 0.0)
+            )
         return self._scores[key]
 
-    def _simulated(self, row: IntArray, num_micro: int) -> Score:
-        choice = self.space.encode(
-            row,
-            bucket_bytes=DEFAULT_BUCKET_BYTES,
-            num_steps=1,
-            micro_batches=self.space.micro_batches(num_micro),
-        )
-        evaluation = self.evaluator.evaluate_choice(choice, ORDER)
-        over = np.array(evaluation.peak_memory_bytes) / self.memory.usable_bytes - 1.0
-        return Score(
-            step_time_s=evaluation.step_time_s,
-            overflow=max(float(over.max()), 0.0),
-            num_micro=num_micro,
-        )
+    def floor_s(self, row: npt.ArrayLike) -> float:
+        """What the busiest device or link has to do at least; not simulated.
 
-    def _is_pipeline(self, row: IntArray) -> bool:
-        """Whether its blocks are on several device sets, none of which share a device."""
-        sets = {self.table[number].devices for number in row}
-        used = [device for devices in sets for device in devices]
-        is_long = self.graph.batch_size >= PIPELINED
-        return is_long and len(sets) > 1 and len(set(used)) == len(used)
+        Args:
+            row: number of each block's candidate.
+        """
+        row = np.asarray(row, np.int32)
+        choice = self.space.encode(row, bucket_bytes=DEFAULT_BUCKET_BYTES, num_steps=1)
+        return self.evaluator.floor_s(choice)
 
     def remember(self, rows: Sequence[IntArray] | IntArray, scores: Sequence[Score]) -> None:
         """Take in scores of rows that were computed elsewhere."""
         for row, score in zip(rows, scores, strict=True):
-            self._scores[np.asarray(row, np.int32).tobytes()] = score
+            self._scores[np.asarray(row, np.int32).tobytes(), 1] = score
 
     def forget(self) -> None:
         """Let go of the scores of rows seen so far."""
