@@ -21,6 +21,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,22 @@ def evaluate_pair(
         "agent_seconds": time.perf_counter() - begin,
         "rows": found.to_dicts(),
     }
+
+
+def known_search(
+    rows: list[dict[str, Any]], model: str, cluster: str, arguments: argparse.Namespace
+) -> list[MethodRow]:
+    """Rows of the long search of a pair, without their strategies, if the file has them."""
+    names = {field.name for field in fields(MethodRow)}
+    asked = (model, cluster, arguments.seed, arguments.budget)
+    for row in rows:
+        if (row["model"], row["cluster"], row["seed"], row["budget"]) == asked:
+            return [
+                MethodRow(**{name: each[name] for name in names & set(each)})
+                for each in row["rows"]
+                if each["method"] not in OF_POLICY
+            ]
+    return []
 
 
 def ratio(value: float | None, reference: float | None) -> float | None:
@@ -269,7 +286,8 @@ def run_pairs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     done = {tuple(row[name] for name in names) for row in rows}
     asked = (arguments.seed, arguments.budget, arguments.finetune)
     for graph, cluster in chosen(arguments):
-        searched: list[MethodRow] = []  # once for all policies
+        # Once for all policies, also for those of earlier runs.
+        searched = known_search(rows, graph.name, cluster.name, arguments)
         for policy in arguments.policy.split(","):
             if (policy, graph.name, cluster.name, *asked) in done:
                 continue
