@@ -22,7 +22,7 @@ from heterog.agents.config import PolicyConfig
 from heterog.agents.encoder import make_encoder, mlp
 from heterog.agents.graph_data import PairBatch
 from heterog.envs.observation import NUM_PAIR_FEATURES, PAIR_SLOWER
-from heterog.envs.pair import Pair, RunningMemory
+from heterog.envs.pair import Pair, RunningMemory, RunningStages
 from heterog.strategy.program import IntArray
 
 FloatArray32 = npt.NDArray[np.float32]
@@ -203,6 +203,7 @@ def draw(
     greedy: bool = False,
     keep_masks: bool = False,
     recompute: bool = False,
+    stages: RunningStages | None = None,
 ) -> Samples:
     """Draw strategies block by block, never beyond the memory that is left.
 
@@ -214,6 +215,7 @@ def draw(
         greedy: take the best candidate at each block instead of drawing.
         keep_masks: return what could be chosen, for exact log-probabilities.
         recompute: mind the memory as if every block recomputed.
+        stages: of these rows, if they shall be pipelines.
     """
     memory = RunningMemory(pair, num_rows, recompute=recompute)
     rows = np.zeros((num_rows, pair.num_blocks), np.int32)
@@ -222,6 +224,9 @@ def draw(
     for block in range(pair.num_blocks):
         logits = scores.logits(block, rows[:, block - 1] if block else None, num_rows)
         fits = memory.fits()
+        if stages is not None:
+            both = fits & stages.fits()
+            fits = np.where(both.any(axis=1, keepdims=True), both, stages.fits())
         logits = np.where(fits, logits, np.float32(2.0 * _MASKED))
         if not greedy:  # the largest of logits plus Gumbel noise is a draw from the softmax
             logits = logits + rng.gumbel(size=logits.shape).astype(np.float32)
@@ -229,6 +234,8 @@ def draw(
         if keep_masks:
             masks[:, block] = fits
         memory.add(rows[:, block])
+        if stages is not None:
+            stages.add(rows[:, block])
     return Samples(rows=rows, masks=masks)
 
 

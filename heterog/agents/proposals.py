@@ -2,8 +2,11 @@
 
 A policy decides the rows: device set, shares and synchronisation of every block. What holds for
 the whole step is no part of a row, and tried here for the best rows: micro-batches, and
-recomputation in every block. Where memory is scarce, half of the draws mind the memory as if
-every block recomputed. Where parameters and optimizer state fill most devices alone, half of the
+recomputation in every block.
+
+A third of the draws are pipelines: blocks stay on the devices of the block before until these have
+had their time, and go on to others. Where memory is scarce, half of the rest mind the memory as if
+every block recomputed. Where parameters and optimizer state fill most devices alone, half of all
 draws are from the table of candidates that divide this state.
 """
 
@@ -30,12 +33,14 @@ NUM_SAMPLES = 64
 NUM_RESCORED = 8
 NUM_RETURNED = 4
 BUCKETS = (0, DEFAULT_BUCKET_BYTES)
-NUM_VARIED = 4
+NUM_VARIED = 6
 TIGHT = 0.5
 """Part of the candidates that cannot hold the whole model from which memory counts as scarce."""
 MICRO_BATCHES = (2, 4, 8, 16)
-PIPELINED, NUM_PIPELINED = 8, 4
-"""Micro-batches of rows that are tried as pipelines where memory is scarce, and how many are."""
+PIPELINED, NUM_PIPELINED = 8, 6
+"""Micro-batches of rows that are drawn as pipelines, and how many of these are rescored."""
+STAGE_LIMITS = 1.1, 2.5
+"""Compute time of a pipeline's devices over the least that all devices together need."""
 MOST_TASKS = 3_000_000
 """Simulated at the op level in all, about half a second: an answer shall not take longer."""
 HOPELESS = 0.05
@@ -136,8 +141,11 @@ def _ask(
     """Draw rows of one table, and score the best at the op level."""
     from heterog.agents.policy import draw, score_pairs
     from heterog.envs.observation import WHOLE_OVERFLOWS
+    from heterog.envs.pair import RunningStages
 
     scores = score_pairs(network, [pair])[0]
+    num_piped = num_samples // 3 if pair.graph.batch_size >= PIPELINED else 0
+    num_samples -= num_piped
     tight = bool((pair.observation.candidates[:, WHOLE_OVERFLOWS] > 0.5).mean() > TIGHT)
     loose = (num_samples - 1) // 2 if tight else 0
     greedy = draw(scores, pair, 1, rng, greedy=True).rows
@@ -147,35 +155,24 @@ def _ask(
     found = [pair.score(row) for row in rows]
     order = sorted(range(len(rows)), key=lambda n: found[n].preference)
     fit = [n for n in order if found[n].overflow <= HOPELESS] if tight else order
-    ways: Sequence[tuple[IntArray, Whole]] = ()
-    pipelines: Sequence[tuple[IntArray, Whole]] = ()
-    if tight:
-        ways, pipelines = _saving_memory(pair, rows)
-    scorer = _Scorer(task, pair, spent=len(rows))
-    scorer.search(rows[fit or order[:1]], ways, pipelines)
+    ways: list[tuple[IntArray, Whole]] = []
+    if tight:  # by seconds alone: what does not fit may fit if it recomputes
+        loosely = sorted(range(len(rows)), key=lambda n: found[n].step_time_s)
+        ways += [(rows[n], Whole(recompute=True)) for n in loosely[:NUM_RESCORED]]
+    stages = RunningStages(pair, np.geomspace(*STAGE_LIMITS, num_piped))
+    drawn = np.unique(draw(scores, pair, num_piped, rng, stages=stages).rows, axis=0)
+    lightest = sorted(drawn, key=pair.floor_s)[: 2 * NUM_PIPELINED]
+    fastest = sorted(lightest, key=lambda row: pair.score(row, PIPELINED).preference)
+    ways += [(row, Whole(num_micro=PIPELINED)) for row in fastest[:NUM_PIPELINED]]
+    spent = len(rows) + len(lightest)
+    scorer = _Scorer(task, pair, spent)
+    scorer.search(rows[fit or order[:1]], ways)
     return _Part(
         scored=scorer.candidates(),
-        num_evaluations=len(rows) + scorer.num_evaluations,
+        num_evaluations=spent + scorer.num_evaluations,
         pair=pair,
         scores=scores,
         out_of_memory=float(np.mean([each.overflow > 0.0 for each in found])),
-    )
-
-
-def _saving_memory(
-    pair: "Pair", rows: IntArray
-) -> tuple[list[tuple[IntArray, Whole]], list[tuple[IntArray, Whole]]]:
-    """Rows that may fit if the whole step saves memory: recomputing, and as pipelines.
-
-    By seconds alone, as what does not fit may fit then. Of pipelines those come first whose
-    busiest device or link has the least to do.
-    """
-    num_micro = min(PIPELINED, pair.graph.batch_size)
-    fastest = sorted(rows, key=lambda row: pair.score(row).step_time_s)[:NUM_RESCORED]
-    lightest = sorted(rows, key=pair.floor_s)[:NUM_PIPELINED]
-    return (
-        [(row, Whole(recompute=True)) for row in fastest],
-        [(row, Whole(num_micro=num_micro)) for row in lightest],
     )
 
 
@@ -233,9 +230,8 @@ class _Scorer:
         self,
         rows: IntArray,
         ways: Sequence[tuple[IntArray, Whole]] = (),
-        pipelines: Sequence[tuple[IntArray, Whole]] = (),
     ) -> None:
-        """Score the first rows and some ways to run others; vary the best; then pipelines."""
+        """Score the first rows, and ways to run others; vary the best."""
         count = NUM_RESCORED
         if self._left < math.inf:
             count = max(min(count, int(self._left) // len(BUCKETS)), 1)
@@ -246,8 +242,6 @@ class _Scorer:
             self.score(row, whole)
         for row, whole in self.best_rows(NUM_VARIED):
             self.vary(row, whole)
-        for row, whole in pipelines:
-            self.score(row, whole, self.best_score)
 
     def score(
         self, row: IntArray, whole: Whole, best: tuple[float, float] = (np.inf, np.inf)
@@ -287,11 +281,6 @@ class _Scorer:
         for row, whole in self.best(len(self._scored)):
             first.setdefault(row.tobytes(), (row, whole))
         return list(first.values())[:count]
-
-    @property
-    def best_score(self) -> tuple[float, float]:
-        """(bytes missing, seconds) of the best so far."""
-        return min(self._scored.values(), default=(np.inf, np.inf))
 
     def vary(self, row: IntArray, whole: Whole) -> None:
         """Try what else may hold for the whole step."""

@@ -94,6 +94,20 @@ def observe(
     return _Observer(evaluator, memory, table).observe()
 
 
+def compute_seconds(
+    evaluator: CoarseEvaluator, table: tuple[Decision, ...]
+) -> tuple[npt.NDArray[np.float64], float]:
+    """(seconds of each block on its slowest device under each candidate, least of all).
+
+    The second is what the whole model needs on all devices together, each at its full speed.
+
+    Returns:
+        # [G, C], and a number
+    """
+    observer = _Observer(evaluator, ModelMemory(evaluator), table)
+    return observer._compute(), observer.bound_s
+
+
 def _log(ratio: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Half the logarithm of a ratio, clipped at 1/20,000 and 20,000."""
     clipped = np.clip(np.asarray(ratio, np.float64), 5e-5, 2e4)

@@ -10,14 +10,14 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster
 from heterog.envs.candidates import ModelMemory, candidate_table
 from heterog.envs.coarse import CoarseEvaluator
-from heterog.envs.observation import Observation, observe
+from heterog.envs.observation import Observation, compute_seconds, observe
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Budget, Task, planner_by_name
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.program import IntArray
+from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, ELEMENTWISE_OPTIMIZERS
 
@@ -98,6 +98,13 @@ class Pair:
         if not overfills or self.graph.optimizer not in ELEMENTWISE_OPTIMIZERS:
             return None
         return Pair(self.graph, self.cluster, self.evaluator.cost_model, divide=True)
+
+    def compute_seconds(self) -> tuple[FloatArray, float]:
+        """(seconds of each block on its slowest device under each candidate, least of all).
+
+        The second is what the whole model needs on all devices together.  # [G, C]
+        """
+        return compute_seconds(self.evaluator, self.table)
 
     @cached_property
     def observation(self) -> Observation:
@@ -253,4 +260,52 @@ class RunningMemory:
         inner = np.float32(self._passing[block]) * self._counts[chosen]
         inner = inner + np.float32(memory.gradient_bytes[block]) * self._holds[chosen]
         np.maximum(self._inner, inner, out=self._inner)
+        self._block += 1
+
+
+class RunningStages:
+    """What is left for the next block of rows that are filled as pipelines.
+
+    A block stays on the devices of the one before, as long as these have time left, or goes to
+    devices that no block is on yet.
+
+    Args:
+        pair: model and cluster.
+        limits: compute seconds that every device of a row may have, as multiples of the least
+            that all devices together need.  # [num_rows]
+    """
+
+    def __init__(self, pair: Pair, limits: npt.NDArray[np.floating]) -> None:
+        sets = {decision.devices: None for decision in pair.table}
+        number = {devices: index for index, devices in enumerate(sets)}
+        self._set_of = np.array([number[decision.devices] for decision in pair.table])  # [C]
+        member = np.zeros((len(sets), pair.cluster.num_devices), np.bool_)
+        for devices, index in number.items():
+            member[index, list(devices)] = True
+        self._shares_device = member.astype(np.int32) @ member.T.astype(np.int32) > 0  # [S, S]
+        self._seconds, bound_s = pair.compute_seconds()  # [G, C]
+        self._limit = np.asarray(limits) * bound_s
+        self._is_taken = np.zeros((len(limits), len(sets)), np.bool_)  # by this or another stage
+        self._current = np.full(len(limits), -1)
+        self._load = np.zeros(len(limits))
+        self._block = 0
+
+    def fits(self) -> npt.NDArray[np.bool_]:
+        """Which candidates the next block may take; all if none may.  # [num_rows, C]"""
+        seconds = self._seconds[self._block]
+        stays = self._set_of[None, :] == self._current[:, None]
+        is_free = ~self._is_taken[:, self._set_of]
+        in_time = self._load[:, None] * stays + seconds <= self._limit[:, None]
+        fits = (stays | is_free) & in_time
+        # Too late for another stage: the rest stays where it is.
+        fits = np.where(fits.any(axis=1, keepdims=True), fits, stays)
+        return np.where(fits.any(axis=1, keepdims=True), fits, True)
+
+    def add(self, candidates: IntArray) -> None:
+        """Decide the next block of every row."""
+        chosen = self._set_of[candidates]
+        stays = chosen == self._current
+        self._load = np.where(stays, self._load, 0.0) + self._seconds[self._block, candidates]
+        self._is_taken |= self._shares_device[chosen]
+        self._current = chosen
         self._block += 1
