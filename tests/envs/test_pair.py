@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from heterog.agents.policy import draw, rule_of_thumb
 from heterog.envs.candidates import MAX_CANDIDATES
 from heterog.envs.clusters import ClusterRange, random_cluster
-from heterog.envs.pair import Pair, RunningMemory, Score
+from heterog.envs.pair import Pair, RunningMemory, RunningStages, Score
 from heterog.envs.reward import WORST, reward_of
 from heterog.simulator.engine import Order
 from heterog.strategy.strategy import Sync
@@ -123,6 +124,28 @@ def test_what_a_row_takes_at_least_is_known_without_a_simulation() -> None:
     pair, rng = language_pair(), np.random.default_rng(0)
     for row in rng.integers(pair.num_candidates, size=(20, pair.num_blocks)):
         assert 0.0 < pair.floor_s(row) <= pair.score(row).step_time_s * (1 + 1e-9)
+
+
+def test_stages_have_devices_of_their_own_and_a_limit() -> None:
+    pair, limit = language_pair(), 1.6
+    seconds, least_s = pair.compute_seconds()
+    stages = RunningStages(pair, np.full(32, limit))
+    rows = draw(rule_of_thumb(pair), pair, 32, np.random.default_rng(0), stages=stages).rows
+    num_stages = []
+    for row in rows:
+        runs = [
+            (devices, list(blocks))
+            for devices, blocks in groupby(
+                range(pair.num_blocks), key=lambda block: pair.table[row[block]].devices
+            )
+        ]
+        used = [device for devices, _ in runs for device in devices]
+        assert len(set(used)) == len(used)
+        # The last stage takes what is left.
+        for _, blocks in runs[:-1]:
+            assert sum(seconds[block, row[block]] for block in blocks) <= limit * least_s
+        num_stages.append(len(runs))
+    assert max(num_stages) > 1
 
 
 def test_draws_stay_within_memory_where_replicas_do_not_fit() -> None:
