@@ -20,7 +20,7 @@ import numpy as np
 
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Candidate, Task
-from heterog.simulator.evaluator import UNROLLED_STEPS, Outcome
+from heterog.simulator.evaluator import UNROLLED_STEPS
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
@@ -264,10 +264,8 @@ class _Scorer:
         )
         judge = task.orders[min(1, len(task.orders) - 1)]
         limit_s = best[1] if best[0] == 0.0 else np.inf
-        found = task.evaluator.evaluate_choice(choice, judge, limit_s)
+        self._scored[key] = task.evaluator.evaluate_choice(choice, judge, limit_s).preference
         self._num_tasks += task.evaluator.num_tasks
-        given_up = found.outcome == Outcome.GIVEN_UP
-        self._scored[key] = (np.inf, found.step_time_s) if given_up else found.preference
         return self._scored[key]
 
     def best(self, count: int) -> list[tuple[IntArray, Whole]]:

@@ -12,7 +12,7 @@ from heterog.envs.merging import merge_tables, sums
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.lowering import Choice, make_scratch
+from heterog.strategy.lowering import make_scratch
 from heterog.strategy.program import FloatArray
 
 
@@ -45,14 +45,7 @@ class CoarseEvaluator(Evaluator):
             [sums(merged.parameter_of, row, num_parameters) for row in self._update_seconds]
         )
 
-    def _price_rows(self, choice: Choice) -> None:
-        for device in range(self.cluster.num_devices):
-            kind = self._type_of_device[device]
-            for samples in set(choice.shares[:, 0, device].tolist()):
-                if not self._is_priced[kind, samples]:
-                    self._price(int(kind), samples, self.group_seconds(int(kind), samples))
-
-    def group_seconds(self, kind: int, samples: int) -> FloatArray:
+    def op_seconds(self, kind: int, samples: int) -> FloatArray:
         """Seconds of every coarse op on a device type at a share.  # [num_coarse_ops]"""
         row = self.cost_model.op_seconds(self.graph, self.cluster.device_types[kind], samples)
         return sums(self._run_of, row[self.fine_op], len(self.tables.op_id))

@@ -7,6 +7,7 @@ sizes, so weights that were trained on one zoo and some clusters can be asked ab
 """
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -81,40 +82,24 @@ class Observation:
             getattr(self, field.name).flags.writeable = False
 
 
-def observe(
-    evaluator: CoarseEvaluator, memory: ModelMemory, table: tuple[Decision, ...]
-) -> Observation:
-    """Make the observation of a pair.
-
-    Args:
-        evaluator: of the graph and cluster.
-        memory: of the graph's blocks.
-        table: the candidate decisions.
-    """
-    return _Observer(evaluator, memory, table).observe()
-
-
-def compute_seconds(
-    evaluator: CoarseEvaluator, table: tuple[Decision, ...]
-) -> tuple[npt.NDArray[np.float64], float]:
-    """(seconds of each block on its slowest device under each candidate, least of all).
-
-    The second is what the whole model needs on all devices together, each at its full speed.
-
-    Returns:
-        # [G, C], and a number
-    """
-    observer = _Observer(evaluator, ModelMemory(evaluator), table)
-    return observer._compute(), observer.bound_s
-
-
 def _log(ratio: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Half the logarithm of a ratio, clipped at 1/20,000 and 20,000."""
     clipped = np.clip(np.asarray(ratio, np.float64), 5e-5, 2e4)
     return np.asarray(0.5 * np.log(clipped))
 
 
-class _Observer:
+class Observer:
+    """Makes the observation of a pair.
+
+    Args:
+        evaluator: of the graph and cluster.
+        memory: of the graph's blocks.
+        table: the candidate decisions.
+
+    Attributes:
+        bound_s: compute seconds of the whole model on all devices together, each at full speed.
+    """
+
     def __init__(
         self, evaluator: CoarseEvaluator, memory: ModelMemory, table: tuple[Decision, ...]
     ) -> None:
@@ -148,10 +133,11 @@ class _Observer:
 
     def _block_seconds(self, kind: int, samples: int) -> npt.NDArray[np.float64]:
         group = self.evaluator.tables.op_group
-        seconds = self.evaluator.group_seconds(kind, samples)
+        seconds = self.evaluator.op_seconds(kind, samples)
         return sums(group[group >= 0], seconds[group >= 0], self.num_blocks)
 
     def observe(self) -> Observation:
+        """The observation."""
         edges, edge_bytes = self._edges()
         pairs, candidates = self._candidates()
         scale = self.num_blocks / self.bound_s
@@ -197,7 +183,7 @@ class _Observer:
         out = sums(edges[0], edge_bytes, num)
         saved = memory.saved_bytes + self.batch * memory.saved_bytes_per_sample
         phase = np.array([int(self.evaluator.graph.ops[op].phase) for op in tables.op_id])
-        seconds = self.evaluator.group_seconds(0, self.batch)
+        seconds = self.evaluator.op_seconds(0, self.batch)
         forward = (tables.op_group >= 0) & (phase == 0)
         forward_s = sums(tables.op_group[forward], seconds[forward], num)
         rate_s = num / self.mean_rate / self.bound_s
@@ -275,7 +261,7 @@ class _Observer:
     def _candidates(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """(features of block and candidate, features of candidates)."""
         num, table, memory = self.num_blocks, self.table, self.memory
-        compute = self._compute()  # [G, C]
+        compute = self.compute_seconds  # [G, C]
         sync_rate, sync_latency = self._sync_seconds()
         sync = memory.gradient_bytes[:, None] * sync_rate + sync_latency
         sync[memory.gradient_bytes == 0.0] = 0.0
@@ -330,7 +316,8 @@ class _Observer:
         ])  # fmt: skip
         return pairs, candidates
 
-    def _compute(self) -> npt.NDArray[np.float64]:
+    @cached_property
+    def compute_seconds(self) -> npt.NDArray[np.float64]:
         """Seconds of each block on its slowest device under each candidate.  # [G, C]"""
         key = self.type_of[None, :] * (self.batch + 1) + self.counts
         unique, inverse = np.unique(np.where(self.counts > 0, key, 0), return_inverse=True)

@@ -10,14 +10,14 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster
 from heterog.envs.candidates import ModelMemory, candidate_table
 from heterog.envs.coarse import CoarseEvaluator
-from heterog.envs.observation import Observation, compute_seconds, observe
+from heterog.envs.observation import Observation, Observer
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Budget, Task, planner_by_name
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.program import FloatArray, IntArray
+from heterog.strategy.program import IntArray
 from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, ELEMENTWISE_OPTIMIZERS
 
@@ -99,17 +99,15 @@ class Pair:
             return None
         return Pair(self.graph, self.cluster, self.evaluator.cost_model, divide=True)
 
-    def compute_seconds(self) -> tuple[FloatArray, float]:
-        """(seconds of each block on its slowest device under each candidate, least of all).
-
-        The second is what the whole model needs on all devices together.  # [G, C]
-        """
-        return compute_seconds(self.evaluator, self.table)
+    @cached_property
+    def observer(self) -> Observer:
+        """Makes the observation, and knows the analytic times behind it."""
+        return Observer(self.evaluator, self.memory, self.table)
 
     @cached_property
     def observation(self) -> Observation:
         """What a policy sees."""
-        return observe(self.evaluator, self.memory, self.table)
+        return self.observer.observe()
 
     @cached_property
     def baseline_s(self) -> float:
@@ -283,8 +281,8 @@ class RunningStages:
         for devices, index in number.items():
             member[index, list(devices)] = True
         self._shares_device = member.astype(np.int32) @ member.T.astype(np.int32) > 0  # [S, S]
-        self._seconds, bound_s = pair.compute_seconds()  # [G, C]
-        self._limit = np.asarray(limits) * bound_s
+        self._seconds = pair.observer.compute_seconds  # [G, C]
+        self._limit = np.asarray(limits) * pair.observer.bound_s
         self._is_taken = np.zeros((len(limits), len(sets)), np.bool_)  # by this or another stage
         self._current = np.full(len(limits), -1)
         self._load = np.zeros(len(limits))

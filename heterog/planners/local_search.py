@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +25,7 @@ from heterog.planners.group_rules import GroupRules
 from heterog.planners.neighbours import Neighbours, State, StateKey
 from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
 from heterog.planners.repair import repair
+from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome, given_up
 from heterog.strategy.lowering import Choice
 from heterog.strategy.space import StrategySpace
@@ -68,10 +70,16 @@ class _Judge:
 
     Args:
         ask: evaluates a state up to a limit; see ``Evaluator.evaluate_choice``.
+        tell: told the cost of every new best state.
     """
 
-    def __init__(self, ask: Callable[[State, float], Evaluation]) -> None:
+    def __init__(
+        self,
+        ask: Callable[[State, float], Evaluation],
+        tell: Callable[[float], None] = lambda cost: None,
+    ) -> None:
         self._ask = ask
+        self._tell = tell
         self.found: dict[StateKey, Evaluation] = {}
         self.best: list[tuple[float, State]] = []  # different states, best first
 
@@ -91,6 +99,8 @@ class _Judge:
             self.best.append((cost, state))
             self.best.sort(key=lambda pair: pair[0])
             del self.best[NUM_ELITES:]
+            if self.best[0][1] is state:
+                self._tell(cost)
 
 
 class _Search:
@@ -111,8 +121,11 @@ class _Search:
         self.num_steps = 1 if task.step_barrier else UNROLLED_STEPS
         self.rules = GroupRules(task.evaluator)
         self.neighbours = Neighbours(task, self.space, self.rules, self.rng)
-        self.engine = _Judge(self._by_engine)
-        self.referee = _Judge(self._by_referee)
+        self.engine = _Judge(partial(self._ask, task.evaluator.evaluate_choice))
+        self.referee = _Judge(
+            partial(self._ask, task.evaluator.referee),
+            tell=lambda cost: task.report(self.spending.fraction, cost),
+        )
 
     def run(self) -> PlanResult:
         begin = time.perf_counter()
@@ -253,23 +266,17 @@ class _Search:
 
     # --- scores ---------------------------------------------------------------------------------
 
-    def _by_engine(self, state: State, limit_s: float) -> Evaluation:
+    def _ask(
+        self,
+        evaluate: Callable[[Choice, Order, float], Evaluation],
+        state: State,
+        limit_s: float,
+    ) -> Evaluation:
         choice = self._choice(state)
         floor_s = self.evaluator.floor_s(choice)
         if floor_s > limit_s:
             return given_up(floor_s, state.order)
-        return self.evaluator.evaluate_choice(choice, state.order, limit_s)
-
-    def _by_referee(self, state: State, limit_s: float) -> Evaluation:
-        choice = self._choice(state)
-        floor_s = self.evaluator.floor_s(choice)
-        if floor_s > limit_s:
-            return given_up(floor_s, state.order)
-        found = self.evaluator.referee(choice, state.order, limit_s)
-        best = self.referee.best[0][0] if self.referee.best else math.inf
-        if found.outcome != Outcome.GIVEN_UP and _cost(found) < best:
-            self.task.report(self.spending.fraction, _cost(found))
-        return found
+        return evaluate(choice, state.order, limit_s)
 
     def _choice(self, state: State) -> Choice:
         rule_set = self.rules.rule_set(state.rules)

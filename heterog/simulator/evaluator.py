@@ -91,7 +91,12 @@ class Evaluation:
 
     @property
     def preference(self) -> tuple[float, float]:
-        """Smaller is better: what fits comes first (it overflows by 0), then the shorter step."""
+        """Smaller is better: what fits comes first (it overflows by 0), then the shorter step.
+
+        What was given up comes last: whether it fits is not known.
+        """
+        if self.outcome == Outcome.GIVEN_UP:
+            return math.inf, self.step_time_s
         return self.overflow_bytes, self.step_time_s
 
 
@@ -319,7 +324,7 @@ class Evaluator:
         seconds, is_done = self._run(choice, order, limit_s)
         if not is_done or seconds > limit_s:
             return given_up(seconds, order)
-        return self._judge(seconds, self._peak(choice), order)
+        return self._judge(seconds, self._peak(choice, self._schedule), order)
 
     def referee(
         self,
@@ -351,15 +356,7 @@ class Evaluator:
         seconds, replayed = self._replay(choice, limit_s)
         if replayed is None or seconds > limit_s:
             return given_up(seconds, order)
-        peak = self._peak(choice)
-        replayed_peak = np.empty_like(peak)
-        memory_kernel(
-            self._tape,
-            replayed,
-            resident_bytes(self.tables_of(choice), choice),
-            replayed_peak,
-        )
-        return self._judge(seconds, np.maximum(peak, replayed_peak), order)
+        return self._judge(seconds, self._peak(choice, self._schedule, replayed), order)
 
     def _replay(self, choice: Choice, limit_s: float = math.inf) -> tuple[float, Schedule | None]:
         """(seconds per step, schedule) of the choice that was simulated last, by the referee.
@@ -422,7 +419,7 @@ class Evaluator:
     def simulate(self, choice: Choice, order: Order) -> tuple[float, FloatArray]:
         """(seconds per step, peak bytes of each device) of an encoded strategy."""
         seconds, _ = self._run(choice, order, math.inf)
-        return seconds, self._peak(choice)
+        return seconds, self._peak(choice, self._schedule)
 
     def _run(self, choice: Choice, order: Order, limit_s: float) -> tuple[float, bool]:
         """(seconds per step, True), or (a lower bound of them above the limit, False)."""
@@ -442,12 +439,13 @@ class Evaluator:
         assert done in (num_tasks, GIVEN_UP), f"only {done} of {num_tasks} tasks can run"
         return end / choice.num_steps, done != GIVEN_UP
 
-    def _peak(self, choice: Choice) -> FloatArray:
-        """Peak bytes of each device in the run that was simulated last."""
-        peak = np.empty(self.cluster.num_devices)
+    def _peak(self, choice: Choice, *schedules: Schedule) -> FloatArray:
+        """Peak bytes of each device in any of the schedules of the choice lowered last."""
+        peaks = np.empty((len(schedules), self.cluster.num_devices))
         resident = resident_bytes(self.tables_of(choice), choice)
-        memory_kernel(self._tape, self._schedule, resident, peak)
-        return peak
+        for schedule, peak in zip(schedules, peaks, strict=True):
+            memory_kernel(self._tape, schedule, resident, peak)
+        return np.asarray(peaks.max(axis=0), np.float64)
 
     def _make_room(self, prices: Prices) -> None:
         """Make the simulation's arrays large enough for the tape and the queues."""
@@ -520,13 +518,16 @@ class Evaluator:
             kind = self._type_of_device[device]
             for samples in np.unique(shares[:, :, device]):
                 if not self._is_priced[kind, samples]:
-                    row = self.cost_model.op_seconds(
-                        self.graph, self.cluster.device_types[kind], int(samples)
-                    )
-                    self._price(int(kind), int(samples), row[self.tables.op_id])
+                    self._price(int(kind), int(samples))
 
-    def _price(self, kind: int, samples: int, row: FloatArray) -> None:
+    def op_seconds(self, kind: int, samples: int) -> FloatArray:
+        """Seconds of every compute op of the tables on a device type.  # [num_compute_ops]"""
+        device_type = self.cluster.device_types[kind]
+        return self.cost_model.op_seconds(self.graph, device_type, samples)[self.tables.op_id]
+
+    def _price(self, kind: int, samples: int) -> None:
         """Keep the seconds of all compute ops on a device type at a share."""
+        row = self.op_seconds(kind, samples)
         self._op_seconds[kind, samples] = row
         self._is_priced[kind, samples] = True
         if samples:  # a device without samples runs nothing

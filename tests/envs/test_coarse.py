@@ -5,12 +5,13 @@ import pytest
 from scipy.stats import spearmanr
 
 from heterog.envs.merging import cut_blocks, merge_tables
+from heterog.envs.pair import Pair
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 from heterog.strategy.tables import graph_tables
-from tests.envs.cases import language_graph, language_pair
+from tests.envs.cases import language_graph, language_pair, mixed_cluster
 
 
 def random_rows(num_rows: int, seed: int = 0) -> list[np.ndarray]:
@@ -77,6 +78,26 @@ def test_one_device_takes_exactly_as_long() -> None:
         choice = space.encode(pair.groups(row), bucket_bytes=0, num_steps=1)
         exact = fine.evaluate_choice(choice, Order.RANK).step_time_s
         assert pair.score(row).step_time_s == pytest.approx(exact, rel=1e-9)
+
+
+def test_micro_batches_of_different_sizes_all_take_time() -> None:
+    pair = Pair(language_graph(), mixed_cluster())  # nothing has been priced yet
+    fine = Evaluator(pair.graph, pair.cluster)
+    num_micro = 5  # of ten samples and of nine
+    row = np.zeros(pair.num_blocks, np.int32)
+    space = StrategySpace(
+        pair.graph, pair.cluster, fine.tables, fine.channels, pair.space.speeds, pair.table
+    )
+    choice = space.encode(
+        pair.groups(row),
+        bucket_bytes=0,
+        num_steps=1,
+        micro_batches=space.micro_batches(num_micro),
+    )
+    assert len(np.unique(choice.shares[0, :, 0])) > 1
+    exact = fine.evaluate_choice(choice, Order.RANK).step_time_s
+    # Gradients that were merged are added up in one go.
+    assert pair.score(row, num_micro).step_time_s == pytest.approx(exact, rel=0.1)
 
 
 def test_merging_keeps_sums_and_order() -> None:

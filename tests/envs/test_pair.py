@@ -40,7 +40,7 @@ def test_solved_shares_shorten_the_slowest_device_and_mind_memory() -> None:
     def slowest_s(shares: tuple[int, ...]) -> float:
         kinds = roomy.cluster.type_index
         return max(
-            float(roomy.evaluator.group_seconds(kinds[device], samples).sum())
+            float(roomy.evaluator.op_seconds(kinds[device], samples).sum())
             for device, samples in enumerate(shares)
         )
 
@@ -128,7 +128,7 @@ def test_what_a_row_takes_at_least_is_known_without_a_simulation() -> None:
 
 def test_stages_have_devices_of_their_own_and_a_limit() -> None:
     pair, limit = language_pair(), 1.6
-    seconds, least_s = pair.compute_seconds()
+    seconds, least_s = pair.observer.compute_seconds, pair.observer.bound_s
     stages = RunningStages(pair, np.full(32, limit))
     rows = draw(rule_of_thumb(pair), pair, 32, np.random.default_rng(0), stages=stages).rows
     num_stages = []

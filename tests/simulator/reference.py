@@ -342,7 +342,6 @@ def memory(program: Program, start: Iterable[float], finish: Iterable[float]) ->
     What a link brings or takes away during an op is there for the whole op.
     """
     begins, ends = list(start), list(finish)
-
     last_use = [ends[maker] for maker in program.buffer_maker]
     for task in range(program.num_tasks):
         for buffer in program.read_buffer[program.read_start[task] : program.read_start[task + 1]]:
