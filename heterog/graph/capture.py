@@ -548,13 +548,16 @@ def _annotate_backward(graph: fx.Graph) -> None:
 
     A forward node carries its module already. A backward node has its forward twin's: autograd
     gives both one sequence number (the retrace renumbers forward nodes, so this comes before it).
-    Adds that accumulate gradients have no twin, ops outside any module no annotation: both follow
-    their first input.
+    Forward nodes that autograd does not see carry the number of the one before that it does, so
+    the first of a number is the twin. Adds that accumulate gradients have no twin, ops outside any
+    module no annotation: both follow the input that was made last. Of a residual stream's
+    gradients that is the new one; the other is the sum of all layers behind.
     """
     twins: dict[int, str] = {}
     module_of: dict[fx.Node, str] = {}
+    made_at: dict[fx.Node, int] = {}
     in_backward = False
-    for node in graph.nodes:
+    for position, node in enumerate(graph.nodes):
         if node.op != "call_function":
             continue
         is_backward = bool(node.meta.get("autograd_backward"))
@@ -564,11 +567,11 @@ def _annotate_backward(graph: fx.Graph) -> None:
         if module is None and is_backward:
             module = twins.get(number)
         if module is None:
-            inputs = (module_of[value] for value in node.all_input_nodes if value in module_of)
-            module = next(inputs, "")
+            inputs = [value for value in node.all_input_nodes if value in module_of]
+            module = module_of[max(inputs, key=made_at.__getitem__)] if inputs else ""
         elif not is_backward and number >= 0:
-            twins[number] = module
-        module_of[node] = module
+            twins.setdefault(number, module)
+        module_of[node], made_at[node] = module, position
         phase = Phase.BACKWARD if in_backward else Phase.FORWARD
         node.meta["custom"] = {"module": module, "phase": int(phase)}
 

@@ -46,6 +46,58 @@ def test_mlp_has_the_textbook_flops_phases_and_modules() -> None:
     assert all(tensor.kind == TensorKind.GRADIENT for tensor in gradients)
 
 
+class PreNorm(nn.Module):
+    """Tied embeddings and pre-norm residual layers, as in GPT-2 and Llama."""
+
+    def __init__(self, num_layers: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.rotary = Rotary()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        x = x + self.rotary(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        out: Tensor = self.norm(x) @ self.embedding.weight.T
+        return out
+
+
+class Rotary(nn.Module):
+    """Computes without gradients, between ops that have some."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return (tokens.float() * 0.1).cos()[..., None]
+
+
+def test_a_residual_gradient_is_summed_where_its_layer_is() -> None:
+    """It followed the first term of the sum, and so the layer behind, up to the last norm.
+
+    A pipeline then sent the stream's gradient to the last stage and back at every layer.
+    """
+    tokens = torch.zeros(6, 5, dtype=torch.long)
+    graph = capture(workload(PreNorm, tokens, torch.zeros(6, 5, 11), loss=functional.mse_loss))
+    sums = [
+        op.module
+        for op in graph.ops
+        if op.phase == Phase.BACKWARD and op.kind == "add.Tensor" and len(op.inputs) == 2
+    ]
+    # One for each layer, from the last to the first, and one for the two uses of the embedding.
+    assert sums == [*(f"layers.{layer}.0" for layer in (3, 2, 1, 0)), "embedding"]
+
+
+def test_a_gradient_belongs_to_the_op_that_made_the_value_not_to_one_after_it() -> None:
+    """Ops without gradients carry the number of the op before them; the rotary module's did."""
+    tokens = torch.zeros(6, 5, dtype=torch.long)
+    graph = capture(workload(PreNorm, tokens, torch.zeros(6, 5, 11)))
+    (op,) = (op for op in graph.ops if op.kind == "embedding_dense_backward.default")
+    assert op.module == "embedding"
+
+
 def test_the_generated_module_gives_the_gradients_of_autograd() -> None:
     torch.manual_seed(0)
     model = mlp()

@@ -133,9 +133,16 @@ def test_it_is_not_worse_than_uniform_plans_by_the_referee() -> None:
     assert reached <= min(evaluator.evaluate(each, Order.RANK).step_time_s for each in uniform)
 
 
-def test_a_fixed_limit_is_the_only_one_tried() -> None:
-    evaluator = costs().evaluator
-    task = Task(evaluator=evaluator, budget=Budget(evaluations=500))
-    few = DeepPool(limit=1.0).plan(task)
-    many = DeepPool().plan(task)
-    assert few.num_evaluations < many.num_evaluations
+def test_a_fixed_limit_is_the_only_one_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: set[float] = set()
+
+    def planned(costs: GroupCosts, limit: float, exposed: float, *, fork: bool) -> object:
+        tried.add(limit)
+        return plan_places(costs, limit, exposed, fork=fork)
+
+    monkeypatch.setattr("heterog.planners.deeppool.plan_places", planned)
+    task = Task(evaluator=costs().evaluator, budget=Budget(evaluations=500))
+    DeepPool(limit=1.0).plan(task)
+    assert tried == {1.0}
+    DeepPool().plan(task)
+    assert len(tried) > 2
