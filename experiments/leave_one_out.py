@@ -22,7 +22,7 @@ from heterog.agents.config import PolicyConfig
 from heterog.agents.finetune import FineTuned
 from heterog.agents.planners import Agent
 from heterog.agents.policy import Policy
-from heterog.agents.sources import PairSource, captured
+from heterog.agents.sources import PIPELINED_PART, PairSource, captured
 from heterog.agents.training import Report, Trainer, TrainingConfig
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
@@ -80,7 +80,7 @@ def leave_out(
     """The row of one model."""
     report = told(graph.name)
     begin = time.perf_counter()
-    source = PairSource(graphs=others, seed=config.seed)
+    source = PairSource(graphs=others, pipelined=PIPELINED_PART, seed=config.seed)
     trained = Trainer(source, config, workers=workers, report=report).run()
     pretraining_s = time.perf_counter() - begin
     policy = trained.checkpoint.policy

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+# Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
+import heterog.agents.planners  # noqa: F401
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph

@@ -20,7 +20,7 @@ from heterog.agents.shipped import (
     TRAINING_FUNCTIONS,
     TRAINING_ZOO,
 )
-from heterog.agents.sources import GENERATED, PairSource, captured, parse_clusters
+from heterog.agents.sources import GENERATED, PIPELINED_PART, PairSource, captured, parse_clusters
 from heterog.agents.training import Algorithm, Trainer, TrainingConfig
 from heterog.files import check_writable, write_json
 from heterog.workers import open_workers
@@ -67,7 +67,13 @@ def main() -> None:
 
     with open_workers(arguments.workers) as workers:
         result = Trainer(
-            PairSource(graphs=graphs, clusters=given, generated=generated, seed=arguments.seed),
+            PairSource(
+                graphs=graphs,
+                clusters=given,
+                generated=generated,
+                pipelined=PIPELINED_PART,
+                seed=arguments.seed,
+            ),
             config,
             provenance={
                 "name": arguments.policy,

@@ -1,7 +1,8 @@
 """Search for good rows of a pair: what imitation learns from.
 
-Uniform rows first (the most promising by their analytic times), then annealing over segments of
-blocks with the coarse evaluator. The best rows that differ are the *elites*.
+Uniform rows first (the most promising by their analytic times), and balanced pipelines where rows
+are pipelines, then annealing over segments of blocks with the coarse evaluator. The best rows that
+differ are the *elites*.
 """
 
 import math
@@ -12,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.envs.observation import WHOLE_SLOWER, WHOLE_SUM
-from heterog.envs.pair import Pair, Score
+from heterog.envs.pair import Pair, RunningMemory, Score
 from heterog.strategy.program import IntArray
 
 NUM_ELITES = 6
+_HALVINGS = 12
 CLOSE = 0.01
 """Elites are within this part of the best."""
 
@@ -156,3 +158,64 @@ class _Search:
         else:
             changed[first:last] = rng.integers(self.pair.num_candidates)
         return changed
+
+
+def balanced_stages(pair: Pair, count: int, rng: np.random.Generator) -> IntArray:
+    """Rows of stages whose slowest is as fast as can be with these devices in this order.
+
+    Stages are single devices or hosts, a drawn number of the fastest of them, from fast to slow,
+    from slow to fast or in a drawn order. A stage that has no memory left is over, too.
+
+    Returns:
+        The rows that get to the last block.  # [at most count, G]
+    """
+    whole = pair.observer.compute_seconds.sum(axis=0)
+    fastest: dict[tuple[int, ...], int] = {}  # candidate of each device set
+    for number in np.argsort(whole + pair.observer.sync_seconds.sum(axis=0)):
+        fastest.setdefault(pair.table[number].devices, int(number))
+    cluster = pair.cluster
+    hosts = {cluster.host_devices(host) for host in range(cluster.num_hosts)}
+    levels = [
+        [fastest[devices] for devices in sorted(kind & set(fastest))]
+        for kind in ({(device,) for device in range(cluster.num_devices)}, hosts)
+    ]
+    levels = [sorted(level, key=whole.__getitem__) for level in levels if len(level) > 1]
+    if not levels:
+        return np.zeros((0, pair.num_blocks), np.int32)
+    longest = max(len(level) for level in levels)
+    stages = np.full((count, longest + 1), -1, np.int32)  # candidate of each stage, then none
+    for row in range(count):
+        level = levels[rng.integers(len(levels))]
+        size = len(level) if rng.random() < 0.5 else int(rng.integers(2, len(level) + 1))
+        kept = level[:size][:: 1 if rng.random() < 0.5 else -1]
+        stages[row, :size] = rng.permutation(kept) if rng.random() < 0.4 else kept
+    low, high = np.zeros(count), np.full(count, whole[stages[:, 0]].max())
+    for _ in range(_HALVINGS):
+        middle = 0.5 * (low + high)
+        done = _fill(pair, stages, middle)[1]
+        low, high = np.where(done, low, middle), np.where(done, middle, high)
+    rows, done = _fill(pair, stages, high)
+    return np.unique(rows[done], axis=0)
+
+
+def _fill(
+    pair: Pair, stages: IntArray, limit_s: npt.NDArray[np.float64]
+) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Blocks one after the other on the stages; (rows, which of them held every block)."""
+    memory = RunningMemory(pair, len(stages))
+    every = np.arange(len(stages))
+    rows = np.zeros((len(stages), pair.num_blocks), np.int32)
+    stage, load = np.zeros(len(stages), np.int64), np.zeros(len(stages))
+    done = np.ones(len(stages), np.bool_)
+    for block, seconds in enumerate(pair.observer.compute_seconds):
+        fits = memory.fits()
+        candidate = stages[every, stage]
+        is_over = (load + seconds[candidate] > limit_s) | ~fits[every, candidate]
+        stage += is_over & done
+        done &= stages[every, stage] >= 0
+        stage -= ~done & (stages[every, stage] < 0)  # no stage is left: the last takes the rest
+        rows[:, block] = candidate = stages[every, stage]
+        load = np.where(is_over, 0.0, load) + seconds[candidate]
+        done &= load <= limit_s
+        memory.add(candidate)
+    return rows, done

@@ -4,6 +4,7 @@ Each step draws strategies and learns from them by REINFORCE, and imitates the b
 (expert iteration: now and then a short search sets out from them). What comes back is the best
 strategy seen, as in the paper's table 6, which gives the time to train for an unseen graph; what
 the policy proposes before and after is among them, so fine-tuning never loses what zero-shot had.
+It learns in the way that the best proposal came from: plain, pipelined, or with a divided state.
 """
 
 import copy
@@ -58,10 +59,9 @@ class FineTuned:
     def plan(self, task: Task) -> PlanResult:
         """Learn until the budget is over; the best strategies seen come back."""
         begin = time.perf_counter()
-        evaluator = task.evaluator
-        pair = Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)
-        spending = Spending(self._budget, pair.evaluator)
         before = propose(task, self.policy)
+        pair = before.pair
+        spending = Spending(self._budget, pair.evaluator)
         policy = copy.deepcopy(self.policy)
         rng = np.random.default_rng([task.seed, 99])
         optimizer = torch.optim.Adam(policy.parameters(), self._learning_rate, betas=(0.9, 0.98))

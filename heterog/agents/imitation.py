@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from heterog.agents.elites import NUM_ELITES, Elites, find_elites
+from heterog.agents.elites import NUM_ELITES, Elites, balanced_stages, find_elites
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.policy import Policy, Scores, draw, log_probabilities, rule_of_thumb
 from heterog.agents.sources import PairSource
@@ -59,23 +59,28 @@ class Example:
 
 def search_pair(pair: Pair, num_evaluations: int, rng: np.random.Generator) -> Elites:
     """Search from uniform rows and from a rule of thumb that minds the memory."""
-    starts = draw(rule_of_thumb(pair), pair, _NUM_STARTS, rng).rows
-    found = find_elites(pair, num_evaluations, rng, list(starts))
+    starts = list(draw(rule_of_thumb(pair), pair, _NUM_STARTS, rng).rows)
+    if pair.num_micro > 1:
+        starts += list(balanced_stages(pair, 2 * _NUM_STARTS, rng))
+    found = find_elites(pair, num_evaluations, rng, starts)
     pair.forget()
     return found
 
 
 def make_example(source: PairSource, index: int, num_evaluations: int) -> Example | None:
-    """Search one pair of a source; ``None`` if nothing was found that fits."""
+    """Search one pair of a source; ``None`` if nothing was found that fits and can be drawn."""
     pair = source.pair(index)
     found = search_pair(pair, num_evaluations, source.rng(index))
-    if found.overflow > 0.0:
+    observation = pair.observation
+    # A policy cannot draw a row with a block that is masked, by an estimate, where it is.
+    is_drawable = [observation.fits[np.arange(pair.num_blocks), row].all() for row in found.rows]
+    if found.overflow > 0.0 or not any(is_drawable):
         return None
     return Example(
         index=index,
         name=pair.name,
-        observation=pair.observation,
-        elites=found.rows,
+        observation=observation,
+        elites=found.rows[is_drawable],
         best_s=found.step_time_s,
         uniform_s=found.uniform_s,
         headroom=found.headroom,

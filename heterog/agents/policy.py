@@ -26,6 +26,9 @@ from heterog.envs.pair import Pair, RunningMemory, RunningStages
 from heterog.strategy.program import IntArray
 
 FloatArray32 = npt.NDArray[np.float32]
+STAGE_LIMITS = 1.0, 8.0
+"""Compute time of a pipeline's devices over the least that all devices together need."""
+_HALVINGS = 5
 _PAIR_WIDTH = 16
 _MASKED = -1e9
 
@@ -203,9 +206,12 @@ def draw(
     greedy: bool = False,
     keep_masks: bool = False,
     recompute: bool = False,
-    stages: RunningStages | None = None,
 ) -> Samples:
     """Draw strategies block by block, never beyond the memory that is left.
+
+    Rows of a pair with micro-batches are pipelines: the policy draws which devices follow which,
+    and stages last as long as the smallest limit on their time lets them that the row gets to its
+    last block with (see ``RunningStages``).
 
     Args:
         scores: of the pair.
@@ -215,21 +221,44 @@ def draw(
         greedy: take the best candidate at each block instead of drawing.
         keep_masks: return what could be chosen, for exact log-probabilities.
         recompute: mind the memory as if every block recomputed.
-        stages: of these rows, if they shall be pipelines.
     """
-    memory = RunningMemory(pair, num_rows, recompute=recompute)
-    rows = np.zeros((num_rows, pair.num_blocks), np.int32)
-    shape = (num_rows, pair.num_blocks, pair.num_candidates) if keep_masks else (0, 0, 0)
-    masks = np.zeros(shape, np.bool_)
-    for block in range(pair.num_blocks):
+    shape = (pair.num_blocks, num_rows, pair.num_candidates)
+    # The largest of logits plus Gumbel noise is a draw from the softmax.
+    noise = None if greedy else rng.gumbel(size=shape).astype(np.float32)
+    if pair.num_micro == 1:
+        memory = RunningMemory(pair, num_rows, recompute=recompute)
+        return _decode(scores, noise, memory, keep_masks=keep_masks)
+    low, high = (np.full(num_rows, limit) for limit in STAGE_LIMITS)
+    for halving in range(_HALVINGS + 1):
+        limits = high if halving == _HALVINGS else np.sqrt(low * high)
+        stages = RunningStages(pair, limits)
+        memory = RunningMemory(pair, num_rows, recompute=recompute)
+        samples = _decode(scores, noise, memory, stages, keep_masks=keep_masks)
+        low = np.where(stages.is_late, limits, low)
+        high = np.where(stages.is_late, high, limits)
+    return samples
+
+
+def _decode(
+    scores: PairScores,
+    noise: FloatArray32 | None,
+    memory: RunningMemory,
+    stages: RunningStages | None = None,
+    *,
+    keep_masks: bool,
+) -> Samples:
+    """The rows that some noise on the logits leads to; the likeliest candidates without."""
+    num_rows, (num_blocks, num_candidates) = memory.num_rows, scores.unary.shape
+    rows = np.zeros((num_rows, num_blocks), np.int32)
+    masks = np.zeros((num_rows, num_blocks, num_candidates) if keep_masks else (0, 0, 0), np.bool_)
+    for block in range(num_blocks):
         logits = scores.logits(block, rows[:, block - 1] if block else None, num_rows)
         fits = memory.fits()
         if stages is not None:
-            both = fits & stages.fits()
-            fits = np.where(both.any(axis=1, keepdims=True), both, stages.fits())
+            fits = stages.fits(fits)
         logits = np.where(fits, logits, np.float32(2.0 * _MASKED))
-        if not greedy:  # the largest of logits plus Gumbel noise is a draw from the softmax
-            logits = logits + rng.gumbel(size=logits.shape).astype(np.float32)
+        if noise is not None:
+            logits = logits + noise[block]
         rows[:, block] = logits.argmax(axis=1)
         if keep_masks:
             masks[:, block] = fits

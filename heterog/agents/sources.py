@@ -15,6 +15,8 @@ from heterog.envs.pair import Pair
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import load_graph, save_graph
 
+PIPELINED_PART = 1 / 3
+"""How often the shipped policies learn from pipelines."""
 GENERATED = "generated"
 """Stands in a list of clusters for one drawn anew for each pair."""
 
@@ -57,6 +59,7 @@ class PairSource:
         graphs: models, each as likely as the others.
         clusters: clusters to take besides generated ones.
         generated: how often a cluster is generated; always if none is given.
+        pipelined: how often rows are pipelines, where the batch is large enough.
         wanted: what generated clusters are drawn from.
         seed: of everything.
     """
@@ -64,6 +67,7 @@ class PairSource:
     graphs: Sequence[OpGraph]
     clusters: Sequence[Cluster] = ()
     generated: float = 1.0
+    pipelined: float = 0.0
     wanted: ClusterRange = field(default_factory=ClusterRange)
     seed: int = 0
 
@@ -74,6 +78,12 @@ class PairSource:
     def pair(self, index: int) -> Pair:
         """Draw a pair."""
         rng = self.rng(index)
+        pair = self._drawn(rng)
+        if self.pipelined == 0.0 or rng.random() >= self.pipelined:
+            return pair
+        return pair.pipelined() or pair
+
+    def _drawn(self, rng: np.random.Generator) -> Pair:
         graph = self.graphs[int(rng.integers(len(self.graphs)))]
         fitting = [c for c in self.clusters if c.num_devices <= graph.batch_size]
         if fitting and rng.random() >= self.generated:

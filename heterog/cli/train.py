@@ -74,7 +74,7 @@ def train(
     from heterog.agents.config import PolicyConfig
     from heterog.agents.encoder import ENCODERS
     from heterog.agents.ppo_training import make_trainer
-    from heterog.agents.sources import PairSource, captured, parse_clusters
+    from heterog.agents.sources import PIPELINED_PART, PairSource, captured, parse_clusters
     from heterog.agents.training import Algorithm, TrainingConfig
     from heterog.envs.clusters import ClusterRange
 
@@ -104,6 +104,7 @@ def train(
                 graphs=found,
                 clusters=given,
                 generated=generated,
+                pipelined=PIPELINED_PART if config.imitates else 0.0,
                 wanted=ClusterRange(max_devices=max_devices),
                 seed=seed,
             ),

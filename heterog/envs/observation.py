@@ -19,12 +19,12 @@ from heterog.envs.merging import sums
 from heterog.strategy.channels import ChannelKind
 from heterog.strategy.strategy import SLICED, Decision, Sync, split_evenly
 
-OBSERVATION_VERSION = 1
+OBSERVATION_VERSION = 2
 """Counts changes of meaning; a checkpoint of another version is refused."""
 
 Array = npt.NDArray[np.float32]
 
-NUM_BLOCK_FEATURES = 17
+NUM_BLOCK_FEATURES = 18
 NUM_DEVICE_FEATURES = 8
 NUM_LINK_FEATURES = 3
 NUM_BLOCK_DEVICE_FEATURES = 2
@@ -52,7 +52,7 @@ class Observation:
 
     Attributes:
         blocks: compute, parameters, traffic and memory of each block of ops, its place in the
-            graph, and the mix of its ops.  # [G, 17]
+            graph, the mix of its ops, and the number of micro-batches.  # [G, 18]
         edges: blocks that feed one another.  # [2, E]
         edge_time: seconds that the edge's bytes take on an average NIC.  # [E, 1]
         devices: speed, memory and NIC of each device.  # [D, 8]
@@ -136,13 +136,17 @@ class Observer:
         seconds = self.evaluator.op_seconds(kind, samples)
         return sums(group[group >= 0], seconds[group >= 0], self.num_blocks)
 
-    def observe(self) -> Observation:
-        """The observation."""
+    def observe(self, num_micro: int = 1) -> Observation:
+        """The observation.
+
+        Args:
+            num_micro: micro-batches that the batch is cut into.
+        """
         edges, edge_bytes = self._edges()
         pairs, candidates = self._candidates()
         scale = self.num_blocks / self.bound_s
         return Observation(
-            blocks=self._blocks(edges, edge_bytes).astype(np.float32),
+            blocks=self._blocks(edges, edge_bytes, num_micro).astype(np.float32),
             edges=edges,
             edge_time=_log(edge_bytes / self.mean_rate * scale).astype(np.float32)[:, None],
             devices=self._devices().astype(np.float32),
@@ -158,7 +162,7 @@ class Observer:
             shares=(self.counts / self.batch).astype(np.float32),
             pairs=pairs.astype(np.float32),
             overlap=self._overlap().astype(np.float32),
-            fits=self._fits(),
+            fits=self._fits(num_micro),
         )
 
     def _edges(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
@@ -175,7 +179,7 @@ class Observer:
         )
 
     def _blocks(
-        self, edges: npt.NDArray[np.int64], edge_bytes: npt.NDArray[np.float64]
+        self, edges: npt.NDArray[np.int64], edge_bytes: npt.NDArray[np.float64], num_micro: int
     ) -> npt.NDArray[np.float64]:
         tables, memory, num = self.evaluator.tables, self.memory, self.num_blocks
         compute = (1.0 / (1.0 / np.maximum(self.whole, 1e-15)).sum(axis=0)) / self.bound_s
@@ -202,6 +206,7 @@ class Observer:
             _log(self.whole.max(axis=0) / np.maximum(self.whole.min(axis=0), 1e-12)),
             forward_s / np.maximum(self.whole[self.type_of == 0].max(axis=0), 1e-12),
             self._kinds(),
+            np.full(num, _log(num_micro)),
         ])  # fmt: skip
 
     def _kinds(self) -> npt.NDArray[np.float64]:
@@ -261,10 +266,7 @@ class Observer:
     def _candidates(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """(features of block and candidate, features of candidates)."""
         num, table, memory = self.num_blocks, self.table, self.memory
-        compute = self.compute_seconds  # [G, C]
-        sync_rate, sync_latency = self._sync_seconds()
-        sync = memory.gradient_bytes[:, None] * sync_rate + sync_latency
-        sync[memory.gradient_bytes == 0.0] = 0.0
+        compute, sync = self.compute_seconds, self.sync_seconds
         ideal = 1.0 / (1.0 / np.maximum(self.whole, 1e-15)).sum(axis=0)
         usable, member = memory.usable_bytes, self.member
         held = memory.state_bytes[:, None, None] * self.state_of + (
@@ -332,7 +334,16 @@ class Observer:
             np.maximum(slowest, rows[inverse[:, device]], out=slowest)
         return slowest.T
 
-    def _sync_seconds(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    @cached_property
+    def sync_seconds(self) -> npt.NDArray[np.float64]:
+        """Seconds that each block's gradients take to be synchronised alone.  # [G, C]"""
+        rate, latency = self._sync_costs()
+        gradient_bytes = self.memory.gradient_bytes
+        sync = gradient_bytes[:, None] * rate + latency
+        sync[gradient_bytes == 0.0] = 0.0
+        return sync
+
+    def _sync_costs(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Seconds per gradient byte, and latency, of each candidate's synchronisation."""
         evaluator, cluster = self.evaluator, self.cluster
         rate, latency = np.zeros(len(self.table)), np.zeros(len(self.table))
@@ -373,12 +384,13 @@ class Observer:
             total += np.maximum(common, 0)
         return total / self.batch
 
-    def _fits(self) -> npt.NDArray[np.bool_]:
+    def _fits(self, num_micro: int) -> npt.NDArray[np.bool_]:
         memory = self.memory
+        # What is kept may be kept of all micro-batches; what passes is of one.
+        per_sample = memory.saved_bytes_per_sample + memory.inner_bytes_per_sample / num_micro
         held = (
             memory.state_bytes[:, None, None] * self.state_of
-            + (memory.saved_bytes_per_sample + memory.inner_bytes_per_sample)[:, None, None]
-            * self.counts
+            + per_sample[:, None, None] * self.counts
         )
         fits = np.asarray((held <= memory.usable_bytes).all(axis=2), np.bool_)
         # A block that fits nowhere may go anywhere: the outcome tells.

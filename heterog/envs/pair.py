@@ -1,8 +1,10 @@
 """A pair of model and cluster, ready to be decided: table, observation, scores, reward."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +19,12 @@ from heterog.planners.planner import Budget, Task, planner_by_name
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.program import IntArray
+from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, ELEMENTWISE_OPTIMIZERS
 
-ORDER = Order.RANK
-"""Order in which a policy's strategies are scored."""
+PIPELINED = 8
+"""Micro-batches that the rows of a pipelined pair are scored with."""
 BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp")
 """Data parallelism that rewards are relative to, the best of these."""
 
@@ -45,6 +47,31 @@ class Score:
         return self.overflow, self.step_time_s
 
 
+def order_of(num_micro: int) -> Order:
+    """Order in which a policy's strategies are scored.
+
+    By rank, every micro-batch's forward pass comes before the first backward pass, and what they
+    keep is in memory at once.
+    """
+    return Order.RANK if num_micro == 1 else Order.FIFO
+
+
+class Loads(NamedTuple):
+    """What candidates put on devices; those that differ in the synchronisation alone are one.
+
+    Attributes:
+        counts: samples.  # [num_loads, D]
+        state: part of parameters and optimizer state.  # [num_loads, D]
+        holds: whether there is anything, gradients too.  # [num_loads, D] bool
+        of: each candidate's load.  # [C]
+    """
+
+    counts: FloatArray
+    state: FloatArray
+    holds: npt.NDArray[np.bool_]
+    of: npt.NDArray[np.intp]
+
+
 class Pair:
     """One model on one cluster; see the module docstring.
 
@@ -53,6 +80,10 @@ class Pair:
         cluster: the devices and links.
         cost_model: as for ``Evaluator``.
         divide: whether the candidates divide the optimizer's state; see ``candidates``.
+
+    Attributes:
+        num_micro: micro-batches that the batch of every row is cut into evenly. With more than
+            one, rows are drawn as pipelines.
     """
 
     def __init__(
@@ -75,7 +106,8 @@ class Pair:
             device_speeds(self.evaluator),
             self.table,
         )
-        self._scores: dict[tuple[bytes, int], Score] = {}
+        self.num_micro = 1
+        self._scores: dict[bytes, Score] = {}
 
     @property
     def name(self) -> str:
@@ -99,6 +131,28 @@ class Pair:
             return None
         return Pair(self.graph, self.cluster, self.evaluator.cost_model, divide=True)
 
+    def pipelined(self, num_micro: int = PIPELINED) -> "Pair | None":
+        """The same with micro-batches, if there are as many samples."""
+        if self.graph.batch_size < num_micro:
+            return None
+        self.observer, self.loads  # noqa: B018 - made once for both
+        other = copy.copy(self)
+        other.num_micro, other._scores = num_micro, {}
+        other.__dict__.pop("observation", None)
+        return other
+
+    @cached_property
+    def loads(self) -> Loads:
+        """What every candidate puts on every device."""
+        both = np.zeros((2, self.num_candidates, self.cluster.num_devices))
+        for number, decision in enumerate(self.table):
+            devices = list(decision.devices)
+            both[0, number, devices] = decision.shares
+            both[1, number, devices] = self.memory.state_part(decision)
+        different, of = np.unique(np.concatenate(both, axis=1), axis=0, return_inverse=True)
+        counts, state = np.split(different, 2, axis=1)
+        return Loads(counts, state, (counts > 0) | (state > 0), of.reshape(-1))
+
     @cached_property
     def observer(self) -> Observer:
         """Makes the observation, and knows the analytic times behind it."""
@@ -107,7 +161,7 @@ class Pair:
     @cached_property
     def observation(self) -> Observation:
         """What a policy sees."""
-        return self.observer.observe()
+        return self.observer.observe(self.num_micro)
 
     @cached_property
     def baseline_s(self) -> float:
@@ -121,23 +175,22 @@ class Pair:
         ]
         return min(scored, key=lambda each: each.preference).step_time_s
 
-    def score(self, row: npt.ArrayLike, num_micro: int = 1) -> Score:
+    def score(self, row: npt.ArrayLike) -> Score:
         """Score a row of candidates, one per block; a row is simulated once.
 
         Args:
             row: number of each block's candidate.
-            num_micro: micro-batches that the batch is cut into evenly.
         """
         row = np.asarray(row, np.int32)
-        key = row.tobytes(), num_micro
+        key = row.tobytes()
         if key not in self._scores:
             choice = self.space.encode(
                 row,
                 bucket_bytes=DEFAULT_BUCKET_BYTES,
                 num_steps=1,
-                micro_batches=self.space.micro_batches(num_micro),
+                micro_batches=self.space.micro_batches(self.num_micro),
             )
-            evaluation = self.evaluator.evaluate_choice(choice, ORDER)
+            evaluation = self.evaluator.evaluate_choice(choice, order_of(self.num_micro))
             over = np.array(evaluation.peak_memory_bytes) / self.memory.usable_bytes - 1.0
             self._scores[key] = Score(
                 step_time_s=evaluation.step_time_s, overflow=max(float(over.max()), 0.0)
@@ -157,7 +210,7 @@ class Pair:
     def remember(self, rows: Sequence[IntArray] | IntArray, scores: Sequence[Score]) -> None:
         """Take in scores of rows that were computed elsewhere."""
         for row, score in zip(rows, scores, strict=True):
-            self._scores[np.asarray(row, np.int32).tobytes(), 1] = score
+            self._scores[np.asarray(row, np.int32).tobytes()] = score
 
     def forget(self) -> None:
         """Let go of the scores of rows seen so far."""
@@ -172,9 +225,9 @@ class RunningMemory:
     """Memory used while a row is filled block by block, for many rows at once.
 
     A device holds the state of its blocks, and at the height of the step either what forward has
-    kept or the gradients, whichever is more, and on top what one op makes for the moment, its
-    gradient included. The rest of the model must still fit into what is left on all devices
-    together.
+    kept or the gradients, whichever is more (both with micro-batches), and on top what one op
+    makes for the moment of one micro-batch, its gradient included. The rest of the model must
+    still fit into what is left on all devices together.
 
     Args:
         pair: model and cluster.
@@ -186,30 +239,29 @@ class RunningMemory:
     """Part of the memory that may be filled: this estimate leaves out small things."""
 
     def __init__(self, pair: Pair, num_rows: int, *, recompute: bool = False) -> None:
-        memory, table = pair.memory, pair.table
+        memory = pair.memory
         # A block that recomputes keeps what others read, and makes the rest anew for the moment.
         self._kept = memory.passed_bytes_per_sample if recompute else memory.saved_bytes_per_sample
-        self._passing = memory.inner_bytes_per_sample + (
-            memory.saved_bytes_per_sample - self._kept
-        )
+        self._passing = (
+            memory.inner_bytes_per_sample + memory.saved_bytes_per_sample - self._kept
+        ) / pair.num_micro
         self._is_alone = None if recompute else pair.observation.fits
+        # The first micro-batch's gradients are there while the others' activations still are.
+        self._both = np.maximum if pair.num_micro == 1 else np.add
         usable = memory.usable_bytes
         devices, batch = len(usable), pair.graph.batch_size
+        loads = pair.loads
         self._state = np.zeros((num_rows, devices), np.float32)
         self._saved = np.zeros((num_rows, devices), np.float32)
         self._gradient = np.zeros((num_rows, devices), np.float32)
         self._inner = np.zeros((num_rows, devices), np.float32)
         self._block = 0
-        counts = pair.observation.shares * batch
-        holds = counts > 0
-        state_of = np.zeros_like(counts)
-        for number, decision in enumerate(table):
-            state_of[number, list(decision.devices)] = memory.state_part(decision)
-            holds[number, list(decision.devices)] = True
-        scale = (1.0 / (self.MARGIN * usable)).astype(np.float32)
-        self._counts = (counts * scale).astype(np.float32)  # [C, D]
-        self._state_of = (state_of * scale).astype(np.float32)
-        self._holds = (holds * scale).astype(np.float32)
+        scale = 1.0 / (self.MARGIN * usable)
+        self._load_of = loads.of  # [C]
+        self._counts = (loads.counts * scale).astype(np.float32)  # [L, D]
+        self._state_of = (loads.state * scale).astype(np.float32)
+        self._holds = (loads.holds * scale).astype(np.float32)
+        self.num_rows = num_rows
         self._memory = memory
         self._room = (self.MARGIN * usable).astype(np.float32)
         rest = memory.state_bytes + batch * self._kept
@@ -220,7 +272,7 @@ class RunningMemory:
     def used(self) -> npt.NDArray[np.float32]:
         """Part of each device's memory that is taken so far.  # [num_rows, D]"""
         return np.asarray(
-            self._start + self._state + np.maximum(self._saved, self._gradient) + self._inner,
+            self._start + self._state + self._both(self._saved, self._gradient) + self._inner,
             np.float32,
         )
 
@@ -232,26 +284,27 @@ class RunningMemory:
         inner = np.float32(self._passing[block])
         state = np.float32(memory.state_bytes[block])
         total = self._state[:, None] + state * self._state_of
-        total += np.maximum(
+        total += self._both(
             self._saved[:, None] + saved * self._counts,
             self._gradient[:, None] + gradient * self._holds,
         )
         total += np.maximum(self._inner[:, None], inner * self._counts + gradient * self._holds)
         total += self._start[None, None].astype(np.float32)
         free = np.maximum(1.0 - total, 0.0) @ self._room
-        fits = (total <= 1.0).all(axis=2)
+        worst = total.max(axis=2)[:, self._load_of]
+        free, fits = free[:, self._load_of], worst <= 1.0
         if self._is_alone is not None:
             fits &= self._is_alone[block]
         roomy = fits & (free >= self._rest[block])
         # Rather too little room for the rest than a device that is surely too small.
         fits = np.where(roomy.any(axis=1, keepdims=True), roomy, fits)
-        least = total.max(axis=2) <= total.max(axis=2).min(axis=1, keepdims=True) + 1e-6
+        least = worst <= worst.min(axis=1, keepdims=True) + 1e-6
         return np.asarray(np.where(fits.any(axis=1, keepdims=True), fits, least), np.bool_)
 
     def add(self, candidates: Sequence[int] | IntArray) -> None:
         """Decide the next block of every row."""
         memory, block = self._memory, self._block
-        chosen = np.asarray(candidates)
+        chosen = self._load_of[np.asarray(candidates)]
         self._state += np.float32(memory.state_bytes[block]) * self._state_of[chosen]
         self._saved += np.float32(self._kept[block]) * self._counts[chosen]
         self._gradient += np.float32(memory.gradient_bytes[block]) * self._holds[chosen]
@@ -262,15 +315,19 @@ class RunningMemory:
 
 
 class RunningStages:
-    """What is left for the next block of rows that are filled as pipelines.
+    """What the next block may take of rows that are filled as pipelines.
 
-    A block stays on the devices of the one before, as long as these have time left, or goes to
-    devices that no block is on yet.
+    A block stays on the devices of the one before as long as these have time and memory left, and
+    goes to devices that no block is on yet when they have not. So a policy chooses which devices
+    come next, and the limit on their time how long they stay.
 
     Args:
         pair: model and cluster.
         limits: compute seconds that every device of a row may have, as multiples of the least
             that all devices together need.  # [num_rows]
+
+    Attributes:
+        is_late: rows whose last stage took what was left, beyond the limit.  # [num_rows] bool
     """
 
     def __init__(self, pair: Pair, limits: npt.NDArray[np.floating]) -> None:
@@ -282,28 +339,38 @@ class RunningStages:
             member[index, list(devices)] = True
         self._shares_device = member.astype(np.int32) @ member.T.astype(np.int32) > 0  # [S, S]
         self._seconds = pair.observer.compute_seconds  # [G, C]
-        self._limit = np.asarray(limits) * pair.observer.bound_s
+        self._limit = (np.asarray(limits) * pair.observer.bound_s)[:, None]
         self._is_taken = np.zeros((len(limits), len(sets)), np.bool_)  # by this or another stage
         self._current = np.full(len(limits), -1)
         self._load = np.zeros(len(limits))
         self._block = 0
+        self.is_late = np.zeros(len(limits), np.bool_)
 
-    def fits(self) -> npt.NDArray[np.bool_]:
-        """Which candidates the next block may take; all if none may.  # [num_rows, C]"""
-        seconds = self._seconds[self._block]
+    def fits(self, in_memory: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Which candidates the next block may take; all if none may.
+
+        Args:
+            in_memory: which ones have memory left for it.  # [num_rows, C]
+
+        Returns:
+            # [num_rows, C]
+        """
         stays = self._set_of[None, :] == self._current[:, None]
         is_free = ~self._is_taken[:, self._set_of]
-        in_time = self._load[:, None] * stays + seconds <= self._limit[:, None]
-        fits = (stays | is_free) & in_time
-        # Too late for another stage: the rest stays where it is.
-        fits = np.where(fits.any(axis=1, keepdims=True), fits, stays)
-        return np.where(fits.any(axis=1, keepdims=True), fits, True)
+        load = self._load[:, None] * stays + self._seconds[self._block]
+        fits = (load <= self._limit) & in_memory
+        # Staying, then going on, then going on without the memory; or it is too late for that.
+        allowed = np.where((stays & fits).any(axis=1, keepdims=True), stays & fits, is_free & fits)
+        for otherwise in (is_free & (load <= self._limit), stays):
+            allowed = np.where(allowed.any(axis=1, keepdims=True), allowed, otherwise)
+        return np.where(allowed.any(axis=1, keepdims=True), allowed, True)
 
     def add(self, candidates: IntArray) -> None:
         """Decide the next block of every row."""
         chosen = self._set_of[candidates]
         stays = chosen == self._current
         self._load = np.where(stays, self._load, 0.0) + self._seconds[self._block, candidates]
+        self.is_late |= self._load > self._limit[:, 0]
         self._is_taken |= self._shares_device[chosen]
         self._current = chosen
         self._block += 1

@@ -92,6 +92,14 @@ def language_pair() -> Pair:
 
 
 @cache
+def pipelined_pair() -> Pair:
+    """The same, with rows that are pipelines."""
+    pair = language_pair().pipelined()
+    assert pair is not None
+    return pair
+
+
+@cache
 def toy_pair() -> Pair:
     """Four layers on two devices: 4 candidates per block, 256 rows in all."""
     return Pair(chain_graph(4, 512, 1024), toy_cluster(5.0))

@@ -15,7 +15,7 @@ from heterog.envs.pair import Pair, RunningMemory, RunningStages, Score
 from heterog.envs.reward import WORST, reward_of
 from heterog.simulator.engine import Order
 from heterog.strategy.strategy import Sync
-from tests.envs.cases import language_graph, language_pair, mixed_cluster
+from tests.envs.cases import language_graph, language_pair, mixed_cluster, pipelined_pair
 
 
 def test_every_candidate_is_legal_and_different() -> None:
@@ -126,26 +126,53 @@ def test_what_a_row_takes_at_least_is_known_without_a_simulation() -> None:
         assert 0.0 < pair.floor_s(row) <= pair.score(row).step_time_s * (1 + 1e-9)
 
 
-def test_stages_have_devices_of_their_own_and_a_limit() -> None:
-    pair, limit = language_pair(), 1.6
-    seconds, least_s = pair.observer.compute_seconds, pair.observer.bound_s
-    stages = RunningStages(pair, np.full(32, limit))
-    rows = draw(rule_of_thumb(pair), pair, 32, np.random.default_rng(0), stages=stages).rows
+def test_a_pipelined_pair_differs_in_what_it_says_of_micro_batches_alone() -> None:
+    pair, pipelined = language_pair(), pipelined_pair()
+    before, after = pair.observation, pipelined.observation
+    np.testing.assert_array_equal(before.blocks[:, :-1], after.blocks[:, :-1])
+    assert (before.blocks[:, -1] == 0.0).all()
+    assert (after.blocks[:, -1] > 0.0).all()
+    np.testing.assert_array_equal(before.candidates, after.candidates)
+    row = np.zeros(pair.num_blocks, np.int32)
+    # Every micro-batch launches every kernel, and nothing is gained on one device.
+    assert pair.table[0].devices == (0,)
+    assert pipelined.score(row).step_time_s > pair.score(row).step_time_s
+    assert language_pair().pipelined(10**6) is None
+
+
+def test_stages_have_devices_of_their_own_and_are_balanced() -> None:
+    pair = pipelined_pair()
+    seconds = pair.observer.compute_seconds
+    devices_of = [decision.devices for decision in pair.table]
     num_stages = []
-    for row in rows:
+    for row in draw(rule_of_thumb(pair), pair, 32, np.random.default_rng(0)).rows:
         runs = [
             (devices, list(blocks))
             for devices, blocks in groupby(
-                range(pair.num_blocks), key=lambda block: pair.table[row[block]].devices
+                range(pair.num_blocks), key=lambda block: devices_of[row[block]]
             )
         ]
         used = [device for devices, _ in runs for device in devices]
         assert len(set(used)) == len(used)
-        # The last stage takes what is left.
-        for _, blocks in runs[:-1]:
-            assert sum(seconds[block, row[block]] for block in blocks) <= limit * least_s
+        load = [sum(seconds[block, row[block]] for block in blocks) for _, blocks in runs]
+        # A stage is over when its next block would make it longer than the longest may be.
+        for (devices, blocks), own in zip(runs[:-1], load[:-1], strict=True):
+            alike = [number for number, each in enumerate(devices_of) if each == devices]
+            assert own + seconds[blocks[-1] + 1, alike].min() > max(load) * (1 - 1e-6)
         num_stages.append(len(runs))
-    assert max(num_stages) > 1
+    assert max(num_stages) > 2
+
+
+def test_a_pipeline_that_runs_out_of_devices_is_late() -> None:
+    pair = pipelined_pair()
+    stages = RunningStages(pair, np.array([0.2, 50.0]))
+    everything = np.ones((2, pair.num_candidates), np.bool_)
+    for block in range(pair.num_blocks):
+        fits = stages.fits(everything)
+        assert fits.any(axis=1).all()
+        stages.add(np.array([fits[row].argmax() for row in range(2)]))
+        assert block > 0 or fits[1].all()
+    assert stages.is_late.tolist() == [True, False]
 
 
 def test_draws_stay_within_memory_where_replicas_do_not_fit() -> None:
