@@ -2,13 +2,8 @@
 
 A policy decides the rows: device set, shares and synchronisation of every block. What holds for
 the whole step is no part of a row, and tried here for the best rows: micro-batches, and
-recomputation in as few blocks as it takes to fit.
-
-There are up to four ways to draw: plain rows, and pipelines, where the policy says which devices
-come next and stages last until these have had their time; and where parameters and optimizer
-state fill most devices alone, both from a table of candidates that divide this state. Half of the
-draws are shared out among the ways, and the most promising gets the rest. Where memory is
-scarce, half of the plain rows mind it as if every block recomputed.
+recomputation in as few blocks as it takes to fit. Which rows are drawn
+is in ``ways``.
 """
 
 import logging
@@ -28,25 +23,20 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 if TYPE_CHECKING:
     from heterog.agents.policy import PairScores, Policy
-    from heterog.envs.pair import Pair, Score
+    from heterog.agents.ways import Way
+    from heterog.envs.pair import Pair
 
 NUM_SAMPLES = 64
 NUM_RESCORED = 8
 NUM_RETURNED = 4
 BUCKETS = (0, DEFAULT_BUCKET_BYTES)
 NUM_VARIED = 6
-TIGHT = 0.5
-"""Part of the candidates that cannot hold the whole model from which memory counts as scarce."""
 MICRO_BATCHES = (2, 4, 8, 16)
-FEWEST_FOR_WAYS = 12
-"""Draws from which there is more than one way."""
 NUM_PIPELINED = 6
 """Rows drawn as pipelines that are scored at the op level."""
 MOST_TASKS = 3_000_000
-"""Simulated at the op level in all, about half a second: an answer shall not take longer."""
+"""Simulated at the op level for a table, about half a second: an answer shall not take longer."""
 _HALVINGS = 3
-AGAIN = 4 / 3
-"""Time of a step whose forward pass runs twice over one without, at most."""
 FILLED = 0.98
 """Most of a device's memory that strategies may fill which recompute just enough to fit: the
 referee's schedule may need more than the engine's."""
@@ -105,6 +95,7 @@ def propose(
         num_samples: draws, the greedy one included.
         name: of the policy, for logs.
     """
+    from heterog.agents.ways import FEWEST_FOR_WAYS, draw_in, make_ways
     from heterog.envs.pair import Pair
 
     if task.budget.evaluations is not None:
@@ -114,10 +105,10 @@ def propose(
     tables = [Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)]
     if num_samples >= FEWEST_FOR_WAYS:
         tables += [pair for pair in (tables[0].divided(),) if pair is not None]
-    ways = _ways(network, tables, num_samples)
-    _draw(ways, num_samples, np.random.default_rng([task.seed, 64]))
+    ways = make_ways(network, tables, num_samples)
+    draw_in(ways, num_samples, np.random.default_rng([task.seed, 64]))
     spent = sum(len(way.rows) for way in ways)
-    scored: list[tuple[Scored, _Way]] = []
+    scored: list[tuple[Scored, Way]] = []
     for table in tables:
         own = [way for way in ways if way.pair.table is table.table]
         scorer = _Scorer(task, table, spent)
@@ -141,68 +132,7 @@ def propose(
     return found
 
 
-class _Way:
-    """A way to draw: a table of candidates, with or without micro-batches.
-
-    Attributes:
-        rows: different ones drawn so far.  # [num_rows, G]
-        promise: (part of memory missing, seconds) of the best of them.
-    """
-
-    def __init__(self, pair: "Pair", scores: "PairScores") -> None:
-        from heterog.envs.observation import WHOLE_OVERFLOWS
-
-        self.pair, self.scores = pair, scores
-        self.rows: IntArray = np.zeros((0, pair.num_blocks), np.int32)
-        self.promise = (math.inf, math.inf)
-        overflows = pair.observation.candidates[:, WHOLE_OVERFLOWS] > 0.5
-        self.is_tight = bool(overflows.mean() > TIGHT) and pair.num_micro == 1
-
-    def draw(self, count: int, rng: np.random.Generator, *, greedy: bool = False) -> None:
-        """Add rows; half of them as if every block recomputed, where memory is scarce."""
-        from heterog.agents.policy import draw
-
-        loose = count // 2 if self.is_tight else 0
-        mindful = draw(self.scores, self.pair, count - loose, rng, greedy=greedy).rows
-        recomputed = draw(self.scores, self.pair, loose, rng, recompute=True).rows
-        self.rows = np.unique(np.concatenate([self.rows, mindful, recomputed]), axis=0)
-        for row in mindful:
-            self.promise = min(self.promise, self.pair.score(row).preference)
-        for row in recomputed:
-            self.promise = min(self.promise, (0.0, AGAIN * self.pair.score(row).step_time_s))
-
-    @property
-    def found(self) -> list["Score"]:
-        """What the coarse evaluator says about each row."""
-        return [self.pair.score(row) for row in self.rows]
-
-    def drew(self, row: IntArray) -> bool:
-        """Whether a row is one of these."""
-        return bool((self.rows == row).all(axis=1).any())
-
-
-def _ways(network: "Policy", tables: "Sequence[Pair]", num_samples: int) -> list[_Way]:
-    """Each table without micro-batches, then each with them; the first alone for few draws."""
-    from heterog.agents.policy import score_pairs
-
-    pairs = list(tables)
-    if num_samples >= FEWEST_FOR_WAYS:
-        pairs += [twin for twin in (pair.pipelined() for pair in tables) if twin is not None]
-    return [_Way(*each) for each in zip(pairs, score_pairs(network, pairs), strict=True)]
-
-
-def _draw(ways: Sequence[_Way], num_samples: int, rng: np.random.Generator) -> None:
-    """Half of the draws are shared out evenly; the rest is the most promising way's."""
-    ways[0].draw(1, rng, greedy=True)
-    first = num_samples if len(ways) == 1 else num_samples // 2 // len(ways)
-    for number, way in enumerate(ways):
-        way.draw(first - (number == 0), rng)
-    if len(ways) > 1:
-        best = min(ways, key=lambda way: way.promise)
-        best.draw(num_samples - first * len(ways), rng)
-
-
-def _score(scorer: "_Scorer", ways: Sequence[_Way]) -> None:
+def _score(scorer: "_Scorer", ways: "Sequence[Way]") -> None:
     """Score the best rows of a table's ways at the op level."""
     plain, *pipelined = ways
     found = plain.found

@@ -1,0 +1,92 @@
+"""Ways to draw strategies from a policy: plain rows and pipelines, from one table or another.
+
+There are up to four: plain rows, and pipelines, where the policy says which devices come next and
+stages last until these have had their time; and where parameters and optimizer state fill most
+devices alone, both from a table of candidates that divide this state. Half of the draws are shared
+out among the ways, and the most promising gets the rest. Where memory is scarce, half of the plain
+rows mind it as if every block recomputed.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from heterog.agents.policy import PairScores, Policy, draw, score_pairs
+from heterog.envs.observation import WHOLE_OVERFLOWS
+from heterog.envs.pair import Pair, Score
+from heterog.strategy.program import IntArray
+
+TIGHT = 0.5
+"""Part of the candidates that cannot hold the whole model from which memory counts as scarce."""
+FEWEST_FOR_WAYS = 12
+"""Draws from which there is more than one way."""
+AGAIN = 4 / 3
+"""Time of a step whose forward pass runs twice over one without, at most."""
+
+
+class Way:
+    """A way to draw: a table of candidates, with or without micro-batches.
+
+    Attributes:
+        rows: different ones drawn so far.  # [num_rows, G]
+        promise: (part of memory missing, seconds) of the best of them.
+    """
+
+    def __init__(self, pair: Pair, scores: PairScores) -> None:
+        self.pair, self.scores = pair, scores
+        self.rows: IntArray = np.zeros((0, pair.num_blocks), np.int32)
+        self.promise = (math.inf, math.inf)
+        overflows = pair.observation.candidates[:, WHOLE_OVERFLOWS] > 0.5
+        self.is_tight = bool(overflows.mean() > TIGHT) and pair.num_micro == 1
+
+    def draw(self, count: int, rng: np.random.Generator, *, greedy: bool = False) -> None:
+        """Add rows; half of them as if every block recomputed, where memory is scarce."""
+        loose = count // 2 if self.is_tight else 0
+        mindful = draw(self.scores, self.pair, count - loose, rng, greedy=greedy).rows
+        recomputed = draw(self.scores, self.pair, loose, rng, recompute=True).rows
+        self.rows = np.unique(np.concatenate([self.rows, mindful, recomputed]), axis=0)
+        for row in mindful:
+            self.promise = min(self.promise, self.pair.score(row).preference)
+        for row in recomputed:
+            self.promise = min(self.promise, (0.0, AGAIN * self.pair.score(row).step_time_s))
+
+    @property
+    def found(self) -> list[Score]:
+        """What the coarse evaluator says about each row."""
+        return [self.pair.score(row) for row in self.rows]
+
+    def drew(self, row: IntArray) -> bool:
+        """Whether a row is one of these."""
+        return bool((self.rows == row).all(axis=1).any())
+
+
+def make_ways(network: Policy, tables: Sequence[Pair], num_samples: int) -> list[Way]:
+    """Each table without micro-batches, then each with them.
+
+    Args:
+        network: the policy.
+        tables: pairs that differ in their candidates.
+        num_samples: draws that there will be; for few, the first table alone is a way.
+    """
+    pairs = list(tables)
+    if num_samples >= FEWEST_FOR_WAYS:
+        pairs += [twin for twin in (pair.pipelined() for pair in tables) if twin is not None]
+    return [Way(*each) for each in zip(pairs, score_pairs(network, pairs), strict=True)]
+
+
+def draw_in(ways: Sequence[Way], num_samples: int, rng: np.random.Generator) -> None:
+    """Draw: half is shared out evenly, the rest is the most promising way's.
+
+    Args:
+        ways: the first one's first draw is the greedy one.
+        num_samples: draws in all.
+        rng: for the draws.
+    """
+    ways[0].draw(1, rng, greedy=True)
+    first = num_samples if len(ways) == 1 else num_samples // 2 // len(ways)
+    for number, way in enumerate(ways):
+        way.draw(first - (number == 0), rng)
+    if len(ways) > 1:
+        best = min(ways, key=lambda way: way.promise)
+        best.draw(num_samples - first * len(ways), rng)
