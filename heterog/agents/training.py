@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.tensorboard import SummaryWriter
 
 from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
@@ -57,21 +58,23 @@ class TrainingConfig:
         learning_rate: at its peak, after 50 steps or a tenth; falls to a tenth linearly.
         entropy_nats: entropy of strategies that REINFORCE holds at the start and at the end.
         imitation_weight: of imitation in ``mixed``.
+        average_decay: of the running average of the weights, per step.
         check_every: steps between validations.
         num_validation: pairs that are only validated on.
         seed: of everything random.
     """
 
     algorithm: Algorithm = Algorithm.IMITATION
-    num_pairs: int = 800
+    num_pairs: int = 1200
     search_evaluations: int = 600
-    num_steps: int = 2000
+    num_steps: int = 3000
     pairs_per_step: int = 8
     elites_per_pair: int = 4
     samples_per_pair: int = 16
     learning_rate: float = 5e-4
     entropy_nats: tuple[float, float] = (12.0, 6.0)
     imitation_weight: float = 1.0
+    average_decay: float = 0.995
     check_every: int = 200
     num_validation: int = 16
     seed: int = 0
@@ -147,6 +150,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.02
         )
+        # What is validated and kept: the average over the last few hundred steps is steadier.
+        averaging = get_ema_multi_avg_fn(config.average_decay)  # type: ignore[no-untyped-call]
+        self.averaged = AveragedModel(self.policy, multi_avg_fn=averaging)
         self.rng = np.random.default_rng([config.seed, 77])
         self.reinforce = Reinforce(
             config.samples_per_pair, config.entropy_nats, score_ahead=Scorer(workers, source)
@@ -164,6 +170,14 @@ class Trainer:
     def make_policy(self, network: PolicyConfig) -> Policy:
         """A new policy."""
         return Policy(network)
+
+    @property
+    def kept(self) -> Policy:
+        """The policy that is validated and kept."""
+        if not int(self.averaged.n_averaged):
+            return self.policy
+        assert isinstance(self.averaged.module, Policy)
+        return self.averaged.module
 
     def run(self) -> TrainingResult:
         """Train to the end, or until interrupted; then the best policy comes back."""
@@ -190,7 +204,7 @@ class Trainer:
         )
 
     def _run(self, begin: float) -> bool:
-        self.best = self.best or (float("inf"), _copy(self.policy))
+        self.best = self.best or (float("inf"), _copy(self.kept))
         try:
             self.report("validation pairs", 0.0, "")
             validation = Validation(self.source, self.config, self._workers)
@@ -272,6 +286,7 @@ class Trainer:
                 self._accumulate(chosen[half], keys[half], len(keys), fraction, terms)
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         self.optimizer.step()
+        self.averaged.update_parameters(self.policy)
         self.step += 1
         if self.step % 10 == 0:
             self.log(terms, begin)
@@ -315,13 +330,13 @@ class Trainer:
         return pair
 
     def _validate(self, validation: Validation) -> None:
-        row = validation.run(self.policy)
+        row = validation.run(self.kept)
         self.num_evaluations += int(row.pop("evaluations"))
         row = {"step": float(self.step), "num_evaluations": float(self.num_evaluations)} | row
         self.history.append(row)
         assert self.best is not None
         if row["best_of_16"] <= self.best[0]:
-            self.best = (row["best_of_16"], _copy(self.policy))
+            self.best = (row["best_of_16"], _copy(self.kept))
         if self._writer is not None:
             for name, value in row.items():
                 self._writer.add_scalar(f"validation/{name}", value, self.step)
@@ -363,11 +378,15 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What the learner needs to go on exactly."""
-        return {"optimizer": self.optimizer.state_dict()}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "averaged": self.averaged.state_dict(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
         self.optimizer.load_state_dict(state["optimizer"])
+        self.averaged.load_state_dict(state["averaged"])
 
     def _load(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.training
