@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -137,16 +138,17 @@ def _score(scorer: "_Scorer", ways: "Sequence[Way]") -> None:
     plain, *pipelined = ways
     found = plain.found
     order = sorted(range(len(found)), key=lambda n: found[n].preference)
-    others: list[tuple[IntArray, Whole]] = []
+    others: list[list[tuple[IntArray, Whole]]] = []
     if plain.is_tight:  # by seconds alone: what does not fit may fit if it recomputes
         loosely = sorted(order, key=lambda n: found[n].step_time_s)
-        others += [(plain.rows[n], Whole(recompute=1.0)) for n in loosely[:NUM_RESCORED]]
+        others.append([(plain.rows[n], Whole(recompute=1.0)) for n in loosely[:NUM_RESCORED]])
         order = [n for n in order if found[n].overflow <= HOPELESS] or order[:1]
     for way in pipelined:
         fastest = sorted(way.rows, key=lambda row: way.pair.score(row).preference)
         whole = Whole(num_micro=way.pair.num_micro)
-        others += [(row, whole) for row in fastest[:NUM_PIPELINED]]
-    scorer.search(plain.rows[order], others)
+        others.append([(row, whole) for row in fastest[:NUM_PIPELINED]])
+    in_turn = [each for turn in zip_longest(*others) for each in turn if each is not None]
+    scorer.search(plain.rows[order], in_turn)
 
 
 def rescore(
@@ -213,7 +215,8 @@ class _Scorer:
             for bucket_bytes in BUCKETS:
                 self.score(row, Whole(bucket_bytes, self.pair.num_micro))
         for row, whole in ways:
-            self.score(row, whole)
+            if self._num_tasks < MOST_TASKS / 2:  # the rest is for varying them
+                self.score(row, whole)
         for row, whole in self.best_rows(NUM_VARIED):
             self.vary(row, whole)
 
