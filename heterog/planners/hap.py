@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from heterog.errors import StrategyError
+from heterog.graph.grouping import alike_groups, group_ops
 from heterog.graph.op_rule import OpRules
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
@@ -263,6 +264,7 @@ class Hap:
                 if spending.is_over:
                     break
                 ranking.add(synthesis, placed)
+        ranking.prune()
         ranking.tune()
         return PlanResult(
             candidates=ranking.best(),
@@ -303,6 +305,29 @@ class _Ranking:
         """Device sets of what was scored, the best first."""
         ranked = sorted(self.scored, key=_first_two)
         return list(dict.fromkeys(s.decisions[0].devices for _, _, s, _ in ranked))
+
+    def prune(self) -> None:
+        """Take back rules that do not pay in the simulation, all of one kind of group at a time.
+
+        The search adds up prices, and what it splits in one kind of group may cost more than the
+        rest gains: a tied vocabulary beside the layers, say.
+        """
+        graph = self.task.evaluator.graph
+        group, kind_of = group_ops(graph).group, alike_groups(graph)
+        first: dict[tuple[int, ...], tuple[tuple[float, float], Strategy]] = {}
+        for score, _, strategy, _ in sorted(self.scored, key=_first_two):
+            if strategy.op_rules:
+                first.setdefault(strategy.decisions[0].devices, (score, strategy))
+        for score, strategy in first.values():
+            rules = strategy.op_rules
+            for kind in dict.fromkeys(int(kind_of[group[op]]) for op, _ in rules):
+                rest = tuple(each for each in rules if kind_of[group[each[0]]] != kind)
+                if not rest or self.spending.is_over:
+                    continue
+                self._score(replace(strategy, op_rules=rest), self.order)
+                found = self.scored[-1]
+                if found[2].op_rules == rest and found[0] < score:
+                    score, rules = found[0], rest
 
     def tune(self) -> None:
         """Other synchronisations, buckets and orders for the best programs."""
