@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from heterog.agents.reinforce import Reinforce
-from heterog.agents.sources import PIPELINED_PART, PairSource, captured
+from heterog.agents.sources import PairSource, captured
 from heterog.agents.training import Algorithm, Trainer, TrainingConfig
 from heterog.envs.pair import Pair, Score
 
@@ -36,7 +36,7 @@ def measure(seed: int, steps: int) -> dict[str, float]:
     for name in MODELS:
         tell(f"capture {name}")
         graphs.append(captured(name, None))
-    source = PairSource(graphs=graphs, pipelined=PIPELINED_PART, seed=seed)
+    source = PairSource(graphs=graphs, seed=seed)
     config = TrainingConfig(
         algorithm=Algorithm.REINFORCE, num_pairs=16, num_steps=steps, num_validation=1,
         search_evaluations=50, check_every=steps, seed=seed,

@@ -313,6 +313,6 @@ class _Scorer:
     def _groups(self, row: IntArray, whole: Whole) -> IntArray:
         """Number of every group's decision in the space."""
         groups = self.pair.groups(row)
-        blocks = self.pair.memory.cheapest_to_recompute[: round(whole.recompute * len(row))]
+        blocks = self.pair.observer.cheapest_to_recompute[: round(whole.recompute * len(row))]
         again = np.isin(self.pair.evaluator.block_of, blocks)
         return np.where(again, self._recomputing[groups], groups)

@@ -126,7 +126,6 @@ class ModelMemory:
         passed_bytes_per_sample: of those, what other blocks read as well: it stays if the block
             recomputes the rest.  # [num_blocks]
         inner_bytes_per_sample: most that one op of a block makes for the moment, per sample.
-        cheapest_to_recompute: blocks, the most saved bytes per second of forward first.
         usable_bytes: of each device.  # [num_devices]
         state_ratio: optimizer state over parameters.
     """
@@ -157,11 +156,6 @@ class ModelMemory:
         self.inner_bytes_per_sample = np.zeros(blocks)
         owned = tables.op_group >= 0
         np.maximum.at(self.inner_bytes_per_sample, tables.op_group[owned], by_op[owned])
-        forward = owned & (phase == 0)
-        seconds = evaluator.op_seconds(0, graph.batch_size)[forward]
-        forward_s = np.bincount(tables.op_group[forward], seconds, blocks)
-        lets_go = self.saved_bytes_per_sample - self.passed_bytes_per_sample
-        self.cheapest_to_recompute = np.argsort(-lets_go / np.maximum(forward_s, 1e-12))
         self.usable_bytes = np.array(
             [float(device.usable_memory_bytes) for device in evaluator.cluster.devices]
         )

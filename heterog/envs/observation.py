@@ -6,7 +6,7 @@ memory is divided by memory. Logarithms are halved and clipped. There are no ids
 sizes, so weights that were trained on one zoo and some clusters can be asked about any other.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -142,11 +142,20 @@ class Observer:
         Args:
             num_micro: micro-batches that the batch is cut into.
         """
+        if num_micro == 1:
+            return self._plain
+        blocks = self._plain.blocks.copy()
+        blocks[:, -1] = _log(num_micro)
+        return replace(self._plain, blocks=blocks, fits=self._fits(num_micro))
+
+    @cached_property
+    def _plain(self) -> Observation:
+        """The observation of one micro-batch, which others differ little from."""
         edges, edge_bytes = self._edges()
         pairs, candidates = self._candidates()
         scale = self.num_blocks / self.bound_s
         return Observation(
-            blocks=self._blocks(edges, edge_bytes, num_micro).astype(np.float32),
+            blocks=self._blocks(edges, edge_bytes).astype(np.float32),
             edges=edges,
             edge_time=_log(edge_bytes / self.mean_rate * scale).astype(np.float32)[:, None],
             devices=self._devices().astype(np.float32),
@@ -162,7 +171,7 @@ class Observer:
             shares=(self.counts / self.batch).astype(np.float32),
             pairs=pairs.astype(np.float32),
             overlap=self._overlap().astype(np.float32),
-            fits=self._fits(num_micro),
+            fits=self._fits(1),
         )
 
     def _edges(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
@@ -179,17 +188,13 @@ class Observer:
         )
 
     def _blocks(
-        self, edges: npt.NDArray[np.int64], edge_bytes: npt.NDArray[np.float64], num_micro: int
+        self, edges: npt.NDArray[np.int64], edge_bytes: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
-        tables, memory, num = self.evaluator.tables, self.memory, self.num_blocks
+        memory, num = self.memory, self.num_blocks
         compute = (1.0 / (1.0 / np.maximum(self.whole, 1e-15)).sum(axis=0)) / self.bound_s
         parameters = memory.gradient_bytes / max(memory.gradient_bytes.sum(), 1.0)
         out = sums(edges[0], edge_bytes, num)
         saved = memory.saved_bytes + self.batch * memory.saved_bytes_per_sample
-        phase = np.array([int(self.evaluator.graph.ops[op].phase) for op in tables.op_id])
-        seconds = self.evaluator.op_seconds(0, self.batch)
-        forward = (tables.op_group >= 0) & (phase == 0)
-        forward_s = sums(tables.op_group[forward], seconds[forward], num)
         rate_s = num / self.mean_rate / self.bound_s
         position = np.arange(num) / max(num - 1, 1)
         return np.column_stack([
@@ -204,10 +209,25 @@ class Observer:
             np.cumsum(parameters),
             np.full(num, np.log(num) / 4.0),
             _log(self.whole.max(axis=0) / np.maximum(self.whole.min(axis=0), 1e-12)),
-            forward_s / np.maximum(self.whole[self.type_of == 0].max(axis=0), 1e-12),
+            self._forward_s / np.maximum(self.whole[self.type_of == 0].max(axis=0), 1e-12),
             self._kinds(),
-            np.full(num, _log(num_micro)),
+            np.full(num, _log(1)),
         ])  # fmt: skip
+
+    @cached_property
+    def _forward_s(self) -> npt.NDArray[np.float64]:
+        """Seconds of each block's forward pass on the first type of device."""
+        tables, graph = self.evaluator.tables, self.evaluator.graph
+        phase = np.array([int(graph.ops[op].phase) for op in tables.op_id])
+        forward = (tables.op_group >= 0) & (phase == 0)
+        seconds = self.evaluator.op_seconds(0, self.batch)[forward]
+        return sums(tables.op_group[forward], seconds, self.num_blocks)
+
+    @cached_property
+    def cheapest_to_recompute(self) -> npt.NDArray[np.intp]:
+        """Blocks, those first that let go of the most bytes per second of forward."""
+        lets_go = self.memory.saved_bytes_per_sample - self.memory.passed_bytes_per_sample
+        return np.argsort(-lets_go / np.maximum(self._forward_s, 1e-12))
 
     def _kinds(self) -> npt.NDArray[np.float64]:
         """Part of each block's work in products, convolutions, attention, norms, the rest."""

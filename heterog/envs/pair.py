@@ -197,16 +197,6 @@ class Pair:
             )
         return self._scores[key]
 
-    def floor_s(self, row: npt.ArrayLike) -> float:
-        """What the busiest device or link has to do at least; not simulated.
-
-        Args:
-            row: number of each block's candidate.
-        """
-        row = np.asarray(row, np.int32)
-        choice = self.space.encode(row, bucket_bytes=DEFAULT_BUCKET_BYTES, num_steps=1)
-        return self.evaluator.floor_s(choice)
-
     def remember(self, rows: Sequence[IntArray] | IntArray, scores: Sequence[Score]) -> None:
         """Take in scores of rows that were computed elsewhere."""
         for row, score in zip(rows, scores, strict=True):

@@ -555,9 +555,8 @@ def _annotate_backward(graph: fx.Graph) -> None:
     """
     twins: dict[int, str] = {}
     module_of: dict[fx.Node, str] = {}
-    made_at: dict[fx.Node, int] = {}
     in_backward = False
-    for position, node in enumerate(graph.nodes):
+    for node in graph.nodes:
         if node.op != "call_function":
             continue
         is_backward = bool(node.meta.get("autograd_backward"))
@@ -568,10 +567,10 @@ def _annotate_backward(graph: fx.Graph) -> None:
             module = twins.get(number)
         if module is None:
             inputs = [value for value in node.all_input_nodes if value in module_of]
-            module = module_of[max(inputs, key=made_at.__getitem__)] if inputs else ""
+            module = module_of[max(inputs)] if inputs else ""  # nodes compare by their place
         elif not is_backward and number >= 0:
             twins.setdefault(number, module)
-        module_of[node], made_at[node] = module, position
+        module_of[node] = module
         phase = Phase.BACKWARD if in_backward else Phase.FORWARD
         node.meta["custom"] = {"module": module, "phase": int(phase)}
 

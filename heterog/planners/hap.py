@@ -324,10 +324,9 @@ class _Ranking:
                 rest = tuple(each for each in rules if kind_of[group[each[0]]] != kind)
                 if not rest or self.spending.is_over:
                     continue
-                self._score(replace(strategy, op_rules=rest), self.order)
-                found = self.scored[-1]
-                if found[2].op_rules == rest and found[0] < score:
-                    score, rules = found[0], rest
+                found = self._score(replace(strategy, op_rules=rest), self.order)
+                if found is not None and found < score:
+                    score, rules = found, rest
 
     def tune(self) -> None:
         """Other synchronisations, buckets and orders for the best programs."""
@@ -373,15 +372,17 @@ class _Ranking:
         )
         return replace(strategy, op_rules=rules)
 
-    def _score(self, strategy: Strategy, order: Order) -> None:
+    def _score(self, strategy: Strategy, order: Order) -> tuple[float, float] | None:
+        """Simulate; ``None`` for a strategy that is not legal."""
         try:
             choice = self.task.evaluator.encode(strategy)
         except StrategyError:  # local statistics that would have to leave their device
-            return
+            return None
         evaluation = self.task.evaluator.evaluate_choice(choice, order)
         self.scored.append((evaluation.preference, len(self.scored), strategy, order))
         best = min(self.scored, key=_first_two)
         self.task.report(self.spending.fraction, best[0][1])
+        return evaluation.preference
 
 
 def _first_two(
