@@ -204,6 +204,7 @@ def draw(
     rng: np.random.Generator,
     *,
     greedy: bool = False,
+    steady: bool = False,
     keep_masks: bool = False,
     recompute: bool = False,
 ) -> Samples:
@@ -219,10 +220,13 @@ def draw(
         num_rows: number of strategies.
         rng: for the draws.
         greedy: take the best candidate at each block instead of drawing.
+        steady: keep the noise on a candidate's score through a whole strategy. Not exact draws:
+            where the policy hesitates between two, no block goes another way than the rest
+            (perturb-and-MAP: Papandreou and Yuille, ICCV 2011).
         keep_masks: return what could be chosen, for exact log-probabilities.
         recompute: mind the memory as if every block recomputed.
     """
-    shape = (pair.num_blocks, num_rows, pair.num_candidates)
+    shape = (1 if steady else pair.num_blocks, num_rows, pair.num_candidates)
     # The largest of logits plus Gumbel noise is a draw from the softmax.
     noise = None if greedy else rng.gumbel(size=shape).astype(np.float32)
     if pair.num_micro == 1:
@@ -258,7 +262,7 @@ def _decode(
             fits = stages.fits(fits)
         logits = np.where(fits, logits, np.float32(2.0 * _MASKED))
         if noise is not None:
-            logits = logits + noise[block]
+            logits = logits + noise[min(block, len(noise) - 1)]
         rows[:, block] = logits.argmax(axis=1)
         if keep_masks:
             masks[:, block] = fits

@@ -43,13 +43,31 @@ class Way:
     def draw(self, count: int, rng: np.random.Generator, *, greedy: bool = False) -> None:
         """Add rows; half of them as if every block recomputed, where memory is scarce."""
         loose = count // 2 if self.is_tight else 0
-        mindful = draw(self.scores, self.pair, count - loose, rng, greedy=greedy).rows
-        recomputed = draw(self.scores, self.pair, loose, rng, recompute=True).rows
+        mindful = self._drawn(count - loose, rng, greedy=greedy)
+        recomputed = self._drawn(loose, rng, recompute=True)
         self.rows = np.unique(np.concatenate([self.rows, mindful, recomputed]), axis=0)
         for row in mindful:
             self.promise = min(self.promise, self.pair.score(row).preference)
         for row in recomputed:
             self.promise = min(self.promise, (0.0, AGAIN * self.pair.score(row).step_time_s))
+
+    def _drawn(
+        self,
+        count: int,
+        rng: np.random.Generator,
+        *,
+        greedy: bool = False,
+        recompute: bool = False,
+    ) -> IntArray:
+        """Half of them steady."""
+        steady = 0 if greedy else count // 2
+        rows = [
+            draw(self.scores, self.pair, steady, rng, steady=True, recompute=recompute).rows,
+            draw(
+                self.scores, self.pair, count - steady, rng, greedy=greedy, recompute=recompute
+            ).rows,
+        ]
+        return np.concatenate(rows)
 
     @property
     def found(self) -> list[Score]:

@@ -167,7 +167,7 @@ def test_fine_tuning_improves_on_an_untrained_policy() -> None:
     policy = Policy(PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4)).eval()
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     evaluator = Evaluator(language_graph(), mixed_cluster(network=10.0))
-    asked = Task(evaluator=evaluator, budget=Budget(evaluations=400))
+    asked = Task(evaluator=evaluator, budget=Budget(evaluations=400), seed=1)
     tuned = FineTuned(policy, Budget(evaluations=300), learning_rate=2e-3).plan(asked)
     short = FineTuned(policy, Budget(evaluations=25), learning_rate=2e-3).plan(asked)
     seconds = [

@@ -1,6 +1,7 @@
 """The decoder is an exact distribution, masks hold, and files are read with care."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,14 @@ from heterog.agents import checkpoint as checkpoints
 from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from heterog.agents.config import PolicyConfig
 from heterog.agents.graph_data import PairBatch, hetero_data
-from heterog.agents.policy import Policy, draw, log_probabilities, masks_of, score_pairs
+from heterog.agents.policy import (
+    Policy,
+    draw,
+    log_probabilities,
+    masks_of,
+    rule_of_thumb,
+    score_pairs,
+)
 from heterog.errors import InputFileError, UnknownNameError
 from tests.envs.cases import language_pair, toy_pair
 
@@ -52,6 +60,23 @@ def test_draws_follow_the_probabilities() -> None:
     )
     expected = log_p.detach().exp().numpy()
     np.testing.assert_allclose(counts / len(rows), expected, atol=0.015)
+
+
+def test_steady_draws_do_not_waver() -> None:
+    """Where every block is alike a row is uniform, and as likely as the candidate's score says."""
+    pair = toy_pair()
+    scores = rule_of_thumb(pair)
+    alike = np.where(scores.unary.min(axis=0) < -1e3, scores.unary.min(axis=0), 0.0)
+    still = np.zeros_like(scores.cut)
+    scores = replace(
+        scores, unary=np.tile(alike, (pair.num_blocks, 1)), cut=still, stay=still + 1.0
+    )
+    rows = draw(scores, pair, 4000, np.random.default_rng(0), steady=True).rows
+    assert (rows == rows[:, :1]).all()
+    chosen, counts = np.unique(rows[:, 0], return_counts=True)
+    allowed = np.flatnonzero(alike == 0.0)
+    assert set(chosen) == set(allowed)
+    np.testing.assert_allclose(counts / len(rows), 1.0 / len(allowed), atol=0.05)
 
 
 def test_padding_does_not_change_scores() -> None:
