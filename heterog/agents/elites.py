@@ -178,7 +178,7 @@ def balanced_stages(pair: Pair, count: int, rng: np.random.Generator) -> IntArra
     of_type: dict[int, list[int]] = {}
     for device, number in enumerate(cluster.type_index):
         of_type.setdefault(number, []).append(device)
-    kinds = (
+    kinds: tuple[set[tuple[int, ...]], ...] = (
         {(device,) for device in range(cluster.num_devices)},
         {cluster.host_devices(host) for host in range(cluster.num_hosts)},
         {tuple(devices) for devices in of_type.values()},

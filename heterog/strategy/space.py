@@ -109,6 +109,7 @@ class StrategySpace:
         self._member = np.zeros((16, cluster.num_devices), np.bool_)
         self._reduce = np.full(16, -1, np.int32)
         self._gather = np.full(16, -1, np.int32)
+        self._sync: list[int] = []
         self._first: list[int] = []
         self._second: list[int] = []
         self._recompute: list[bool] = []
@@ -153,6 +154,7 @@ class StrategySpace:
             self._add_layout(decision)
         self._layout_of.append(self._layouts[key])
         first, second = self._channels.for_decision(decision)
+        self._sync.append(int(decision.sync))
         self._first.append(first)
         self._second.append(second)
         self._recompute.append(decision.recompute)
@@ -223,7 +225,13 @@ class StrategySpace:
                 sets the choice's ``rule_set``.
         """
         tables = tables or self._tables
-        layouts = np.array(self._layout_of, np.int32)[row]
+        # By the few candidates in use: a search adds thousands of others.
+        numbers, of_group = np.unique(row, return_inverse=True)
+
+        def by_group(values: Sequence[int]) -> IntArray:
+            return np.array([values[number] for number in numbers], np.int32)[of_group]
+
+        layouts = by_group(self._layout_of)
         used = np.unique(layouts)
         num_micro = len(micro_batches[0]) if micro_batches else 1
         # Only the layouts in use, renumbered: the arrays that the kernel scans stay small.
@@ -254,10 +262,10 @@ class StrategySpace:
             layout=layout,
             shares=shares,
             member=member,
-            sync=np.array([int(self.candidates[number].sync) for number in row], np.int32),
-            recompute=np.array(self._recompute, np.bool_)[row],
-            first_channel=np.array(self._first, np.int32)[row],
-            second_channel=np.array(self._second, np.int32)[row],
+            sync=by_group(self._sync),
+            recompute=by_group(self._recompute) > 0,
+            first_channel=by_group(self._first),
+            second_channel=by_group(self._second),
             reduce_channel=reduce_channel,
             gather_channel=gather_channel,
             home=self.homes(row, tables),
