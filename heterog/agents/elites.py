@@ -163,9 +163,8 @@ class _Search:
 def balanced_stages(pair: Pair, count: int, rng: np.random.Generator) -> IntArray:
     """Rows of stages whose slowest is as fast as can be with these devices in this order.
 
-    Stages are single devices, hosts, or all devices of a type, a drawn number of the fastest of
-    them, from fast to slow, from slow to fast or in a drawn order. A stage that has no memory left
-    is over, too.
+    Stages are single devices or hosts, a drawn number of the fastest of them, from fast to slow,
+    from slow to fast or in a drawn order. A stage that has no memory left is over, too.
 
     Returns:
         The rows that get to the last block.  # [at most count, G]
@@ -175,18 +174,10 @@ def balanced_stages(pair: Pair, count: int, rng: np.random.Generator) -> IntArra
     for number in np.argsort(whole + pair.observer.sync_seconds.sum(axis=0)):
         fastest.setdefault(pair.table[number].devices, int(number))
     cluster = pair.cluster
-    of_type: dict[int, list[int]] = {}
-    for device, number in enumerate(cluster.type_index):
-        of_type.setdefault(number, []).append(device)
-    kinds: tuple[set[tuple[int, ...]], ...] = (
-        {(device,) for device in range(cluster.num_devices)},
-        {cluster.host_devices(host) for host in range(cluster.num_hosts)},
-        {tuple(devices) for devices in of_type.values()},
-    )
+    hosts = {cluster.host_devices(host) for host in range(cluster.num_hosts)}
     levels = [
         [fastest[devices] for devices in sorted(kind & set(fastest))]
-        for number, kind in enumerate(kinds)
-        if kind not in kinds[:number]
+        for kind in ({(device,) for device in range(cluster.num_devices)}, hosts)
     ]
     levels = [sorted(level, key=whole.__getitem__) for level in levels if len(level) > 1]
     if not levels:

@@ -9,6 +9,7 @@ rows mind it as if every block recomputed.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -61,13 +62,10 @@ class Way:
     ) -> IntArray:
         """Half of them steady."""
         steady = 0 if greedy else count // 2
-        rows = [
-            draw(self.scores, self.pair, steady, rng, steady=True, recompute=recompute).rows,
-            draw(
-                self.scores, self.pair, count - steady, rng, greedy=greedy, recompute=recompute
-            ).rows,
-        ]
-        return np.concatenate(rows)
+        drawn = partial(draw, self.scores, self.pair, rng=rng, recompute=recompute)
+        return np.concatenate(
+            [drawn(steady, steady=True).rows, drawn(count - steady, greedy=greedy).rows]
+        )
 
     @property
     def found(self) -> list[Score]:

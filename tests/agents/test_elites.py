@@ -6,10 +6,8 @@ import numpy as np
 
 from heterog.agents.elites import balanced_stages
 from heterog.agents.imitation import search_pair
-from heterog.cluster import Cluster
-from heterog.envs.pair import Pair
 from heterog.strategy.program import IntArray
-from tests.envs.cases import language_graph, pipelined_pair
+from tests.envs.cases import pipelined_pair
 
 
 def test_balanced_stages_are_as_fast_as_any_cut_of_the_same_devices() -> None:
@@ -33,22 +31,6 @@ def test_balanced_stages_are_as_fast_as_any_cut_of_the_same_devices() -> None:
             continue
         least = min(map(slowest, combinations(range(1, pair.num_blocks), len(stages) - 1)))
         assert slowest(tuple(starts[1:-1])) <= least * 1.01
-
-
-def test_a_stage_may_be_all_devices_of_a_type() -> None:
-    cluster = Cluster.load("paper_8gpu")  # one host of V100, one of P100, two of GTX 1080 Ti
-    pair = Pair(language_graph(), cluster).pipelined()
-    assert pair is not None
-    rows = balanced_stages(pair, 64, np.random.default_rng(0))
-    stages = [{pair.table[number].devices for number in row} for row in rows]
-    per_host = {cluster.host_devices(host) for host in range(cluster.num_hosts)}
-    per_type = {
-        tuple(np.flatnonzero(np.array(cluster.type_index) == number).tolist())
-        for number in range(len(cluster.device_types))
-    }
-    assert per_type != per_host
-    assert per_type in stages
-    assert per_host in stages
 
 
 def test_a_search_for_pipelines_is_no_worse_than_the_balanced_ones() -> None:
