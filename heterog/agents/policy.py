@@ -273,12 +273,19 @@ def _decode(
 
 
 def masks_of(pair: Pair, rows: IntArray) -> npt.NDArray[np.bool_]:
-    """What could have been chosen at each block of given rows.  # [num_rows, G, C]"""
+    """What could have been chosen at each block of given rows.  # [num_rows, G, C]
+
+    The limit on the stages of a pipeline is the least that it keeps.
+    """
     memory = RunningMemory(pair, len(rows))
+    stages = RunningStages.of_rows(pair, rows) if pair.num_micro > 1 else None
     masks = np.empty((len(rows), pair.num_blocks, pair.num_candidates), np.bool_)
     for block in range(pair.num_blocks):
-        masks[:, block] = memory.fits()
+        fits = memory.fits()
+        masks[:, block] = fits if stages is None else stages.fits(fits)
         memory.add(rows[:, block])
+        if stages is not None:
+            stages.add(rows[:, block])
     return masks
 
 

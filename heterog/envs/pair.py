@@ -318,6 +318,7 @@ class RunningStages:
 
     Attributes:
         is_late: rows whose last stage took what was left, beyond the limit.  # [num_rows] bool
+        longest: seconds of every row's longest stage so far.  # [num_rows]
     """
 
     def __init__(self, pair: Pair, limits: npt.NDArray[np.floating]) -> None:
@@ -335,6 +336,20 @@ class RunningStages:
         self._load = np.zeros(len(limits))
         self._block = 0
         self.is_late = np.zeros(len(limits), np.bool_)
+        self.longest = np.zeros(len(limits))
+
+    @classmethod
+    def of_rows(cls, pair: Pair, rows: IntArray) -> "RunningStages":
+        """With the least limits that rows keep.
+
+        Args:
+            pair: model and cluster.
+            rows: candidates of all blocks.  # [num_rows, G]
+        """
+        unlimited = cls(pair, np.full(len(rows), np.inf))
+        for block in rows.T:
+            unlimited.add(block)
+        return cls(pair, unlimited.longest / pair.observer.bound_s * (1.0 + 1e-9))
 
     def fits(self, in_memory: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Which candidates the next block may take; all if none may.
@@ -360,6 +375,7 @@ class RunningStages:
         chosen = self._set_of[candidates]
         stays = chosen == self._current
         self._load = np.where(stays, self._load, 0.0) + self._seconds[self._block, candidates]
+        self.longest = np.maximum(self.longest, self._load)
         self.is_late |= self._load > self._limit[:, 0]
         self._is_taken |= self._shares_device[chosen]
         self._current = chosen
