@@ -3,8 +3,9 @@
     python experiments/bounds.py --json
 
 Per model: the bound by compute and by the longest path (``simulator.lower_bound``), the bound that
-counts launches and waiting (``simulator.sample_path``), and the best uniform data parallelism by
-the referee: it is at most that many times above what any strategy can reach. Strategies that give
+counts launches and waiting (``simulator.sample_path``), the same for strategies without
+micro-batches, and the best uniform data parallelism by the referee: it is at most that many times
+above what any strategy can reach. Strategies that give
 ops rules of their own (Megatron, HAP) may split more than the batch; the last bound holds for
 them, too.
 """
@@ -48,6 +49,7 @@ def main() -> None:
             "compute_s": found.compute_s,
             "path_s": found.path_s,
             "sample_path_s": sample_path_s(graph, cluster, Roofline()),
+            "one_pass_s": sample_path_s(graph, cluster, Roofline(), one_pass=True),
             "sample_path_with_op_rules_s": sample_path_s(
                 graph, cluster, Roofline(), with_op_rules=True
             ),

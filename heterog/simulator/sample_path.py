@@ -22,11 +22,23 @@ known replaced by the best that it could be:
 for every alpha >= 0, w and path. With alpha = 0 this is (a). For n equal ops of a launch l and a
 work v on D equal devices the right side is n (sqrt(alpha l) + sqrt(v / D))^2, and the best alpha
 gives T >= n (l + v / D): by Cauchy and Schwarz, what data parallelism takes without communication.
+
+Ops that differ in l / v would have kernels of different sizes there, several to a device: samples
+that change devices from op to op, for nothing. Without micro-batches that cannot be: an op has one
+kernel on each device, which holds the device's part x_d of the batch, so that an op of the path
+counts for at least
+
+    min over x with sum_d x_d = 1 of  sum_d (alpha x_d + w_d) c(o,d,x_d),    c(o,d,0) = 0
+
+instead (``one_pass``). From below by weak duality: for every price p of a part it is at least
+p + sum_d min(0, min_x (alpha x + w_d) c(o,d,x) - p x), and a p for each op is looked for.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import scipy.optimize
 
 from heterog.cluster.topology import Cluster, DeviceType
@@ -45,10 +57,16 @@ _FINEST_STEP = 256
 _PART_RATIO = 0.99
 _SMALLEST_PART = 2.0**-12
 _EVALUATIONS = 200
+_HALVINGS = 24
 
 
 def sample_path_s(
-    graph: OpGraph, cluster: Cluster, cost_model: CostModel, *, with_op_rules: bool = False
+    graph: OpGraph,
+    cluster: Cluster,
+    cost_model: CostModel,
+    *,
+    with_op_rules: bool = False,
+    one_pass: bool = False,
 ) -> float:
     """Seconds of a step with barrier that no strategy can go below; see the module docstring.
 
@@ -58,7 +76,9 @@ def sample_path_s(
         cost_model: seconds of ops, the same as the strategies are judged by; more samples must
             not take less time.
         with_op_rules: strategies may give ops rules of their own.
+        one_pass: only strategies without micro-batches are meant, and without such rules.
     """
+    assert not (with_op_rules and one_pass), "an op with rules may have several kernels"
     types = cluster.device_types
     counts = np.bincount(cluster.type_index, minlength=len(types))
     plan = batch_plan(graph)
@@ -80,9 +100,13 @@ def sample_path_s(
 
     def bound(alpha: float, weights: FloatArray) -> float:
         off_path = (weights[:, None] * whole[:, first]).min(axis=0)
-        path = np.full(len(first), np.inf)
-        for weight, (seconds, parts) in zip(weights, small, strict=True):
-            np.minimum(path, ((alpha + weight / parts)[:, None] * seconds).min(axis=0), out=path)
+        if one_pass:
+            path = _in_one_pass(alpha, weights, counts, small)
+        else:
+            path = np.full(len(first), np.inf)
+            for weight, (seconds, parts) in zip(weights, small, strict=True):
+                of_type = ((alpha + weight / parts)[:, None] * seconds).min(axis=0)
+                np.minimum(path, of_type, out=path)
         gain = np.where(on_path, (path - off_path)[number], 0.0)
         total = off_path[number].sum() + heaviest_path(graph, gain)
         return float(total / (1.0 + alpha))
@@ -104,6 +128,46 @@ def sample_path_s(
         options={"maxfev": _EVALUATIONS, "initial_simplex": _simplex(begin)},
     )
     return max(-float(found.fun), bound(0.0, by_compute)) * (1.0 - _ROUNDING)
+
+
+def _in_one_pass(
+    alpha: float,
+    weights: FloatArray,
+    counts: npt.NDArray[np.int64],
+    tables: Sequence[tuple[FloatArray, FloatArray]],
+) -> FloatArray:
+    """What every op counts for if it is on the path and has at most one kernel on each device.
+
+    Args:
+        alpha: weight of the path.
+        weights: of a device of each type.
+        counts: devices of each type.
+        tables: (seconds [num_parts, num_ops], parts [num_parts]) of the kernels on each type.
+
+    Returns:
+        # [num_ops]
+    """
+    costs = []
+    for weight, (seconds, parts) in zip(weights, tables, strict=True):
+        # A kernel does at most its part, and more than the one before.
+        least = np.append(parts[0], parts[:-1] + parts[0]) if len(parts) > 1 else parts
+        costs.append(((alpha * least + weight)[:, None] * seconds, parts))
+    columns = np.arange(tables[0][0].shape[1])
+    low = np.zeros(len(columns))
+    high = np.max([cost.max(axis=0) / parts[0] for cost, parts in costs], axis=0)
+    best = np.zeros(len(columns))
+    for _ in range(_HALVINGS):
+        price = 0.5 * (low + high)
+        value, taken = price.copy(), np.zeros(len(columns))
+        for count, (cost, parts) in zip(counts, costs, strict=True):
+            left = cost - price * parts[:, None]
+            chosen = left.argmin(axis=0)
+            least_left = left[chosen, columns]
+            value += count * np.minimum(least_left, 0.0)
+            taken += count * np.where(least_left < 0.0, parts[chosen], 0.0)
+        np.maximum(best, value, out=best)
+        low, high = np.where(taken < 1.0, price, low), np.where(taken < 1.0, high, price)
+    return best
 
 
 def _simplex(begin: FloatArray) -> FloatArray:
