@@ -1,6 +1,7 @@
 """Does a searched plan beat the real DistributedDataParallel on unequal machines?
 
     python experiments/testbed_speedup.py --json        # Linux, as root
+    python experiments/testbed_speedup.py --method agent --json   # a policy's plan instead
 
 On each testbed and workload, in one job and in turn: the plan of ``auto``, that of
 ``tuned_uniform``, DDP with even batches, and, every fourth time, DDP with batches in proportion to
@@ -25,6 +26,8 @@ from testbed_calibration import calibrated
 from testbed_rounds import seconds_in_turn
 from torch.nn.parallel import DistributedDataParallel
 
+# Registers ``agent`` and ``agent+search``.
+import heterog.agents.planners  # noqa: F401
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.plan import load_plan, make_plan
@@ -38,12 +41,11 @@ from heterog.zoo import load_workload
 TESTBEDS = ("skew_compute", "skew_network", "skew_both")
 MODELS = ("mlp", "vgg", "gpt", "encoder")
 WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
-TUNED = "tuned_uniform"
-PLANNED = ("auto", TUNED)
+TUNED, DDP = "tuned_uniform", "ddp"
 _RARELY = 4
 
 
-def serve(folder: Path, model: str, num_pairs: int) -> None:
+def serve(folder: Path, model: str, asked: str, num_pairs: int) -> None:
     """One rank: all contenders in turn; rank 0 writes the seconds."""
     torch.set_num_threads(1)
     join(timeout_s=1800)
@@ -52,13 +54,13 @@ def serve(folder: Path, model: str, num_pairs: int) -> None:
     batch = workload.make_batch()
     assert isinstance(batch, tuple)
     contenders: dict[str, Callable[[], Any]] = {}
-    for method in PLANNED:
+    for method in (asked, TUNED):
         plan = load_plan(folder / f"{method}.json")
         contenders[method] = partial(deploy(workload, plan), batch)
     size = plan.graph.batch_size
     quotas = tuple(host.cpu_quota or 1.0 for host in plan.cluster.hosts)
     for key, shares in (
-        ("ddp", split_evenly(size, len(quotas))),
+        (DDP, split_evenly(size, len(quotas))),
         ("proportional_ddp", split_in_proportion(size, quotas)),
     ):
         contenders[key] = _ddp_step(model, shares, rank)
@@ -86,16 +88,22 @@ def _ddp_step(model: str, shares: tuple[int, ...], rank: int) -> Callable[[], No
     return step
 
 
-def measure(cluster: Cluster, model: str, budget: str, num_pairs: int) -> dict[str, Any]:
+def measure(
+    cluster: Cluster, model: str, asked: str, budget: str, num_pairs: int
+) -> dict[str, Any]:
     """Plan, then run all contenders on the testbed."""
     graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
-    plans = {name: make_plan(graph, cluster, methods=(name,), budget=budget) for name in PLANNED}
-    plan = plans["auto"]
+    plans = {
+        name: make_plan(graph, cluster, methods=(name,), budget=budget)
+        for name in (asked, TUNED, DDP)
+    }
+    plan = plans[asked]
     with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
         folder = Path(name)
         for method, made in plans.items():
             made.save(folder / f"{method}.json")
-        arguments = ["--rank-folder", name, "--models", model, "--pairs", str(num_pairs)]
+        arguments = ["--rank-folder", name, "--models", model, "--method", asked]
+        arguments += ["--pairs", str(num_pairs)]
         run_commands(
             [str(Path(__file__).resolve()), *arguments],
             cluster.num_devices,
@@ -105,8 +113,7 @@ def measure(cluster: Cluster, model: str, budget: str, num_pairs: int) -> dict[s
         )
         seconds = json.loads((folder / "seconds.json").read_text())
     medians = {key: statistics.median(values) for key, values in seconds.items()}
-    predicted = {row.method: row.step_time_s for row in plan.rows}
-    ours, tuned, ddp = plan.step_time_s, predicted[TUNED], predicted["ddp"]
+    ours, tuned, ddp = (plans[name].step_time_s for name in (asked, TUNED, DDP))
     return {
         "testbed": cluster.name,
         "model": model,
@@ -114,13 +121,13 @@ def measure(cluster: Cluster, model: str, budget: str, num_pairs: int) -> dict[s
         "predicted_step_time_s": ours,
         "predicted_over_tuned_uniform": tuned / ours if tuned and ours else None,
         "predicted_over_ddp": ddp / ours if ddp and ours else None,
-        "step_time_s": medians["auto"],
+        "step_time_s": medians[asked],
         "tuned_uniform_step_time_s": medians[TUNED],
-        "speedup_over_tuned_uniform": medians[TUNED] / medians["auto"],
-        "ddp_step_time_s": medians["ddp"],
+        "speedup_over_tuned_uniform": medians[TUNED] / medians[asked],
+        "ddp_step_time_s": medians[DDP],
         "proportional_ddp_step_time_s": medians["proportional_ddp"],
-        "speedup_over_ddp": medians["ddp"] / medians["auto"],
-        "speedup_over_proportional_ddp": medians["proportional_ddp"] / medians["auto"],
+        "speedup_over_ddp": medians[DDP] / medians[asked],
+        "speedup_over_proportional_ddp": medians["proportional_ddp"] / medians[asked],
         "num_pairs": num_pairs,
         "seconds": seconds,
     }
@@ -132,13 +139,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--testbeds", default=",".join(TESTBEDS))
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--method", default="auto", help="whose plan is compared")
     parser.add_argument("--budget", default="4000e")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
     parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_folder:
-        serve(Path(arguments.rank_folder), arguments.models, arguments.pairs)
+        serve(Path(arguments.rank_folder), arguments.models, arguments.method, arguments.pairs)
         return
     rows = []
     scratch = tempfile.TemporaryDirectory()
@@ -146,7 +154,7 @@ def main() -> None:
     for testbed in arguments.testbeds.split(","):
         cluster = calibrated(testbed, folder)
         for model in arguments.models.split(","):
-            row = measure(cluster, model, arguments.budget, arguments.pairs)
+            row = measure(cluster, model, arguments.method, arguments.budget, arguments.pairs)
             rows.append(row)
             print(
                 f"{testbed:13} {model:8} {row['method']:15} {row['step_time_s']:.3f} s "
