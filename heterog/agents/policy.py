@@ -204,7 +204,7 @@ def draw(
     rng: np.random.Generator,
     *,
     greedy: bool = False,
-    steady: bool = False,
+    num_steady: int = 0,
     keep_masks: bool = False,
     recompute: bool = False,
 ) -> Samples:
@@ -220,15 +220,13 @@ def draw(
         num_rows: number of strategies.
         rng: for the draws.
         greedy: take the best candidate at each block instead of drawing.
-        steady: keep the noise on a candidate's score through a whole strategy. Not exact draws:
-            where the policy hesitates between two, no block goes another way than the rest
-            (perturb-and-MAP: Papandreou and Yuille, ICCV 2011).
+        num_steady: of the first rows, the noise on a candidate's score is the same at all blocks.
+            They are no exact draws: where the policy hesitates between two candidates, no block
+            goes another way than the rest (perturb-and-MAP: Papandreou and Yuille, ICCV 2011).
         keep_masks: return what could be chosen, for exact log-probabilities.
         recompute: mind the memory as if every block recomputed.
     """
-    shape = (1 if steady else pair.num_blocks, num_rows, pair.num_candidates)
-    # The largest of logits plus Gumbel noise is a draw from the softmax.
-    noise = None if greedy else rng.gumbel(size=shape).astype(np.float32)
+    noise = None if greedy else _noise(pair, num_rows, num_steady, rng)
     if pair.num_micro == 1:
         memory = RunningMemory(pair, num_rows, recompute=recompute)
         return _decode(scores, noise, memory, keep_masks=keep_masks)
@@ -241,6 +239,15 @@ def draw(
         low = np.where(stages.is_late, limits, low)
         high = np.where(stages.is_late, high, limits)
     return samples
+
+
+def _noise(pair: Pair, num_rows: int, num_steady: int, rng: np.random.Generator) -> FloatArray32:
+    """Noise on logits, of which the largest is then a draw.  # [G, num_rows, C]"""
+    blocks, candidates = pair.num_blocks, pair.num_candidates
+    kept = rng.gumbel(size=(1, num_steady, candidates))
+    fresh = rng.gumbel(size=(blocks, num_rows - num_steady, candidates))
+    kept = np.broadcast_to(kept, (blocks, num_steady, candidates))
+    return np.concatenate([kept, fresh], axis=1).astype(np.float32)
 
 
 def _decode(
@@ -262,7 +269,7 @@ def _decode(
             fits = stages.fits(fits)
         logits = np.where(fits, logits, np.float32(2.0 * _MASKED))
         if noise is not None:
-            logits = logits + noise[min(block, len(noise) - 1)]
+            logits = logits + noise[block]
         rows[:, block] = logits.argmax(axis=1)
         if keep_masks:
             masks[:, block] = fits

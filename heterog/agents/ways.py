@@ -44,28 +44,15 @@ class Way:
     def draw(self, count: int, rng: np.random.Generator, *, greedy: bool = False) -> None:
         """Add rows; half of them as if every block recomputed, where memory is scarce."""
         loose = count // 2 if self.is_tight else 0
-        mindful = self._drawn(count - loose, rng, greedy=greedy)
-        recomputed = self._drawn(loose, rng, recompute=True)
+        drawn = partial(draw, self.scores, self.pair, rng=rng)
+        steady = 0 if greedy else (count - loose) // 2
+        mindful = drawn(count - loose, greedy=greedy, num_steady=steady).rows
+        recomputed = drawn(loose, num_steady=loose // 2, recompute=True).rows
         self.rows = np.unique(np.concatenate([self.rows, mindful, recomputed]), axis=0)
         for row in mindful:
             self.promise = min(self.promise, self.pair.score(row).preference)
         for row in recomputed:
             self.promise = min(self.promise, (0.0, AGAIN * self.pair.score(row).step_time_s))
-
-    def _drawn(
-        self,
-        count: int,
-        rng: np.random.Generator,
-        *,
-        greedy: bool = False,
-        recompute: bool = False,
-    ) -> IntArray:
-        """Half of them steady."""
-        steady = 0 if greedy else count // 2
-        drawn = partial(draw, self.scores, self.pair, rng=rng, recompute=recompute)
-        return np.concatenate(
-            [drawn(steady, steady=True).rows, drawn(count - steady, greedy=greedy).rows]
-        )
 
     @property
     def found(self) -> list[Score]:

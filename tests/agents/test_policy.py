@@ -72,7 +72,7 @@ def test_steady_draws_do_not_waver() -> None:
     scores = replace(
         scores, unary=np.tile(alike, (pair.num_blocks, 1)), cut=still, stay=still + 1.0
     )
-    rows = draw(scores, pair, 4000, np.random.default_rng(0), steady=True).rows
+    rows = draw(scores, pair, 4000, np.random.default_rng(0), num_steady=4000).rows
     assert (rows == rows[:, :1]).all()
     chosen, counts = np.unique(rows[:, 0], return_counts=True)
     allowed = np.flatnonzero(alike == 0.0)
