@@ -5,9 +5,8 @@
 Per model: the bound by compute and by the longest path (``simulator.lower_bound``), the bound that
 counts launches and waiting (``simulator.sample_path``), the same for strategies without
 micro-batches, and the best uniform data parallelism by the referee: it is at most that many times
-above what any strategy can reach. Strategies that give
-ops rules of their own (Megatron, HAP) may split more than the batch; the last bound holds for
-them, too.
+above what any strategy can reach. Strategies that give ops rules of their own (Megatron, HAP) may
+split more than the batch; the last bound holds for them, too.
 """
 
 import argparse

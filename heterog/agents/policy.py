@@ -242,7 +242,11 @@ def draw(
 
 
 def _noise(pair: Pair, num_rows: int, num_steady: int, rng: np.random.Generator) -> FloatArray32:
-    """Noise on logits, of which the largest is then a draw.  # [G, num_rows, C]"""
+    """Gumbel noise: the largest of logits plus it is a draw from their softmax.
+
+    Returns:
+        # [G, num_rows, C]
+    """
     blocks, candidates = pair.num_blocks, pair.num_candidates
     kept = rng.gumbel(size=(1, num_steady, candidates))
     fresh = rng.gumbel(size=(blocks, num_rows - num_steady, candidates))

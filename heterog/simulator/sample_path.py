@@ -149,8 +149,8 @@ def _in_one_pass(
     """
     costs = []
     for weight, (seconds, parts) in zip(weights, tables, strict=True):
-        # A kernel does at most its part, and more than the one before.
-        least = np.append(parts[0], parts[:-1] + parts[0]) if len(parts) > 1 else parts
+        # A kernel does at most its part, and at least a sample more than the one before.
+        least = np.append(0.0, parts[:-1]) + parts[0]
         costs.append(((alpha * least + weight)[:, None] * seconds, parts))
     columns = np.arange(tables[0][0].shape[1])
     low = np.zeros(len(columns))

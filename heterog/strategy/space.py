@@ -109,10 +109,8 @@ class StrategySpace:
         self._member = np.zeros((16, cluster.num_devices), np.bool_)
         self._reduce = np.full(16, -1, np.int32)
         self._gather = np.full(16, -1, np.int32)
-        self._sync: list[int] = []
         self._first: list[int] = []
         self._second: list[int] = []
-        self._recompute: list[bool] = []
         self._part: FloatArray = np.zeros((16, cluster.num_devices))
         self._homes: dict[tuple[int, ...], IntArray] = {}
         self._cuts: dict[MicroBatches, dict[int, IntArray]] = {}
@@ -154,10 +152,8 @@ class StrategySpace:
             self._add_layout(decision)
         self._layout_of.append(self._layouts[key])
         first, second = self._channels.for_decision(decision)
-        self._sync.append(int(decision.sync))
         self._first.append(first)
         self._second.append(second)
-        self._recompute.append(decision.recompute)
         if number >= len(self._part):
             self._part = np.concatenate([self._part, np.zeros_like(self._part)])
         if decision.sync in SLICED:
@@ -227,6 +223,7 @@ class StrategySpace:
         tables = tables or self._tables
         # By the few candidates in use: a search adds thousands of others.
         numbers, of_group = np.unique(row, return_inverse=True)
+        decisions = [self.candidates[number] for number in numbers]
 
         def by_group(values: Sequence[int]) -> IntArray:
             return np.array([values[number] for number in numbers], np.int32)[of_group]
@@ -262,8 +259,8 @@ class StrategySpace:
             layout=layout,
             shares=shares,
             member=member,
-            sync=by_group(self._sync),
-            recompute=by_group(self._recompute) > 0,
+            sync=np.array([int(each.sync) for each in decisions], np.int32)[of_group],
+            recompute=np.array([each.recompute for each in decisions], np.bool_)[of_group],
             first_channel=by_group(self._first),
             second_channel=by_group(self._second),
             reduce_channel=reduce_channel,
