@@ -148,6 +148,8 @@ def main() -> None:
     if arguments.rank_folder:
         serve(Path(arguments.rank_folder), arguments.models, arguments.method, arguments.pairs)
         return
+    if arguments.method in (TUNED, DDP):
+        parser.error(f"{arguments.method} is measured anyway; ask for another method's plan.")
     rows = []
     scratch = tempfile.TemporaryDirectory()
     folder = Path(arguments.folder or scratch.name)

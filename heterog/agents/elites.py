@@ -1,13 +1,16 @@
 """Search for good rows of a pair: what imitation learns from.
 
-Uniform rows first (the most promising by their analytic times), and balanced pipelines where rows
-are pipelines, then annealing over segments of blocks with the coarse evaluator. The best rows that
-differ are the *elites*.
+Uniform rows first (the most promising by their analytic times), or balanced pipelines, then
+annealing over segments of blocks with the coarse evaluator. A pair with micro-batches is searched
+for pipelines alone, of stages that share no device: other rows its policy cannot draw. The best
+rows that differ are the *elites*, without the segments that annealing left behind though they gain
+nothing: half of them and more, and a policy that imitated them would change devices for no reason.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +21,13 @@ from heterog.strategy.program import IntArray
 
 NUM_ELITES = 6
 _HALVINGS = 12
+_MOST_IDLE = 3  # runs of annealing that meet nothing new: everything near has been seen
 CLOSE = 0.01
 """Elites are within this part of the best."""
+SIMPLIFY_FROM = 0.8
+"""Part of the evaluations after which elites lose the segments that gain nothing."""
+GAINS_NOTHING = 2e-3
+"""Relative difference of step times for which an elite may lose segments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +50,10 @@ class Elites:
 
     @property
     def headroom(self) -> float:
-        """Natural logarithm of the gain over the best uniform row; 1 where none fits."""
+        """Natural logarithm of the gain over the best uniform row, 0 to 1; 1 where none fits."""
         if self.overflow > 0.0:
             return 0.0
-        return min(math.log(self.uniform_s / self.step_time_s), 1.0)
+        return min(max(math.log(self.uniform_s / self.step_time_s), 0.0), 1.0)
 
 
 def find_elites(
@@ -69,6 +77,7 @@ class _Search:
     def __init__(self, pair: Pair, num_evaluations: int, rng: np.random.Generator) -> None:
         self.pair, self.rng = pair, rng
         self.budget, self.spent = num_evaluations, 0
+        self.devices = [frozenset(decision.devices) for decision in pair.table]
         self.cost: dict[bytes, float] = {}
         self.best: list[tuple[float, bytes]] = []
         self.seen: dict[bytes, Score] = {}
@@ -80,38 +89,57 @@ class _Search:
         order = np.argsort(
             promise[:, WHOLE_SLOWER] + 0.5 * promise[:, WHOLE_SUM] + 5.0 * promise[:, 8]
         )
-        num_uniform = max(min(self.budget // 5, pair.num_candidates), 1)
+        # Pipelines are only compared with uniform rows, not made from them.
+        part = 5 if pair.num_micro == 1 else 20
+        num_uniform = max(min(self.budget // part, pair.num_candidates), 1)
         uniform_s = math.inf
         for number in order[:num_uniform]:
             row = np.full(pair.num_blocks, number, np.int32)
             self._cost(row)
-            score = self.seen[row.tobytes()]
+            score = self._score(row)
             if score.overflow == 0.0:
                 uniform_s = min(uniform_s, score.step_time_s)
         for start in starts:
             self._cost(np.asarray(start, np.int32))
         favourites = order[: max(num_uniform // 2, 4)].astype(np.int32)
-        while self.spent < self.budget:
+        until, longest = int(SIMPLIFY_FROM * self.budget), max(self.budget // 5, 50)
+        idle = 0
+        while self.best and self.spent < until and idle < _MOST_IDLE:
+            spent = self.spent
             rank = min(int(self.rng.exponential(2.0)), len(self.best) - 1)
             row = np.frombuffer(self.best[rank][1], np.int32)
-            self._anneal(row, favourites, min(self.budget - self.spent, max(self.budget // 4, 50)))
-        best = self.seen[self.best[0][1]]
-        limit = self.best[0][0] * (1.0 + CLOSE)
-        rows = [np.frombuffer(key, np.int32) for cost, key in self.best if cost <= limit]
+            self._anneal(row, favourites, min(until - self.spent, longest))
+            idle = idle + 1 if self.spent == spent else 0
+        limit = self.best[0][0] * (1.0 + CLOSE) if self.best else 0.0
+        close = [np.frombuffer(key, np.int32) for cost, key in self.best if cost <= limit]
+        rows = {row.tobytes(): row for row in map(self._simpler, close[:NUM_ELITES])}
+        best = (
+            self.seen[self.best[0][1]]
+            if self.best
+            else Score(step_time_s=math.inf, overflow=math.inf)
+        )
         return Elites(
-            rows=np.array(rows[:NUM_ELITES]),
+            rows=np.array([*rows.values()], np.int32).reshape(-1, pair.num_blocks),
             step_time_s=best.step_time_s,
             overflow=best.overflow,
             uniform_s=uniform_s,
             num_evaluations=self.spent,
         )
 
+    def _score(self, row: IntArray) -> Score:
+        key = row.tobytes()
+        if key not in self.seen:
+            self.seen[key] = self.pair.score(row)
+            self.spent += 1
+        return self.seen[key]
+
     def _cost(self, row: IntArray) -> float:
+        """Seconds, and a charge for memory that is missing; infinite for what cannot be drawn."""
         key = row.tobytes()
         if key not in self.cost:
-            score = self.pair.score(row)
-            self.spent += 1
-            self.seen[key] = score
+            if self.pair.num_micro > 1 and not self._is_pipeline(row):
+                return math.inf
+            score = self._score(row)
             charge = 1.0 if score.overflow == 0.0 else 10.0 * (1.0 + score.overflow)
             self.cost[key] = cost = score.step_time_s * charge
             if len(self.best) < 4 * NUM_ELITES or cost < self.best[-1][0]:
@@ -120,12 +148,17 @@ class _Search:
                 del self.best[4 * NUM_ELITES :]
         return self.cost[key]
 
+    def _is_pipeline(self, row: IntArray) -> bool:
+        """Whether there are stages, two or more, that share no device."""
+        stages = [devices for devices, _ in groupby(self.devices[number] for number in row)]
+        return len(stages) > 1 and len(frozenset().union(*stages)) == sum(map(len, stages))
+
     def _anneal(self, start: IntArray, favourites: IntArray, num_moves: int) -> None:
         """One run of simulated annealing, cooling from 3 % to 0.1 % of the cost."""
         row, cost = start, self._cost(start)
         stop = self.spent + num_moves
         move, repeats = 0, 0
-        while self.spent < stop and repeats < 20 * num_moves:
+        while self.spent < stop and repeats < 10 * num_moves:
             temperature = 0.03 * cost * 0.03 ** (move / num_moves)
             neighbour = self._neighbour(row, favourites)
             spent = self.spent
@@ -134,12 +167,26 @@ class _Search:
             move += self.spent - spent
             if new < cost or self.rng.random() < math.exp((cost - new) / temperature):
                 row, cost = neighbour, new
-        if self.spent == spent:  # nothing new around here
-            self.spent += 1
+
+    def _simpler(self, row: IntArray) -> IntArray:
+        """The row without the segments that gain nothing, the shortest ones first."""
+        limit = self._cost(row) * (1.0 + GAINS_NOTHING)
+        is_simplest = False
+        while not is_simplest:
+            is_simplest = True
+            for simpler in _with_a_segment_less(row):
+                if self.spent >= self.budget and simpler.tobytes() not in self.cost:
+                    return row
+                if self._cost(simpler) <= limit:
+                    row, is_simplest = simpler, False
+                    break
+        return row
 
     def _neighbour(self, row: IntArray, favourites: IntArray) -> IntArray:
-        """Change the candidate of a segment of blocks."""
+        """Change the candidate of a segment of blocks; in a pipeline, perhaps of a whole stage."""
         num_blocks, rng = len(row), self.rng
+        if self.pair.num_micro > 1 and rng.random() < 0.4:
+            return self._restaged(row)
         length = min(max(int(math.exp(rng.uniform(0.0, math.log(num_blocks + 1)))), 1), num_blocks)
         first = int(rng.integers(num_blocks - length + 1))
         last = first + length
@@ -158,6 +205,32 @@ class _Search:
         else:
             changed[first:last] = rng.integers(self.pair.num_candidates)
         return changed
+
+    def _restaged(self, row: IntArray) -> IntArray:
+        """Change places of two stages, or give one to devices that no other is on."""
+        stage = np.cumsum([0, *(a != b for a, b in pairwise(self.devices[n] for n in row))])
+        one, other = self.rng.integers(stage[-1] + 1, size=2)
+        changed = row.copy()
+        if one != other:
+            first, second = row[stage == one][0], row[stage == other][0]
+            changed[stage == one], changed[stage == other] = second, first
+            return changed
+        taken = frozenset().union(*(self.devices[number] for number in row[stage != one]))
+        free = [number for number, devices in enumerate(self.devices) if not devices & taken]
+        changed[stage == one] = free[self.rng.integers(len(free))]
+        return changed
+
+
+def _with_a_segment_less(row: IntArray) -> Iterator[IntArray]:
+    """The rows in which one segment went over to the one before or after it, shortest first."""
+    edges = [0, *np.flatnonzero(np.diff(row)) + 1, len(row)]
+    segments = sorted(pairwise(edges), key=lambda segment: segment[1] - segment[0])
+    for first, last in segments:
+        for near in (first - 1, last):
+            if 0 <= near < len(row):
+                simpler = row.copy()
+                simpler[first:last] = row[near]
+                yield simpler
 
 
 def balanced_stages(pair: Pair, count: int, rng: np.random.Generator) -> IntArray:

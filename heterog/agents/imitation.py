@@ -61,7 +61,7 @@ def search_pair(pair: Pair, num_evaluations: int, rng: np.random.Generator) -> E
     """Search from uniform rows and from a rule of thumb that minds the memory."""
     starts = list(draw(rule_of_thumb(pair), pair, _NUM_STARTS, rng).rows)
     if pair.num_micro > 1:
-        starts += list(balanced_stages(pair, 2 * _NUM_STARTS, rng))
+        starts += list(balanced_stages(pair, 5 * _NUM_STARTS, rng))
     found = find_elites(pair, num_evaluations, rng, starts)
     pair.forget()
     return found

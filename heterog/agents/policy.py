@@ -233,9 +233,9 @@ def draw(
     low, high = (np.full(num_rows, limit) for limit in STAGE_LIMITS)
     for halving in range(_HALVINGS + 1):
         limits = high if halving == _HALVINGS else np.sqrt(low * high)
-        stages = RunningStages(pair, limits)
         memory = RunningMemory(pair, num_rows, recompute=recompute)
-        samples = _decode(scores, noise, memory, stages, keep_masks=keep_masks)
+        stages = RunningStages(memory, pair, limits)
+        samples = _decode(scores, noise, stages, keep_masks=keep_masks)
         low = np.where(stages.is_late, limits, low)
         high = np.where(stages.is_late, high, limits)
     return samples
@@ -257,29 +257,24 @@ def _noise(pair: Pair, num_rows: int, num_steady: int, rng: np.random.Generator)
 def _decode(
     scores: PairScores,
     noise: FloatArray32 | None,
-    memory: RunningMemory,
-    stages: RunningStages | None = None,
+    running: RunningMemory | RunningStages,
     *,
     keep_masks: bool,
 ) -> Samples:
     """The rows that some noise on the logits leads to; the likeliest candidates without."""
-    num_rows, (num_blocks, num_candidates) = memory.num_rows, scores.unary.shape
+    num_rows, (num_blocks, num_candidates) = running.num_rows, scores.unary.shape
     rows = np.zeros((num_rows, num_blocks), np.int32)
     masks = np.zeros((num_rows, num_blocks, num_candidates) if keep_masks else (0, 0, 0), np.bool_)
     for block in range(num_blocks):
         logits = scores.logits(block, rows[:, block - 1] if block else None, num_rows)
-        fits = memory.fits()
-        if stages is not None:
-            fits = stages.fits(fits)
+        fits = running.fits()
         logits = np.where(fits, logits, np.float32(2.0 * _MASKED))
         if noise is not None:
             logits = logits + noise[block]
         rows[:, block] = logits.argmax(axis=1)
         if keep_masks:
             masks[:, block] = fits
-        memory.add(rows[:, block])
-        if stages is not None:
-            stages.add(rows[:, block])
+        running.add(rows[:, block])
     return Samples(rows=rows, masks=masks)
 
 
@@ -288,15 +283,12 @@ def masks_of(pair: Pair, rows: IntArray) -> npt.NDArray[np.bool_]:
 
     The limit on the stages of a pipeline is the least that it keeps.
     """
-    memory = RunningMemory(pair, len(rows))
-    stages = RunningStages.of_rows(pair, rows) if pair.num_micro > 1 else None
+    is_piped = pair.num_micro > 1
+    running = RunningStages.of_rows(pair, rows) if is_piped else RunningMemory(pair, len(rows))
     masks = np.empty((len(rows), pair.num_blocks, pair.num_candidates), np.bool_)
     for block in range(pair.num_blocks):
-        fits = memory.fits()
-        masks[:, block] = fits if stages is None else stages.fits(fits)
-        memory.add(rows[:, block])
-        if stages is not None:
-            stages.add(rows[:, block])
+        masks[:, block] = running.fits()
+        running.add(rows[:, block])
     return masks
 
 

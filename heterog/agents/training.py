@@ -66,7 +66,7 @@ class TrainingConfig:
 
     algorithm: Algorithm = Algorithm.IMITATION
     num_pairs: int = 1200
-    search_evaluations: int = 600
+    search_evaluations: int = 750
     num_steps: int = 3000
     pairs_per_step: int = 8
     elites_per_pair: int = 4

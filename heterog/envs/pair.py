@@ -154,6 +154,13 @@ class Pair:
         return Loads(counts, state, (counts > 0) | (state > 0), of.reshape(-1))
 
     @cached_property
+    def device_sets(self) -> IntArray:
+        """Number of every candidate's device set.  # [C]"""
+        number: dict[tuple[int, ...], int] = {}
+        of = [number.setdefault(decision.devices, len(number)) for decision in self.table]
+        return np.array(of, np.int32)
+
+    @cached_property
     def observer(self) -> Observer:
         """Makes the observation, and knows the analytic times behind it."""
         return Observer(self.evaluator, self.memory, self.table)
@@ -312,6 +319,7 @@ class RunningStages:
     come next, and the limit on their time how long they stay.
 
     Args:
+        memory: of the rows, nothing decided yet.
         pair: model and cluster.
         limits: compute seconds that every device of a row may have, as multiples of the least
             that all devices together need.  # [num_rows]
@@ -321,12 +329,15 @@ class RunningStages:
         longest: seconds of every row's longest stage so far.  # [num_rows]
     """
 
-    def __init__(self, pair: Pair, limits: npt.NDArray[np.floating]) -> None:
-        sets = {decision.devices: None for decision in pair.table}
-        number = {devices: index for index, devices in enumerate(sets)}
-        self._set_of = np.array([number[decision.devices] for decision in pair.table])  # [C]
+    def __init__(
+        self, memory: RunningMemory, pair: Pair, limits: npt.NDArray[np.floating]
+    ) -> None:
+        self._memory = memory
+        self.num_rows = memory.num_rows
+        self._set_of = pair.device_sets
+        sets = dict.fromkeys(decision.devices for decision in pair.table)
         member = np.zeros((len(sets), pair.cluster.num_devices), np.bool_)
-        for devices, index in number.items():
+        for index, devices in enumerate(sets):
             member[index, list(devices)] = True
         self._shares_device = member.astype(np.int32) @ member.T.astype(np.int32) > 0  # [S, S]
         self._seconds = pair.observer.compute_seconds  # [G, C]
@@ -346,20 +357,15 @@ class RunningStages:
             pair: model and cluster.
             rows: candidates of all blocks.  # [num_rows, G]
         """
-        unlimited = cls(pair, np.full(len(rows), np.inf))
+        unlimited = cls(RunningMemory(pair, len(rows)), pair, np.full(len(rows), np.inf))
         for block in rows.T:
             unlimited.add(block)
-        return cls(pair, unlimited.longest / pair.observer.bound_s * (1.0 + 1e-9))
+        limits = unlimited.longest / pair.observer.bound_s * (1.0 + 1e-9)
+        return cls(RunningMemory(pair, len(rows)), pair, limits)
 
-    def fits(self, in_memory: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Which candidates the next block may take; all if none may.
-
-        Args:
-            in_memory: which ones have memory left for it.  # [num_rows, C]
-
-        Returns:
-            # [num_rows, C]
-        """
+    def fits(self) -> npt.NDArray[np.bool_]:
+        """Which candidates the next block may take; all if none may.  # [num_rows, C]"""
+        in_memory = self._memory.fits()
         stays = self._set_of[None, :] == self._current[:, None]
         is_free = ~self._is_taken[:, self._set_of]
         load = self._load[:, None] * stays + self._seconds[self._block]
@@ -372,6 +378,7 @@ class RunningStages:
 
     def add(self, candidates: IntArray) -> None:
         """Decide the next block of every row."""
+        self._memory.add(candidates)
         chosen = self._set_of[candidates]
         stays = chosen == self._current
         self._load = np.where(stays, self._load, 0.0) + self._seconds[self._block, candidates]

@@ -168,10 +168,9 @@ def test_stages_have_devices_of_their_own_and_are_balanced() -> None:
 
 def test_a_pipeline_that_runs_out_of_devices_is_late() -> None:
     pair = pipelined_pair()
-    stages = RunningStages(pair, np.array([0.2, 50.0]))
-    everything = np.ones((2, pair.num_candidates), np.bool_)
+    stages = RunningStages(RunningMemory(pair, 2), pair, np.array([0.2, 50.0]))
     for block in range(pair.num_blocks):
-        fits = stages.fits(everything)
+        fits = stages.fits()
         assert fits.any(axis=1).all()
         stages.add(np.array([fits[row].argmax() for row in range(2)]))
         assert block > 0 or fits[1].all()
