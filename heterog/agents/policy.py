@@ -205,6 +205,7 @@ def draw(
     *,
     greedy: bool = False,
     num_steady: int = 0,
+    num_changes: IntArray | None = None,
     keep_masks: bool = False,
     recompute: bool = False,
 ) -> Samples:
@@ -223,13 +224,16 @@ def draw(
         num_steady: of the first rows, the noise on a candidate's score is the same at all blocks.
             They are no exact draws: where the policy hesitates between two candidates, no block
             goes another way than the rest (perturb-and-MAP: Papandreou and Yuille, ICCV 2011).
+        num_changes: how often each row changes its candidate, as far as memory lets it; exact
+            draws given that number. As it comes if ``None``, and in pipelines.  # [num_rows]
         keep_masks: return what could be chosen, for exact log-probabilities.
         recompute: mind the memory as if every block recomputed.
     """
     noise = None if greedy else _noise(pair, num_rows, num_steady, rng)
     if pair.num_micro == 1:
         memory = RunningMemory(pair, num_rows, recompute=recompute)
-        return _decode(scores, noise, memory, keep_masks=keep_masks)
+        changes = None if num_changes is None else _Changes(scores, num_changes)
+        return _decode(scores, noise, memory, changes, keep_masks=keep_masks)
     low, high = (np.full(num_rows, limit) for limit in STAGE_LIMITS)
     for halving in range(_HALVINGS + 1):
         limits = high if halving == _HALVINGS else np.sqrt(low * high)
@@ -258,6 +262,7 @@ def _decode(
     scores: PairScores,
     noise: FloatArray32 | None,
     running: RunningMemory | RunningStages,
+    changes: "_Changes | None" = None,
     *,
     keep_masks: bool,
 ) -> Samples:
@@ -267,6 +272,8 @@ def _decode(
     masks = np.zeros((num_rows, num_blocks, num_candidates) if keep_masks else (0, 0, 0), np.bool_)
     for block in range(num_blocks):
         logits = scores.logits(block, rows[:, block - 1] if block else None, num_rows)
+        if changes is not None:
+            logits = changes.given(logits)
         fits = running.fits()
         logits = np.where(fits, logits, np.float32(2.0 * _MASKED))
         if noise is not None:
@@ -275,7 +282,58 @@ def _decode(
         if keep_masks:
             masks[:, block] = fits
         running.add(rows[:, block])
+        if changes is not None:
+            changes.add(rows[:, block])
     return Samples(rows=rows, masks=masks)
+
+
+class _Changes:
+    """Conditions draws on how often a row changes its candidate (backward filtering).
+
+    Args:
+        scores: of the pair.
+        num_changes: of each row.  # [num_rows]
+    """
+
+    def __init__(self, scores: PairScores, num_changes: IntArray) -> None:
+        num_blocks, num_candidates = scores.unary.shape
+        every = np.arange(num_candidates)
+        # Of each candidate of a block, log p that so many changes follow it.  # [G, C, K]
+        self._ahead = np.full((num_blocks, num_candidates, num_changes.max() + 1), _MASKED)
+        self._ahead[-1, :, 0] = 0.0
+        for block in range(num_blocks - 1, 0, -1):
+            log_p = _log_softmax(scores.logits(block, every.astype(np.int32), num_candidates))
+            after, before = self._ahead[block], self._ahead[block - 1]
+            stays = log_p[every, every]
+            before[:] = stays[:, None] + after
+            goes = np.exp(log_p)
+            goes[every, every] = 0.0
+            most = after.max(axis=0)
+            goes = np.log(np.maximum(goes @ np.exp(after - most), 1e-300)) + most
+            before[:, 1:] = np.logaddexp(before[:, 1:], goes[:, :-1])
+        self._left = num_changes.astype(np.int64)
+        self._previous: IntArray | None = None
+        self._block = 0
+
+    def given(self, logits: FloatArray32) -> FloatArray32:
+        """Logits of the next block's candidates given the changes that are left."""
+        left = np.repeat(self._left[:, None], logits.shape[1], axis=1)
+        if self._previous is not None:
+            left -= np.arange(logits.shape[1]) != self._previous[:, None]
+        ahead = self._ahead[self._block][np.arange(logits.shape[1]), np.maximum(left, 0)]
+        return np.asarray(_log_softmax(logits) + np.where(left < 0, _MASKED, ahead), np.float32)
+
+    def add(self, candidates: IntArray) -> None:
+        """Decide the next block of every row; memory may enforce more changes than wanted."""
+        if self._previous is not None:
+            self._left = np.maximum(self._left - (candidates != self._previous), 0)
+        self._previous = candidates.copy()
+        self._block += 1
+
+
+def _log_softmax(logits: FloatArray32) -> npt.NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
 
 
 def masks_of(pair: Pair, rows: IntArray) -> npt.NDArray[np.bool_]:

@@ -5,6 +5,9 @@ stages last until these have had their time; and where parameters and optimizer 
 devices alone, both from a table of candidates that divide this state. Half of the draws are shared
 out among the ways, and the most promising gets the rest. Where memory is scarce, half of the plain
 rows mind it as if every block recomputed.
+
+Rows are exact draws, draws with steady noise, and, if plain, draws given that they change their
+candidate one to three times: good rows change seldom, and which noise to trust is not known before.
 """
 
 import math
@@ -22,6 +25,8 @@ TIGHT = 0.5
 """Part of the candidates that cannot hold the whole model from which memory counts as scarce."""
 FEWEST_FOR_WAYS = 12
 """Draws from which there is more than one way."""
+MOST_CHANGES = 3
+"""A third of the plain rows change their candidate so often, or less."""
 AGAIN = 4 / 3
 """Time of a step whose forward pass runs twice over one without, at most."""
 
@@ -45,8 +50,13 @@ class Way:
         """Add rows; half of them as if every block recomputed, where memory is scarce."""
         loose = count // 2 if self.is_tight else 0
         drawn = partial(draw, self.scores, self.pair, rng=rng)
-        steady = 0 if greedy else (count - loose) // 2
-        mindful = drawn(count - loose, greedy=greedy, num_steady=steady).rows
+        free = count - loose
+        few = 0 if greedy or self.pair.num_micro > 1 else free // 3
+        steady = 0 if greedy else (free - few) // 2
+        mindful = drawn(free - few, greedy=greedy, num_steady=steady).rows
+        if few:
+            changes = 1 + np.arange(few, dtype=np.int32) % MOST_CHANGES
+            mindful = np.concatenate([mindful, drawn(few, num_changes=changes).rows])
         recomputed = drawn(loose, num_steady=loose // 2, recompute=True).rows
         self.rows = np.unique(np.concatenate([self.rows, mindful, recomputed]), axis=0)
         for row in mindful:

@@ -80,6 +80,29 @@ def test_steady_draws_do_not_waver() -> None:
     np.testing.assert_allclose(counts / len(rows), 1.0 / len(allowed), atol=0.05)
 
 
+@pytest.mark.parametrize("num_changes", [0, 1, 2])
+def test_draws_with_so_many_changes_follow_the_probabilities_given_that(num_changes: int) -> None:
+    pair, policy = toy_pair(), make_policy(SMALL, seed=3)
+    scores = policy(PairBatch([pair.observation]))
+    rows = np.array([
+        row
+        for row in itertools.product(range(pair.num_candidates), repeat=pair.num_blocks)
+        if np.count_nonzero(np.diff(row)) == num_changes
+    ])  # fmt: skip
+    with torch.no_grad():
+        log_p, _ = log_probabilities(
+            scores, torch.zeros(len(rows), dtype=torch.long), torch.from_numpy(rows)
+        )
+    expected = torch.softmax(log_p, 0).numpy()
+    wanted = np.full(20_000, num_changes, np.int32)
+    drawn = draw(
+        score_pairs(policy, [pair])[0], pair, 20_000, np.random.default_rng(0), num_changes=wanted
+    ).rows
+    numbers = {row.tobytes(): number for number, row in enumerate(rows.astype(np.int32))}
+    counts = np.bincount([numbers[row.tobytes()] for row in drawn], minlength=len(rows))
+    np.testing.assert_allclose(counts / len(drawn), expected, atol=0.015)
+
+
 def test_padding_does_not_change_scores() -> None:
     pair, policy = toy_pair(), make_policy(SMALL)
     alone = score_pairs(policy, [pair])[0]
