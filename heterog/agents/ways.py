@@ -7,7 +7,7 @@ out among the ways, and the most promising gets the rest. Where memory is scarce
 rows mind it as if every block recomputed.
 
 Rows are exact draws, draws with steady noise, and, if plain, draws given that they change their
-candidate one to three times: good rows change seldom, and which noise to trust is not known before.
+candidate one to three times: good rows change seldom, but not never.
 """
 
 import math
