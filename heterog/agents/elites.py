@@ -76,11 +76,16 @@ def find_elites(
 class _Search:
     def __init__(self, pair: Pair, num_evaluations: int, rng: np.random.Generator) -> None:
         self.pair, self.rng = pair, rng
-        self.budget, self.spent = num_evaluations, 0
+        self.budget = num_evaluations
         self.devices = [frozenset(decision.devices) for decision in pair.table]
         self.cost: dict[bytes, float] = {}
         self.best: list[tuple[float, bytes]] = []
         self.seen: dict[bytes, Score] = {}
+
+    @property
+    def spent(self) -> int:
+        """Rows simulated so far."""
+        return len(self.seen)
 
     def run(self, starts: Sequence[npt.NDArray[np.integer]]) -> Elites:
         pair = self.pair
@@ -130,7 +135,6 @@ class _Search:
         key = row.tobytes()
         if key not in self.seen:
             self.seen[key] = self.pair.score(row)
-            self.spent += 1
         return self.seen[key]
 
     def _cost(self, row: IntArray) -> float:

@@ -154,13 +154,6 @@ class Pair:
         return Loads(counts, state, (counts > 0) | (state > 0), of.reshape(-1))
 
     @cached_property
-    def device_sets(self) -> IntArray:
-        """Number of every candidate's device set.  # [C]"""
-        number: dict[tuple[int, ...], int] = {}
-        of = [number.setdefault(decision.devices, len(number)) for decision in self.table]
-        return np.array(of, np.int32)
-
-    @cached_property
     def observer(self) -> Observer:
         """Makes the observation, and knows the analytic times behind it."""
         return Observer(self.evaluator, self.memory, self.table)
@@ -334,10 +327,11 @@ class RunningStages:
     ) -> None:
         self._memory = memory
         self.num_rows = memory.num_rows
-        self._set_of = pair.device_sets
         sets = dict.fromkeys(decision.devices for decision in pair.table)
+        number = {devices: index for index, devices in enumerate(sets)}
+        self._set_of = np.array([number[decision.devices] for decision in pair.table])  # [C]
         member = np.zeros((len(sets), pair.cluster.num_devices), np.bool_)
-        for index, devices in enumerate(sets):
+        for devices, index in number.items():
             member[index, list(devices)] = True
         self._shares_device = member.astype(np.int32) @ member.T.astype(np.int32) > 0  # [S, S]
         self._seconds = pair.observer.compute_seconds  # [G, C]
