@@ -22,7 +22,7 @@ from heterog.agents.config import PolicyConfig
 from heterog.agents.encoder import make_encoder, mlp
 from heterog.agents.graph_data import PairBatch
 from heterog.envs.observation import NUM_PAIR_FEATURES, PAIR_SLOWER
-from heterog.envs.pair import Pair, RunningMemory, RunningStages
+from heterog.envs.pair import CUT_WEIGHTS, Pair, RunningMemory, RunningStages
 from heterog.strategy.program import IntArray
 
 FloatArray32 = npt.NDArray[np.float32]
@@ -206,6 +206,7 @@ def draw(
     greedy: bool = False,
     num_steady: int = 0,
     num_changes: IntArray | None = None,
+    temperature: float = 1.0,
     keep_masks: bool = False,
     recompute: bool = False,
 ) -> Samples:
@@ -213,7 +214,8 @@ def draw(
 
     Rows of a pair with micro-batches are pipelines: the policy draws which devices follow which,
     and stages last as long as the smallest limit on their time lets them that the row gets to its
-    last block with (see ``RunningStages``).
+    last block with (see ``RunningStages``). What crosses the cuts between stages counts in turn
+    with each of ``CUT_WEIGHTS``.
 
     Args:
         scores: of the pair.
@@ -226,19 +228,21 @@ def draw(
             goes another way than the rest (perturb-and-MAP: Papandreou and Yuille, ICCV 2011).
         num_changes: how often each row changes its candidate, as far as memory lets it; exact
             draws given that number. As it comes if ``None``, and in pipelines.  # [num_rows]
+        temperature: divides the logits; draws are the policy's own at 1.
         keep_masks: return what could be chosen, for exact log-probabilities.
         recompute: mind the memory as if every block recomputed.
     """
-    noise = None if greedy else _noise(pair, num_rows, num_steady, rng)
+    noise = None if greedy else temperature * _noise(pair, num_rows, num_steady, rng)
     if pair.num_micro == 1:
         memory = RunningMemory(pair, num_rows, recompute=recompute)
         changes = None if num_changes is None else _Changes(scores, num_changes)
         return _decode(scores, noise, memory, changes, keep_masks=keep_masks)
     low, high = (np.full(num_rows, limit) for limit in STAGE_LIMITS)
+    cut_weights = np.resize(CUT_WEIGHTS, num_rows)
     for halving in range(_HALVINGS + 1):
         limits = high if halving == _HALVINGS else np.sqrt(low * high)
         memory = RunningMemory(pair, num_rows, recompute=recompute)
-        stages = RunningStages(memory, pair, limits)
+        stages = RunningStages(memory, pair, limits, cut_weights)
         samples = _decode(scores, noise, stages, keep_masks=keep_masks)
         low = np.where(stages.is_late, limits, low)
         high = np.where(stages.is_late, high, limits)
@@ -299,7 +303,9 @@ class _Changes:
         num_blocks, num_candidates = scores.unary.shape
         every = np.arange(num_candidates)
         # Of each candidate of a block, log p that so many changes follow it.  # [G, C, K]
-        self._ahead = np.full((num_blocks, num_candidates, num_changes.max() + 1), _MASKED)
+        self._ahead = np.full(
+            (num_blocks, num_candidates, num_changes.max(initial=0) + 1), _MASKED
+        )
         self._ahead[-1, :, 0] = 0.0
         for block in range(num_blocks - 1, 0, -1):
             log_p = _log_softmax(scores.logits(block, every.astype(np.int32), num_candidates))
@@ -339,7 +345,7 @@ def _log_softmax(logits: FloatArray32) -> npt.NDArray[np.float64]:
 def masks_of(pair: Pair, rows: IntArray) -> npt.NDArray[np.bool_]:
     """What could have been chosen at each block of given rows.  # [num_rows, G, C]
 
-    The limit on the stages of a pipeline is the least that it keeps.
+    The limit on the stages of a pipeline is the least that it keeps; see ``RunningStages``.
     """
     is_piped = pair.num_micro > 1
     running = RunningStages.of_rows(pair, rows) if is_piped else RunningMemory(pair, len(rows))

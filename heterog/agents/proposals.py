@@ -17,6 +17,7 @@ import numpy as np
 
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Candidate, Task
+from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS, Outcome
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import StrategySpace
@@ -174,6 +175,16 @@ def rescore(
     return found, scorer.num_evaluations
 
 
+def _orders(num_micro: int, allowed: tuple[Order, ...]) -> tuple[Order, ...]:
+    """Orders to score in: by rank; first in, first out before it with micro-batches.
+
+    By rank, every micro-batch's forward pass comes before the first backward pass: up to a fifth
+    faster than in turn, or a half slower, and beyond memory where that is scarce.
+    """
+    wanted = (Order.RANK,) if num_micro == 1 else (Order.FIFO, Order.RANK)
+    return tuple(order for order in wanted if order in allowed) or allowed[:1]
+
+
 class _Scorer:
     """Scores rows at the op level, whatever holds for the whole step."""
 
@@ -227,8 +238,6 @@ class _Scorer:
 
         Nothing is found out once the budget is spent.
         """
-        from heterog.envs.pair import order_of
-
         key = np.asarray(row, np.int32).tobytes(), whole
         if key in self._scored:
             return self._scored[key]
@@ -241,16 +250,19 @@ class _Scorer:
             num_steps=1 if task.step_barrier else UNROLLED_STEPS,
             micro_batches=self._space.micro_batches(whole.num_micro),
         )
-        wanted = order_of(whole.num_micro)
-        judge = wanted if wanted in task.orders else task.orders[0]
         limit_s = best[1] if best[0] == 0.0 else np.inf
-        found = task.evaluator.evaluate_choice(choice, judge, limit_s)
-        self._scored[key] = found.preference
-        if whole.recompute > 0.0 and found.outcome == Outcome.OK:
-            filled = found.peak_memory_bytes / self.pair.memory.usable_bytes
-            if filled.max() > FILLED:
-                self._scored[key] = 1.0, found.step_time_s
-        self._num_tasks += task.evaluator.num_tasks
+        self._scored[key] = np.inf, np.inf
+        for order in _orders(whole.num_micro, task.orders):
+            found = task.evaluator.evaluate_choice(choice, order, limit_s)
+            preference = found.preference
+            if whole.recompute > 0.0 and found.outcome == Outcome.OK:
+                filled = found.peak_memory_bytes / self.pair.memory.usable_bytes
+                if filled.max() > FILLED:
+                    preference = 1.0, found.step_time_s
+            self._scored[key] = min(self._scored[key], preference)
+            if preference[0] == 0.0:
+                limit_s = min(limit_s, preference[1])
+            self._num_tasks += task.evaluator.num_tasks
         return self._scored[key]
 
     def best(self, count: int) -> list[tuple[IntArray, Whole]]:

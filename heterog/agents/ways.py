@@ -3,11 +3,12 @@
 There are up to four: plain rows, and pipelines, where the policy says which devices come next and
 stages last until these have had their time; and where parameters and optimizer state fill most
 devices alone, both from a table of candidates that divide this state. Half of the draws are shared
-out among the ways, and the most promising gets the rest. Where memory is scarce, half of the plain
+out among the ways, and the most promising get the rest. Where memory is scarce, half of the plain
 rows mind it as if every block recomputed.
 
 Rows are exact draws, draws with steady noise, and, if plain, draws given that they change their
-candidate one to three times: good rows change seldom, but not never.
+candidate one to three times: good rows change seldom, but not never. Pipelines are drawn with
+different weights of what crosses their cuts, and colder once they are known to be promising.
 """
 
 import math
@@ -27,6 +28,10 @@ FEWEST_FOR_WAYS = 12
 """Draws from which there is more than one way."""
 MOST_CHANGES = 3
 """A third of the plain rows change their candidate so often, or less."""
+ALIKE = 1.1
+"""Step time over the most promising way's, up to which another way counts as promising, too."""
+COLD = 0.5
+"""Temperature of half of the pipelines that are drawn because they are promising."""
 AGAIN = 4 / 3
 """Time of a step whose forward pass runs twice over one without, at most."""
 
@@ -51,12 +56,21 @@ class Way:
         loose = count // 2 if self.is_tight else 0
         drawn = partial(draw, self.scores, self.pair, rng=rng)
         free = count - loose
-        few = 0 if greedy or self.pair.num_micro > 1 else free // 3
-        steady = 0 if greedy else (free - few) // 2
-        mindful = drawn(free - few, greedy=greedy, num_steady=steady).rows
-        if few:
+        if greedy:
+            mindful = drawn(free, greedy=True).rows
+        elif self.pair.num_micro > 1:
+            cold = free // 2 if len(self.rows) else 0
+            mindful = np.concatenate([
+                drawn(free - cold, num_steady=(free - cold) // 2).rows,
+                drawn(cold, num_steady=cold // 2, temperature=COLD).rows,
+            ])  # fmt: skip
+        else:
+            few = free // 3
             changes = 1 + np.arange(few, dtype=np.int32) % MOST_CHANGES
-            mindful = np.concatenate([mindful, drawn(few, num_changes=changes).rows])
+            mindful = np.concatenate([
+                drawn(free - few, num_steady=(free - few) // 2).rows,
+                drawn(few, num_changes=changes).rows,
+            ])  # fmt: skip
         recomputed = drawn(loose, num_steady=loose // 2, recompute=True).rows
         self.rows = np.unique(np.concatenate([self.rows, mindful, recomputed]), axis=0)
         for row in mindful:
@@ -89,7 +103,7 @@ def make_ways(network: Policy, tables: Sequence[Pair], num_samples: int) -> list
 
 
 def draw_in(ways: Sequence[Way], num_samples: int, rng: np.random.Generator) -> None:
-    """Draw: half is shared out evenly, the rest is the most promising way's.
+    """Draw: half is shared out evenly, the rest among the most promising ways.
 
     Args:
         ways: the first one's first draw is the greedy one.
@@ -101,5 +115,8 @@ def draw_in(ways: Sequence[Way], num_samples: int, rng: np.random.Generator) -> 
     for number, way in enumerate(ways):
         way.draw(first - (number == 0), rng)
     if len(ways) > 1:
-        best = min(ways, key=lambda way: way.promise)
-        best.draw(num_samples - first * len(ways), rng)
+        missing, seconds = min(way.promise for way in ways)
+        best = [way for way in ways if way.promise <= (missing, ALIKE * seconds)]
+        left = num_samples - first * len(ways)
+        for number, way in enumerate(best):
+            way.draw(left // len(best) + (number < left % len(best)), rng)

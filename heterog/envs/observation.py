@@ -178,14 +178,19 @@ class Observer:
         """Which block feeds which, and the bytes at the whole batch."""
         tables, blocks = self.evaluator.tables, self.num_blocks
         maker = tables.op_group[tables.value_op[tables.slot_value]]
-        size = tables.value_bytes + self.batch * tables.value_bytes_per_unit
-        moved = (size * tables.value_moved_fraction)[tables.slot_value]
+        moved = self._moved_bytes()[tables.slot_value]
         real = (maker >= 0) & (maker != tables.slot_group)
         key = maker[real].astype(np.int64) * blocks + tables.slot_group[real]
         unique, inverse = np.unique(key, return_inverse=True)
         return np.stack([unique // blocks, unique % blocks]), sums(
             inverse, moved[real], len(unique)
         )
+
+    def _moved_bytes(self) -> npt.NDArray[np.float64]:
+        """Bytes of every value at the whole batch, as far as other devices need it."""
+        tables = self.evaluator.tables
+        size = tables.value_bytes + self.batch * tables.value_bytes_per_unit
+        return np.asarray(size * tables.value_moved_fraction)
 
     def _blocks(
         self, edges: npt.NDArray[np.int64], edge_bytes: npt.NDArray[np.float64]
@@ -362,6 +367,23 @@ class Observer:
         sync = gradient_bytes[:, None] * rate + latency
         sync[gradient_bytes == 0.0] = 0.0
         return sync
+
+    @cached_property
+    def cut_seconds(self) -> npt.NDArray[np.float64]:
+        """Seconds of what crosses a cut after each block, forward and back, on an average NIC.
+
+        Each value counts once, however many blocks on the other side read it.  # [G]
+        """
+        tables, num = self.evaluator.tables, self.num_blocks
+        first = tables.op_group[tables.value_op].copy()  # of the blocks that make or read it
+        last = first.copy()
+        read = tables.slot_group >= 0
+        np.minimum.at(first, tables.slot_value[read], tables.slot_group[read])
+        np.maximum.at(last, tables.slot_value[read], tables.slot_group[read])
+        crosses = (first >= 0) & (last > first)
+        moved = self._moved_bytes()[crosses]
+        change = sums(first[crosses], moved, num) - sums(last[crosses], moved, num)
+        return np.asarray(np.maximum(np.cumsum(change), 0.0) / self.mean_rate)
 
     def _sync_costs(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Seconds per gradient byte, and latency, of each candidate's synchronisation."""

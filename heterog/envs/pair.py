@@ -25,6 +25,10 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, ELEMENTWISE_OPTIMIZE
 
 PIPELINED = 8
 """Micro-batches that the rows of a pipelined pair are scored with."""
+CUT_WEIGHTS = 0.0, 1.0 / (PIPELINED - 1), 0.5
+"""How much a stage's transfers to the next one count beside its compute time: not at all; as what
+filling and draining the pipeline adds to a step; as one direction of a link that is a stage of its
+own. Which is right depends on links and overlap, so pipelines are drawn with each."""
 BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp")
 """Data parallelism that rewards are relative to, the best of these."""
 
@@ -307,23 +311,31 @@ class RunningMemory:
 class RunningStages:
     """What the next block may take of rows that are filled as pipelines.
 
-    A block stays on the devices of the one before as long as these have time and memory left, and
-    goes to devices that no block is on yet when they have not. So a policy chooses which devices
-    come next, and the limit on their time how long they stay.
+    A block stays on the devices of the one before as long as these have time and memory left to
+    get to a place where the stage may end, and goes to devices that no block is on yet when they
+    have not. What crosses the cut counts against the time of the stage that ends there. So a
+    policy chooses which devices come next, and the limit on their time how long they stay.
 
     Args:
         memory: of the rows, nothing decided yet.
         pair: model and cluster.
-        limits: compute seconds that every device of a row may have, as multiples of the least
-            that all devices together need.  # [num_rows]
+        limits: seconds that every stage of a row may have, as multiples of the least that all
+            devices together need.  # [num_rows]
+        cut_weights: how much what crosses a cut counts beside compute time, as
+            ``CUT_WEIGHTS``.  # [num_rows]
 
     Attributes:
-        is_late: rows whose last stage took what was left, beyond the limit.  # [num_rows] bool
+        is_late: rows with a stage beyond the limit, as it had to take what was left.
+            # [num_rows] bool
         longest: seconds of every row's longest stage so far.  # [num_rows]
     """
 
     def __init__(
-        self, memory: RunningMemory, pair: Pair, limits: npt.NDArray[np.floating]
+        self,
+        memory: RunningMemory,
+        pair: Pair,
+        limits: npt.NDArray[np.floating],
+        cut_weights: npt.NDArray[np.floating],
     ) -> None:
         self._memory = memory
         self.num_rows = memory.num_rows
@@ -335,6 +347,15 @@ class RunningStages:
             member[index, list(devices)] = True
         self._shares_device = member.astype(np.int32) @ member.T.astype(np.int32) > 0  # [S, S]
         self._seconds = pair.observer.compute_seconds  # [G, C]
+        weights, self._weight_of = np.unique(cut_weights, return_inverse=True)
+        self._cuts = weights[:, None] * pair.observer.cut_seconds  # [W, G]
+        # From each block on, the least until a stage may end, what crosses the cut included.
+        fastest = np.full((len(sets), pair.num_blocks), np.inf)
+        np.minimum.at(fastest, self._set_of, self._seconds.T)
+        through = np.cumsum(fastest, axis=1)
+        ends = (through + self._cuts[:, None])[:, :, ::-1]  # [W, S, G]
+        least = np.minimum.accumulate(ends, axis=2)[:, :, ::-1] - through
+        self._until_end = least[:, self._set_of].swapaxes(1, 2) + self._seconds  # [W, G, C]
         self._limit = (np.asarray(limits) * pair.observer.bound_s)[:, None]
         self._is_taken = np.zeros((len(limits), len(sets)), np.bool_)  # by this or another stage
         self._current = np.full(len(limits), -1)
@@ -345,24 +366,34 @@ class RunningStages:
 
     @classmethod
     def of_rows(cls, pair: Pair, rows: IntArray) -> "RunningStages":
-        """With the least limits that rows keep.
+        """With the weight and the least limits under which rows are drawn, or nearly so.
 
         Args:
             pair: model and cluster.
             rows: candidates of all blocks.  # [num_rows, G]
         """
-        unlimited = cls(RunningMemory(pair, len(rows)), pair, np.full(len(rows), np.inf))
-        for block in rows.T:
+        num_rows, num_weights = len(rows), len(CUT_WEIGHTS)
+        blocks = np.tile(rows, (num_weights, 1)).T
+        weights = np.repeat(CUT_WEIGHTS, num_rows)
+        unlimited = cls(RunningMemory(pair, len(weights)), pair, 0.0 * weights + np.inf, weights)
+        for block in blocks:
             unlimited.add(block)
         limits = unlimited.longest / pair.observer.bound_s * (1.0 + 1e-9)
-        return cls(RunningMemory(pair, len(rows)), pair, limits)
+        limited = cls(RunningMemory(pair, len(weights)), pair, limits, weights)
+        missed = np.zeros(len(weights), np.int64)
+        for block in blocks:
+            missed += ~limited.fits()[np.arange(len(weights)), block]
+            limited.add(block)
+        best = missed.reshape(num_weights, num_rows).argmin(axis=0) * num_rows
+        best += np.arange(num_rows)
+        return cls(RunningMemory(pair, num_rows), pair, limits[best], weights[best])
 
     def fits(self) -> npt.NDArray[np.bool_]:
         """Which candidates the next block may take; all if none may.  # [num_rows, C]"""
         in_memory = self._memory.fits()
         stays = self._set_of[None, :] == self._current[:, None]
         is_free = ~self._is_taken[:, self._set_of]
-        load = self._load[:, None] * stays + self._seconds[self._block]
+        load = self._load[:, None] * stays + self._until_end[self._weight_of, self._block]
         fits = (load <= self._limit) & in_memory
         # Staying, then going on, then going on without the memory; or it is too late for that.
         allowed = np.where((stays & fits).any(axis=1, keepdims=True), stays & fits, is_free & fits)
@@ -375,9 +406,15 @@ class RunningStages:
         self._memory.add(candidates)
         chosen = self._set_of[candidates]
         stays = chosen == self._current
+        if self._block > 0:
+            ended = self._load + self._cuts[self._weight_of, self._block - 1]
+            self._note(np.where(stays, 0.0, ended))
         self._load = np.where(stays, self._load, 0.0) + self._seconds[self._block, candidates]
-        self.longest = np.maximum(self.longest, self._load)
-        self.is_late |= self._load > self._limit[:, 0]
+        self._note(self._load)
         self._is_taken |= self._shares_device[chosen]
         self._current = chosen
         self._block += 1
+
+    def _note(self, stage_s: FloatArray) -> None:
+        self.longest = np.maximum(self.longest, stage_s)
+        self.is_late |= stage_s > self._limit[:, 0] * (1.0 + 1e-9)

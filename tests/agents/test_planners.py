@@ -34,7 +34,7 @@ from heterog.planners.portfolio import run_method, run_methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.strategy import Decision, Sync
-from tests.envs.cases import language_graph, language_pair, mixed_cluster
+from tests.envs.cases import language_graph, language_pair, mixed_cluster, pipelined_pair
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,6 +102,21 @@ def test_rows_that_divide_the_state_become_strategies() -> None:
     for candidate in candidates:
         candidate.strategy.check(divided.graph, divided.cluster)
         assert Sync.ZERO1 in {decision.sync for decision in candidate.strategy.decisions}
+
+
+@pytest.mark.parametrize("orders", [(Order.FIFO,), (Order.RANK,), (Order.FIFO, Order.RANK)])
+def test_pipelines_are_ranked_by_the_best_order(orders: tuple[Order, ...]) -> None:
+    pair = pipelined_pair()
+    evaluator = Evaluator(pair.graph, pair.cluster)
+    task = Task(evaluator=evaluator, budget=Budget.parse("400e"), orders=orders)
+    rows = draw(rule_of_thumb(pair), pair, 32, np.random.default_rng(0)).rows
+    found, _ = rescore(task, pair, np.unique(rows, axis=0), spent=32)
+    best = [
+        min(evaluator.evaluate(each.strategy, order).step_time_s for order in orders)
+        for each in found
+    ]
+    assert len(best) > 2
+    assert best == sorted(best)
 
 
 def test_no_more_is_recomputed_than_it_takes_to_fit() -> None:

@@ -103,6 +103,14 @@ def test_draws_with_so_many_changes_follow_the_probabilities_given_that(num_chan
     np.testing.assert_allclose(counts / len(drawn), expected, atol=0.015)
 
 
+def test_cold_draws_are_those_of_sharper_scores() -> None:
+    pair = toy_pair()
+    scores = rule_of_thumb(pair)
+    cold = draw(scores, pair, 64, np.random.default_rng(0), temperature=0.5).rows
+    sharp = replace(scores, unary=2.0 * scores.unary, cut=2.0 * scores.cut, stay=2.0 * scores.stay)
+    np.testing.assert_array_equal(cold, draw(sharp, pair, 64, np.random.default_rng(0)).rows)
+
+
 def test_padding_does_not_change_scores() -> None:
     pair, policy = toy_pair(), make_policy(SMALL)
     alone = score_pairs(policy, [pair])[0]

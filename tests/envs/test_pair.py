@@ -11,11 +11,17 @@ import pytest
 from heterog.agents.policy import draw, rule_of_thumb
 from heterog.envs.candidates import MAX_CANDIDATES
 from heterog.envs.clusters import ClusterRange, random_cluster
-from heterog.envs.pair import Pair, RunningMemory, RunningStages, Score
+from heterog.envs.pair import CUT_WEIGHTS, Pair, RunningMemory, RunningStages, Score
 from heterog.envs.reward import WORST, reward_of
 from heterog.simulator.engine import Order
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
-from tests.envs.cases import language_graph, language_pair, mixed_cluster, pipelined_pair
+from tests.envs.cases import (
+    language_graph,
+    language_pair,
+    mixed_cluster,
+    pipelined_pair,
+    toy_pair,
+)
 
 
 def test_every_candidate_is_legal_and_different() -> None:
@@ -143,12 +149,38 @@ def test_a_pipelined_pair_differs_in_what_it_says_of_micro_batches_alone() -> No
     assert language_pair().pipelined(10**6) is None
 
 
+def test_a_cut_costs_what_crosses_it() -> None:
+    pair = toy_pair()  # between layers: activations of 1,024 samples, and their gradients back
+    crossing = 2 * 1024 * 512 * 4 / pair.observer.mean_rate
+    np.testing.assert_allclose(pair.observer.cut_seconds, [crossing] * 3 + [0.0])
+
+    pair = language_pair()
+    tables = pair.evaluator.tables
+    expected = np.zeros(pair.num_blocks)
+    size = tables.value_bytes + pair.graph.batch_size * tables.value_bytes_per_unit
+    for value, maker in enumerate(tables.value_op):
+        readers = tables.slot_group[tables.slot_value == value]
+        sides = [int(tables.op_group[maker]), *readers[readers >= 0].tolist()]
+        for block in range(pair.num_blocks):
+            if 0 <= min(sides) <= block < max(sides):  # counted once, whoever reads it
+                expected[block] += size[value] * tables.value_moved_fraction[value]
+    np.testing.assert_allclose(pair.observer.cut_seconds * pair.observer.mean_rate, expected)
+    # Inside a layer the residual crosses beside what the layer works on.
+    inner = expected[:-1]
+    assert inner.min() > 0.0
+    assert inner.max() > 1.9 * inner.min()
+
+
 def test_stages_have_devices_of_their_own_and_are_balanced() -> None:
     pair = pipelined_pair()
-    seconds = pair.observer.compute_seconds
+    seconds, cuts = pair.observer.compute_seconds, pair.observer.cut_seconds
     devices_of = [decision.devices for decision in pair.table]
-    num_stages = []
-    for row in draw(rule_of_thumb(pair), pair, 32, np.random.default_rng(0)).rows:
+    num_stages: list[int] = []
+    crossing = np.zeros(len(CUT_WEIGHTS))
+    for number, row in enumerate(
+        draw(rule_of_thumb(pair), pair, 60, np.random.default_rng(0)).rows
+    ):
+        weight = CUT_WEIGHTS[number % len(CUT_WEIGHTS)]
         runs = [
             (devices, list(blocks))
             for devices, blocks in groupby(
@@ -157,18 +189,24 @@ def test_stages_have_devices_of_their_own_and_are_balanced() -> None:
         ]
         used = [device for devices, _ in runs for device in devices]
         assert len(set(used)) == len(used)
-        load = [sum(seconds[block, row[block]] for block in blocks) for _, blocks in runs]
-        # A stage is over when its next block would make it longer than the longest may be.
-        for (devices, blocks), own in zip(runs[:-1], load[:-1], strict=True):
-            alike = [number for number, each in enumerate(devices_of) if each == devices]
-            assert own + seconds[blocks[-1] + 1, alike].min() > max(load) * (1 - 1e-6)
+        compute = [sum(seconds[block, row[block]] for block in blocks) for _, blocks in runs]
+        after = np.array([cuts[blocks[-1]] for _, blocks in runs])
+        longest = max(compute + weight * after)
+        # A stage is over when, wherever else it ended, it would be longer than the longest.
+        for (devices, blocks), own in zip(runs[:-1], compute[:-1], strict=True):
+            alike = [each == devices for each in devices_of]
+            for end in range(blocks[-1] + 1, pair.num_blocks):
+                own += seconds[end, alike].min()
+                assert own + weight * cuts[end] > longest * (1 - 1e-6)
         num_stages.append(len(runs))
+        crossing[number % len(CUT_WEIGHTS)] += after.sum() / max(len(runs) - 1, 1)
     assert max(num_stages) > 2
+    assert crossing[0] > crossing[1] >= crossing[2]  # dear cuts are avoided
 
 
 def test_a_pipeline_that_runs_out_of_devices_is_late() -> None:
     pair = pipelined_pair()
-    stages = RunningStages(RunningMemory(pair, 2), pair, np.array([0.2, 50.0]))
+    stages = RunningStages(RunningMemory(pair, 2), pair, np.array([0.2, 50.0]), np.zeros(2))
     for block in range(pair.num_blocks):
         fits = stages.fits()
         assert fits.any(axis=1).all()
