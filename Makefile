@@ -5,17 +5,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 TORCH ?= torch==2.13.0
+PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 
 .PHONY: setup demo browser test lint types check format clean
 
 setup: $(KERNELS)
 
 # torch comes first and alone: the exact version resolves to the CPU build where one is configured,
-# and keeps the packages that depend on torch from choosing another.
+# and keeps the packages that depend on torch from choosing another. Most of what is installed is
+# never imported: Python compiles the rest when it first is.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[zoo,dev]" "$(TORCH)"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) "$(TORCH)"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -e ".[zoo,dev]" "$(TORCH)"
 	touch $@
 
 # numba looks only at a kernel's own file to see whether its cache is stale, but kernels call and
@@ -46,7 +48,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-check: lint types test
+# The tests want both cores to themselves; what comes before them does not.
+check:
+	$(MAKE) --jobs 2 setup browser lint types
+	$(MAKE) test
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix

@@ -204,14 +204,15 @@ class _Scorer:
             pair.table,
         )
         self._num_tasks = 0
+        self._num_evaluations = 0
         self._scored: dict[tuple[bytes, Whole], tuple[float, float]] = {}
         again = [replace(decision, recompute=True) for decision in pair.table]
         self._recomputing = np.array([self._space.add(each) for each in again], np.int32)
 
     @property
     def num_evaluations(self) -> int:
-        """Made so far."""
-        return len(self._scored)
+        """Made so far: one for each order of a row and what holds for the whole step."""
+        return self._num_evaluations
 
     def search(
         self,
@@ -241,7 +242,9 @@ class _Scorer:
         key = np.asarray(row, np.int32).tobytes(), whole
         if key in self._scored:
             return self._scored[key]
-        if len(self._scored) >= self._left or self._num_tasks > MOST_TASKS:
+        orders = _orders(whole.num_micro, self._task.orders)
+        is_spent = bool(self._scored) and self._num_evaluations + len(orders) > self._left
+        if is_spent or self._num_tasks > MOST_TASKS:
             return np.inf, np.inf
         task = self._task
         choice = self._space.encode(
@@ -251,18 +254,16 @@ class _Scorer:
             micro_batches=self._space.micro_batches(whole.num_micro),
         )
         limit_s = best[1] if best[0] == 0.0 else np.inf
-        self._scored[key] = np.inf, np.inf
-        for order in _orders(whole.num_micro, task.orders):
-            found = task.evaluator.evaluate_choice(choice, order, limit_s)
-            preference = found.preference
+        preferences = []
+        for found in task.evaluator.evaluate_orders(choice, orders, limit_s):
+            preferences.append(found.preference)
             if whole.recompute > 0.0 and found.outcome == Outcome.OK:
                 filled = found.peak_memory_bytes / self.pair.memory.usable_bytes
                 if filled.max() > FILLED:
-                    preference = 1.0, found.step_time_s
-            self._scored[key] = min(self._scored[key], preference)
-            if preference[0] == 0.0:
-                limit_s = min(limit_s, preference[1])
-            self._num_tasks += task.evaluator.num_tasks
+                    preferences[-1] = 1.0, found.step_time_s
+        self._scored[key] = min(preferences)
+        self._num_evaluations += len(orders)
+        self._num_tasks += len(orders) * task.evaluator.num_tasks
         return self._scored[key]
 
     def best(self, count: int) -> list[tuple[IntArray, Whole]]:

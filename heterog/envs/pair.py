@@ -245,48 +245,50 @@ class RunningMemory:
         usable = memory.usable_bytes
         devices, batch = len(usable), pair.graph.batch_size
         loads = pair.loads
-        self._state = np.zeros((num_rows, devices), np.float32)
-        self._saved = np.zeros((num_rows, devices), np.float32)
-        self._gradient = np.zeros((num_rows, devices), np.float32)
-        self._inner = np.zeros((num_rows, devices), np.float32)
+        # Devices come first: sums and maxima over them are what takes the time.
+        self._state = np.zeros((devices, num_rows), np.float32)
+        self._saved = np.zeros((devices, num_rows), np.float32)
+        self._gradient = np.zeros((devices, num_rows), np.float32)
+        self._inner = np.zeros((devices, num_rows), np.float32)
         self._block = 0
-        scale = 1.0 / (self.MARGIN * usable)
+        scale = 1.0 / (self.MARGIN * usable)[:, None]
         self._load_of = loads.of  # [C]
-        self._counts = (loads.counts * scale).astype(np.float32)  # [L, D]
-        self._state_of = (loads.state * scale).astype(np.float32)
-        self._holds = (loads.holds * scale).astype(np.float32)
+        self._counts = (loads.counts.T * scale).astype(np.float32)  # [D, L]
+        self._state_of = (loads.state.T * scale).astype(np.float32)
+        self._holds = (loads.holds.T * scale).astype(np.float32)
         self.num_rows = num_rows
         self._memory = memory
         self._room = (self.MARGIN * usable).astype(np.float32)
         rest = memory.state_bytes + batch * self._kept
         self._rest = np.append(np.cumsum(rest[::-1])[::-1][1:], 0.0)  # after each block
-        self._start = memory.common_bytes / usable
+        self._start = (memory.common_bytes / usable).astype(np.float32)[:, None]
 
     @property
     def used(self) -> npt.NDArray[np.float32]:
         """Part of each device's memory that is taken so far.  # [num_rows, D]"""
-        return np.asarray(
-            self._start + self._state + self._both(self._saved, self._gradient) + self._inner,
-            np.float32,
-        )
+        used = self._start + self._state + self._both(self._saved, self._gradient) + self._inner
+        return np.asarray(used.T, np.float32)
 
     def fits(self) -> npt.NDArray[np.bool_]:
         """Which candidates the next block may take; all if none fits.  # [num_rows, C]"""
         memory, block = self._memory, self._block
-        saved = np.float32(self._kept[block])
-        gradient = np.float32(memory.gradient_bytes[block])
-        inner = np.float32(self._passing[block])
-        state = np.float32(memory.state_bytes[block])
-        total = self._state[:, None] + state * self._state_of
-        total += self._both(
-            self._saved[:, None] + saved * self._counts,
-            self._gradient[:, None] + gradient * self._holds,
-        )
-        total += np.maximum(self._inner[:, None], inner * self._counts + gradient * self._holds)
-        total += self._start[None, None].astype(np.float32)
-        free = np.maximum(1.0 - total, 0.0) @ self._room
-        worst = total.max(axis=2)[:, self._load_of]
-        free, fits = free[:, self._load_of], worst <= 1.0
+        gradient = np.float32(memory.gradient_bytes[block]) * self._holds
+        state = np.float32(memory.state_bytes[block]) * self._state_of
+        saved = np.float32(self._kept[block]) * self._counts
+        passing = np.float32(self._passing[block]) * self._counts + gradient
+        held = self._start + self._state
+        if self._both is np.add:
+            total = _outer(held + self._saved + self._gradient, state + saved + gradient)
+        else:
+            total = _outer(held + self._saved, state + saved)
+            np.maximum(total, _outer(held + self._gradient, state + gradient), out=total)
+        total += np.maximum(self._inner[:, :, None], passing[:, None])  # [D, num_rows, L]
+        worst = total.max(axis=0)
+        np.subtract(1.0, total, out=total)
+        np.maximum(total, 0.0, out=total)
+        free = (self._room @ total.reshape(len(total), -1)).reshape(worst.shape)
+        worst, free = worst[:, self._load_of], free[:, self._load_of]
+        fits = worst <= 1.0
         if self._is_alone is not None:
             fits &= self._is_alone[block]
         roomy = fits & (free >= self._rest[block])
@@ -299,13 +301,21 @@ class RunningMemory:
         """Decide the next block of every row."""
         memory, block = self._memory, self._block
         chosen = self._load_of[np.asarray(candidates)]
-        self._state += np.float32(memory.state_bytes[block]) * self._state_of[chosen]
-        self._saved += np.float32(self._kept[block]) * self._counts[chosen]
-        self._gradient += np.float32(memory.gradient_bytes[block]) * self._holds[chosen]
-        inner = np.float32(self._passing[block]) * self._counts[chosen]
-        inner = inner + np.float32(memory.gradient_bytes[block]) * self._holds[chosen]
+        gradient = np.float32(memory.gradient_bytes[block]) * self._holds[:, chosen]
+        counts = self._counts[:, chosen]
+        self._state += np.float32(memory.state_bytes[block]) * self._state_of[:, chosen]
+        self._saved += np.float32(self._kept[block]) * counts
+        self._gradient += gradient
+        inner = np.float32(self._passing[block]) * counts + gradient
         np.maximum(self._inner, inner, out=self._inner)
         self._block += 1
+
+
+def _outer(
+    rows: npt.NDArray[np.float32], loads: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """Sums of what every row and every load put on each device.  # [D, num_rows, L]"""
+    return np.asarray(rows[:, :, None] + loads[:, None], np.float32)
 
 
 class RunningStages:

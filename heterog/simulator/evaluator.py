@@ -1,6 +1,7 @@
 """The evaluator: what every planner asks how good a strategy is."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -321,10 +322,26 @@ class Evaluator:
             limit_s: seconds per step above which the caller wants to know no more: the outcome may
                 then be ``given_up``.
         """
-        seconds, is_done = self._run(choice, order, limit_s)
-        if not is_done or seconds > limit_s:
-            return given_up(seconds, order)
-        return self._judge(seconds, self._peak(choice, self._schedule), order)
+        return self.evaluate_orders(choice, (order,), limit_s)[0]
+
+    def evaluate_orders(
+        self, choice: Choice, orders: Sequence[Order], limit_s: float = math.inf
+    ) -> list[Evaluation]:
+        """The same in several orders, lowered once.
+
+        What is slower than an earlier order in which the strategy fits may be given up, too.
+        """
+        prices = self._lower(choice)
+        found = []
+        for order in orders:
+            seconds, is_done = self._run(choice, prices, order, limit_s)
+            if not is_done or seconds > limit_s:
+                found.append(given_up(seconds, order))
+                continue
+            found.append(self._judge(seconds, self._peak(choice, self._schedule), order))
+            if found[-1].outcome == Outcome.OK:
+                limit_s = seconds
+        return found
 
     def referee(
         self,
@@ -350,7 +367,8 @@ class Evaluator:
         return min(tried, key=lambda result: (not result.is_ok, result.step_time_s))
 
     def _referee_choice(self, choice: Choice, order: Order, limit_s: float) -> Evaluation:
-        seconds, is_done = self._run(choice, order, limit_s * (1.0 + REFEREE_SLACK))
+        prices = self._lower(choice)
+        seconds, is_done = self._run(choice, prices, order, limit_s * (1.0 + REFEREE_SLACK))
         if not is_done:
             return given_up(seconds, order)
         seconds, replayed = self._replay(choice, limit_s)
@@ -418,18 +436,28 @@ class Evaluator:
 
     def simulate(self, choice: Choice, order: Order) -> tuple[float, FloatArray]:
         """(seconds per step, peak bytes of each device) of an encoded strategy."""
-        seconds, _ = self._run(choice, order, math.inf)
+        seconds, _ = self._run(choice, self._lower(choice), order, math.inf)
         return seconds, self._peak(choice, self._schedule)
 
-    def _run(self, choice: Choice, order: Order, limit_s: float) -> tuple[float, bool]:
-        """(seconds per step, True), or (a lower bound of them above the limit, False)."""
+    def _lower(self, choice: Choice) -> Prices:
+        """Lower a choice, to be simulated at these prices."""
         prices = self.prices(choice)
-        num_devices = self.cluster.num_devices
-        # Four kernels with memory's, not one: compiled together they ran a third slower.
         rules = self._rule_set(choice.rule_set)
         self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
         self._make_room(prices)
+        return prices
+
+    def _run(
+        self, choice: Choice, prices: Prices, order: Order, limit_s: float
+    ) -> tuple[float, bool]:
+        """Simulate what was lowered last.
+
+        Returns:
+            (seconds per step, True), or (a lower bound of them above the limit, False).
+        """
+        num_devices = self.cluster.num_devices
         schedule, tape = self._schedule, self._tape
+        # Four kernels with memory's, not one: compiled together they ran a third slower.
         price_kernel(tape, prices, schedule.seconds)
         end, done = simulate_kernel(
             tape, prices, schedule, num_devices, int(order), limit_s * choice.num_steps
