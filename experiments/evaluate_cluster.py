@@ -323,7 +323,8 @@ def main() -> None:
     parser.add_argument("--summary", action="store_true", help="only print what the file holds")
     parser.add_argument("--json", action="store_true", help="the summary as one document")
     arguments = parser.parse_args()
-    if arguments.paired:
+    holds_runs = any("method" in row for row in read_rows(arguments.output))
+    if arguments.paired or (arguments.summary and holds_runs):
         runs = run_paired(arguments)
         if arguments.json:
             print(json.dumps(summarise_paired(runs), indent=1))
