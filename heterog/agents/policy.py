@@ -232,6 +232,9 @@ def draw(
         keep_masks: return what could be chosen, for exact log-probabilities.
         recompute: mind the memory as if every block recomputed.
     """
+    if num_rows == 0:
+        empty = np.zeros((0, pair.num_blocks), np.int32)
+        return Samples(rows=empty, masks=np.zeros((0, *scores.unary.shape), np.bool_))
     noise = None if greedy else temperature * _noise(pair, num_rows, num_steady, rng)
     if pair.num_micro == 1:
         memory = RunningMemory(pair, num_rows, recompute=recompute)
@@ -303,9 +306,7 @@ class _Changes:
         num_blocks, num_candidates = scores.unary.shape
         every = np.arange(num_candidates)
         # Of each candidate of a block, log p that so many changes follow it.  # [G, C, K]
-        self._ahead = np.full(
-            (num_blocks, num_candidates, num_changes.max(initial=0) + 1), _MASKED
-        )
+        self._ahead = np.full((num_blocks, num_candidates, num_changes.max() + 1), _MASKED)
         self._ahead[-1, :, 0] = 0.0
         for block in range(num_blocks - 1, 0, -1):
             log_p = _log_softmax(scores.logits(block, every.astype(np.int32), num_candidates))
