@@ -145,10 +145,8 @@ def main() -> None:
     parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
     parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.pairs < 4:
-        parser.error(
-            f"--pairs {arguments.pairs} is too few: proportional DDP runs every fourth time"
-        )
+    if arguments.pairs < _RARELY:
+        parser.error(f"--pairs {arguments.pairs} is too few: some contenders run once in {_RARELY}")
     if arguments.rank_folder:
         serve(Path(arguments.rank_folder), arguments.models, arguments.method, arguments.pairs)
         return
