@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.pairs < _RARELY:
-        parser.error(f"--pairs {arguments.pairs} is too few: some contenders run once in {_RARELY}")
+        parser.error(f"--pairs {arguments.pairs}: proportional DDP runs once in {_RARELY} rounds")
     if arguments.rank_folder:
         serve(Path(arguments.rank_folder), arguments.models, arguments.method, arguments.pairs)
         return
