@@ -5,9 +5,12 @@ is sent to each worker once, and a small value of its own. Results come in the o
 so what is computed from them does not depend on where, or beside how many others, a job ran.
 """
 
+import atexit
+import gc
 import multiprocessing
 import os
 import pickle
+import tempfile
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -126,20 +129,26 @@ class Processes(_Remote):
     def __init__(self, count: int) -> None:
         self._count = count
         self._pool: ProcessPoolExecutor | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._file = ""
         self._shared: Any = None
 
     def _open(self, shared: Any) -> int:
-        if self._pool is None or self._shared is not shared:
-            self.close()
+        if self._pool is None or self._folder is None:
             context = multiprocessing.get_context("spawn")
-            payload = pickle.dumps(shared)
-            self._pool = ProcessPoolExecutor(self._count, context, _begin, (payload,))
+            self._pool = ProcessPoolExecutor(self._count, context, _begin)
+            self._folder = tempfile.TemporaryDirectory(prefix="heterog-")
+        if not self._file or self._shared is not shared:
+            # A file of its own: jobs with the one before may still be under way.
+            number, self._file = tempfile.mkstemp(dir=self._folder.name)
+            with os.fdopen(number, "wb") as file:
+                pickle.dump(shared, file)
             self._shared = shared
         return 2 * self._count  # the next job waits in the pool
 
     def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]":
         assert self._pool is not None
-        return self._pool.submit(_in_process, work, job)
+        return self._pool.submit(_in_process, work, self._file, job)
 
     def _cancel(self, future: "Future[Any]") -> None:
         future.cancel()
@@ -157,7 +166,11 @@ class Processes(_Remote):
         """End the processes."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-            self._pool, self._shared = None, None
+            self._pool = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+        self._file, self._shared = "", None
 
 
 class RayWorkers(_Remote):
@@ -271,12 +284,16 @@ _kept: tuple[str, Any] = ("", None)
 """In a worker: the name of what was sent once, and the value."""
 
 
-def _begin(payload: bytes) -> None:
+def _begin() -> None:
+    # At the end, Python would look through all that was imported for what to collect: a second.
+    atexit.register(gc.freeze)
+
+
+def _in_process(work: Callable[[Any, Any], Any], file: str, job: Any) -> _Outcome:
     global _kept
-    _kept = "", pickle.loads(payload)
-
-
-def _in_process(work: Callable[[Any, Any], Any], job: Any) -> _Outcome:
+    if _kept[0] != file:
+        with open(file, "rb") as opened:
+            _kept = file, pickle.load(opened)
     return _outcome(work, _kept[1], job)
 
 

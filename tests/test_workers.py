@@ -80,6 +80,23 @@ def test_results_come_in_order_and_not_all_jobs_need_to_run(workers: Workers) ->
         list(workers.map(refuse_name, "aple", [["apple"]]))
 
 
+def who(shared: int, job: int) -> tuple[int, int]:
+    return shared + job, os.getpid()
+
+
+@pytest.mark.distributed
+def test_a_process_serves_many_shared_values_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, another value meant another process: seconds of imports each time."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Processes(1) as crew:
+        (first, process), *more = crew.map(who, 1000, [1, 2])
+        assert [first, *(value for value, _ in more)] == [1001, 1002]
+        assert list(crew.map(who, 2000, [1])) == [(2001, process)]
+    assert not list(tmp_path.iterdir())
+
+
 def refuse_name(name: str, known: list[str]) -> None:
     raise UnknownNameError("fruit", name, known)
 

@@ -33,7 +33,6 @@ from heterog.runtime.background import (
     has_own_process,
     stream_of_priority,
 )
-from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.launch import HEARTBEAT, PORT_FILE
 from heterog.strategy.program import FloatArray
@@ -138,6 +137,8 @@ def train(
     step = deploy(workload, plan)
     if resume:
         tell("reading the checkpoint")
+        from heterog.runtime.checkpoint import load_checkpoint  # half a second on every rank
+
         load_checkpoint(step, resume)
     steps_before = step.num_steps
     batch = workload.make_batch()
@@ -172,6 +173,8 @@ def train(
             losses.append(loss)
     if save:
         tell("saving the checkpoint")
+        from heterog.runtime.checkpoint import save_checkpoint
+
         save_checkpoint(step, save)
     step.flush()  # without a step barrier the last updates may still be open
     tell("leaving")

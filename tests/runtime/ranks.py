@@ -1,5 +1,6 @@
 """A pool of real gloo processes that stays alive across tests."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -36,21 +37,26 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
+    gc.freeze()  # nothing imported need be collected: Python would take a second for it
 
 
 class Ranks:
-    """Processes that form one process group."""
+    """Processes that form one process group; new ones after a failure."""
 
     def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(num_ranks):
+        for rank in range(self._num_ranks):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, num_ranks, store, there), daemon=True
+                target=_serve, args=(rank, self._num_ranks, store, there), daemon=True
             )
             process.start()
             there.close()
@@ -63,6 +69,9 @@ class Ranks:
             pipe.send((function, arguments))
         results = [pipe.recv() for pipe in self._pipes]
         failures = [text for ok, text in results if not ok]
+        if failures:
+            self.close()  # they may be left in the middle of a collective
+            self._start()
         assert not failures, failures[0]
         return [value for _, value in results]
 

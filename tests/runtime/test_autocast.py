@@ -1,6 +1,6 @@
 """A model that computes under ``torch.autocast`` is executed as it is on one device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,13 +20,6 @@ from tests.simulator.builders import cluster_of, plan_by_hand
 
 BFLOAT16_STEP = 2.0**-8
 """Relative spacing of bfloat16, to which products of parts are rounded before they are added."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(2)
-    yield pool
-    pool.close()
 
 
 class Autocast(nn.Module):
@@ -79,7 +72,7 @@ def reference(name: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tens
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", LOSSES)
-def test_uneven_shares_under_autocast(ranks: Ranks, tmp_path: Path, name: str) -> None:
+def test_uneven_shares_under_autocast(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
     graph = capture(workload_of(name))
     kinds = [op.kind for op in graph.ops]
     assert "_to_copy.default" in kinds
@@ -93,7 +86,7 @@ def test_uneven_shares_under_autocast(ranks: Ranks, tmp_path: Path, name: str) -
     )
     path = tmp_path / "plan.json"
     plan_by_hand(graph, cluster, strategy).save(path)
-    results = ranks.run(train, name, str(path))
+    results = two_ranks.run(train, name, str(path))
     losses, before, after = reference(name)
     for found, _ in results:
         assert found == pytest.approx(losses, rel=BFLOAT16_STEP)

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -184,13 +183,6 @@ _from_rank_0 = checkpoint._from_rank_0
 
 def _full_disk(*arguments: Any) -> None:
     raise OSError(28, "No space left on device")
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    pool = Ranks(2)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -139,26 +139,17 @@ def test_batch_norm_keeps_local_statistics(
 
 
 @pytest.mark.distributed
-def test_every_method_of_the_spine_on_four_ranks(tmp_path: Path) -> None:
+def test_every_method_of_the_spine_on_four_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
     """At the shares that each method itself gives to unequal devices."""
     unequal = cluster_of((1.0, ["V100-16GB"]), (1.0, ["T4", "T4"]), (10.0, ["GTX-1080-Ti"]))
-    methods = [planner.name for planner in planners()]
-    pool = Ranks(4)
-    try:
-        for number, method in enumerate(methods):
-            name = list(MODELS)[number % len(MODELS)]
-            plan = make_plan(
-                graph_of(name),
-                unequal,
-                methods=[method],
-                budget="20e",
-                step_barrier=number % 2 == 0,
-            )
-            path = tmp_path / f"{method}.json"
-            plan.save(path)
-            assert_same(pool.run(train, name, SGD, str(path)), reference(name))
-    finally:
-        pool.close()
+    for number, method in enumerate(planner.name for planner in planners()):
+        name = list(MODELS)[number % len(MODELS)]
+        plan = make_plan(
+            graph_of(name), unequal, methods=[method], budget="20e", step_barrier=number % 2 == 0
+        )
+        path = tmp_path / f"{method}.json"
+        plan.save(path)
+        assert_same(four_ranks.run(train, name, SGD, str(path)), reference(name))
 
 
 @pytest.mark.distributed

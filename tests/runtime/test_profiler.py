@@ -3,7 +3,6 @@
 import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -220,21 +219,14 @@ def two_devices() -> Cluster:
     return cluster_of((1.0, ["T4", "T4"]))
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(2)
-    yield pool
-    pool.close()
-
-
 def links(rank: int, payloads: tuple[int, ...], num_done: int) -> list[LinkMeasurement]:
     return list(profile_links(two_devices(), payloads, num_done=num_done))
 
 
 @pytest.mark.distributed
-def test_all_pairs_and_all_collectives_are_measured(ranks: Ranks) -> None:
+def test_all_pairs_and_all_collectives_are_measured(two_ranks: Ranks) -> None:
     payloads = (4096, 65536)
-    every, others = ranks.run(links, payloads, 0)
+    every, others = two_ranks.run(links, payloads, 0)
     assert every == others, "all ranks know all rows"
     rows = [row for row in every if not row.while_computing]
     transfers = [row for row in rows if row.kind == "point_to_point"]
@@ -247,7 +239,7 @@ def test_all_pairs_and_all_collectives_are_measured(ranks: Ranks) -> None:
     assert sorted(row.kind for row in busy) == sorted([*collectives, *["point_to_point"] * 2])
     assert all(seconds > 0 for row in busy for seconds in row.device_seconds)
     assert all(row.seconds > 0 and len(row.device_seconds) == 2 for row in every)
-    left = ranks.run(links, payloads, 7)[0]
+    left = two_ranks.run(links, payloads, 7)[0]
     assert [(row.kind, row.num_bytes) for row in left] == [
         (row.kind, row.num_bytes) for row in every[7:]
     ]
@@ -323,6 +315,6 @@ def test_peak_bytes_of_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_peak_bytes_of_two_ranks(tmp_path: Path, ranks: Ranks) -> None:
+def test_peak_bytes_of_two_ranks(tmp_path: Path, two_ranks: Ranks) -> None:
     path = planned(tmp_path, two_devices())
-    check_peaks(ranks.run(peak_of_a_step, str(path)), path)
+    check_peaks(two_ranks.run(peak_of_a_step, str(path)), path)
