@@ -63,6 +63,24 @@ def test_gives_up_only_what_is_slower_than_the_limit(seed: int, share: float) ->
         assert whole.step_time_s <= limit
 
 
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=100, deadline=None)
+def test_orders_of_one_lowering_are_those_of_each_alone(seed: int) -> None:
+    """In any sequence: what one run leaves behind does not reach the next."""
+    rng = Random(seed)
+    evaluator, choice = random_case(rng)
+    orders = rng.sample(list(Order), len(Order))
+    best_s = np.inf
+    for found, order in zip(evaluator.evaluate_orders(choice, orders), orders, strict=True):
+        alone = evaluator.evaluate_choice(choice, order)
+        if found.outcome == Outcome.GIVEN_UP:
+            assert best_s <= found.step_time_s <= alone.step_time_s * (1 + 1e-12)
+        else:
+            assert found == alone
+            if alone.is_ok:
+                best_s = min(best_s, alone.step_time_s)
+
+
 def test_the_referee_gives_up_too() -> None:
     evaluator, choice = random_case(Random(3))
     whole = evaluator.evaluate_choice(choice, Order.FIFO).step_time_s
