@@ -64,7 +64,7 @@ class _Sending:
     """
 
     def __init__(self) -> None:
-        self._under_way: queue.SimpleQueue[tuple[dist.Work, Tensor]] = queue.SimpleQueue()
+        self._under_way: queue.SimpleQueue[tuple[dist.Work, Tensor] | None] = queue.SimpleQueue()
         self._on_gpu: deque[tuple[dist.Work, Tensor]] = deque()
         self._sent: list[Tensor] = []
         self._num_added = self._num_done = 0
@@ -115,9 +115,14 @@ class _Sending:
             raise self._error
         self.release()
 
+    def close(self) -> None:
+        """End the thread, once all is sent."""
+        self._under_way.put(None)
+
     def _wait(self) -> None:
-        while True:
-            work, tensor = self._under_way.get()
+        while (taken := self._under_way.get()) is not None:
+            work, tensor = taken
+            del taken
             try:
                 work.wait()
             except Exception as error:
@@ -387,6 +392,15 @@ class Communicator:
         self._sent.clear()
         for sending in self._sending.values():
             sending.flush()
+
+    def close(self) -> None:
+        """End the process groups and their threads; no rank may communicate in them any more."""
+        for sending in self._sending.values():
+            sending.close()
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._sending.clear()
+        self._groups.clear()
 
 
 def slice_counts(num_elements: int, parts: Sequence[float]) -> list[int]:

@@ -208,6 +208,13 @@ class StepExecutor:
                 self._play(task, step)
             self._updates.finish()
 
+    def close(self) -> None:
+        """End all communication once no rank has any under way; every rank has to call it."""
+        self.flush()
+        self._communicator.flush()
+        dist.barrier()
+        self._communicator.close()
+
     def abandon(self) -> None:
         """Wait for what has been issued, without finishing updates; needs no other rank's call.
 

@@ -5,13 +5,15 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from heterog.runtime.collectives import Communicator
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -27,17 +29,35 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
         world_size=num_ranks,
         timeout=timedelta(seconds=60),
     )
+    made = _remember_communicators()
     while True:
         try:
             function, arguments = pipe.recv()
         except EOFError:
             break
+        while made:  # hundreds of groups would take a core, and all ranks are through with these
+            made.pop().close()
         try:
             pipe.send((True, function(rank, *arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
     gc.freeze()  # nothing imported need be collected: Python would take a second for it
+
+
+def _remember_communicators() -> list[Communicator]:
+    """All that are made from here on."""
+    made: list[Communicator] = []
+    initialize = Communicator.__init__
+
+    def initialize_and_remember(
+        self: Communicator, rank: int, device_sets: Iterable[tuple[int, ...]]
+    ) -> None:
+        initialize(self, rank, device_sets)
+        made.append(self)
+
+    Communicator.__init__ = initialize_and_remember  # type: ignore[method-assign]
+    return made
 
 
 class Ranks:

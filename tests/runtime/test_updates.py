@@ -1,6 +1,7 @@
 """New parameters: schedulers, clipping, and steps that leave their updates to the next one."""
 
 import math
+import os
 import warnings
 from pathlib import Path
 
@@ -258,3 +259,25 @@ def test_after_a_flush_the_process_group_may_be_destroyed(tmp_path: Path) -> Non
     finally:
         codes = pool.close()
     assert codes == [0, 0]
+
+
+def threads_after_each_plan(rank: int, path: str) -> list[int]:
+    """Of this process, with one plan after the other."""
+    found = []
+    for _ in range(3):
+        step = deployed("gpt", path)
+        step(batch_of("gpt", 0))
+        step.close()
+        found.append(len(os.listdir("/proc/self/task")))
+    return found
+
+
+@pytest.mark.distributed
+def test_a_closed_step_leaves_no_threads(ranks: Ranks, tmp_path: Path) -> None:
+    """Groups of every step stayed: in a process with many plans their threads took both cores."""
+    graph = graph_of("gpt")
+    decisions = [SYNCS["ring"], Decision(devices=(0, 2), shares=(5, 3))]
+    each = [decisions[number % 2] for number in range(group_ops(graph).num_groups)]
+    plan_of(graph, strategy_of(graph, each, step_barrier=False)).save(tmp_path / "plan.json")
+    for first, *others in ranks.run(threads_after_each_plan, str(tmp_path / "plan.json")):
+        assert others == [first, first]
