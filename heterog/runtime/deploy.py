@@ -108,6 +108,7 @@ class DeployedStep:
         updated = [named[self._names[parameter]] for parameter in self._updated_parameters()]
         updated += self.slices.stepped()
         self.optimizer = _make_optimizer(workload, updated)
+        self._is_closed = False
         self._executor = StepExecutor(
             self.captured,
             plan.strategy,
@@ -186,8 +187,11 @@ class DeployedStep:
         """One training step on the global batch; every rank passes the same one.
 
         Raises:
-            StrategyError: the batch has other shapes than the plan was made for.
+            StrategyError: the batch has other shapes than the plan was made for, or the step was
+                closed.
         """
+        if self._is_closed:
+            raise StrategyError("this step was closed; deploy its plan again to go on.")
         by_tensor = batch_by_tensor(self.captured, batch)
         loss = self._executor(
             {tensor: value.to(self.device) for tensor, value in by_tensor.items()}
@@ -204,9 +208,11 @@ class DeployedStep:
         """Finish all updates and let the process groups go; every rank has to call it.
 
         For a process that goes on with another plan: gloo's threads look for work all the time,
-        and those of a hundred groups take a tenth of a core. The model and the optimizer stay.
+        and those of a hundred groups take a tenth of a core. Take what is needed before, from
+        ``state_dict`` or a checkpoint: the step cannot be called again.
         """
         self._executor.close()
+        self._is_closed = True
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """All parameters and buffers on rank 0, ``None`` on the others.

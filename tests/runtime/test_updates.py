@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 import warnings
 from pathlib import Path
 
@@ -268,6 +269,11 @@ def threads_after_each_plan(rank: int, path: str) -> list[int]:
         step = deployed("gpt", path)
         step(batch_of("gpt", 0))
         step.close()
+        with pytest.raises(StrategyError, match="closed; deploy its plan again"):
+            step(batch_of("gpt", 0))
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread():
+                thread.join(30)  # of sends; they end by themselves
         found.append(len(os.listdir("/proc/self/task")))
     return found
 
