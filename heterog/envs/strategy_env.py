@@ -87,7 +87,7 @@ class StrategyOneShotEnv(_StrategyEnv):
     | key | shape | what |
     |---|---|---|
     | pair | 1 | number of the pair among the environment's own, not a feature |
-    | blocks, block_mask | G x 17, G | compute, parameters, traffic, memory, place, kinds of ops |
+    | blocks, block_mask | G x 18, G | compute, parameters, traffic, memory, place, kinds of ops |
     | edges, edge_time, edge_mask | 2 x E, E x 1, E | blocks that feed one another |
     | devices, device_mask | D x 8, D | speed, memory, NIC |
     | links | D x D x 3 | rate, latency, same host |
@@ -109,7 +109,7 @@ class StrategyOneShotEnv(_StrategyEnv):
     another function of pair and score.
 
     ## Version
-    v0: observation version 1.
+    v0: observation version 2.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ bound, and the part of the batch that changed devices |
     another function of pair and score.
 
     ## Version
-    v0: observation version 1.
+    v0: observation version 2.
     """
 
     def __init__(

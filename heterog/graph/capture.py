@@ -89,7 +89,6 @@ class CapturedStep:
             outputs the loss, the gradients of the used parameters in order, then the new values
             of the mutated buffers.
         node_of_op: the fx node of each op that is not an update.
-        parameter_names: name of each placeholder parameter.
     """
 
     graph: OpGraph

@@ -39,7 +39,7 @@ from heterog.strategy.strategy import (
 
 _MOST_ROUNDS = 8
 _MOST_MOVES = 6  # of samples, each time by what the last one has shown to be missing
-_SHARDING = ("ZERO1", "ZERO2", "ZERO3")
+_SHARDING = (Sync.ZERO1, Sync.ZERO2, Sync.ZERO3)
 
 
 class Repaired(NamedTuple):
@@ -116,7 +116,9 @@ class _Repair:
             if self._fits(best):
                 if self._is_confirmed(best):
                     return
-            elif current is not None:
+            elif current is None:
+                return
+            else:
                 current = self._round(current)
 
     def _best(self) -> _Tried:
@@ -370,11 +372,9 @@ class _Repair:
 
     def _shard_updates(self, current: _Tried) -> Iterator[_Tried]:
         """Each replica keeps a part of the optimizer's state, of gradients, of parameters."""
-        for name in _SHARDING:
-            if name not in Sync.__members__:
-                return
+        for sync in _SHARDING:
             changes = {
-                group: replace(decision, sync=Sync[name], slices=())
+                group: replace(decision, sync=sync, slices=())
                 for group, decision in enumerate(current.strategy.decisions)
                 if len(decision.devices) > 1 and decision.sync != Sync.PARAMETER_SERVER
             }

@@ -68,7 +68,8 @@ class ChannelTable:
 
     Channel ``src * num_devices + dst`` is the point-to-point one from ``src`` to ``dst``;
     collectives get the next free numbers when they are first needed. The number of a collective
-    depends on the history of calls, so programs are compared by ``describe`` and not by number.
+    depends on the history of calls, so ``Program.hash`` compares what channels are and not their
+    numbers.
     """
 
     def __init__(self, cluster: Cluster) -> None:

@@ -58,7 +58,7 @@ class Poplar:
     """Poplar; see the module docstring.
 
     Args:
-        stage: of ZeRO, 0 to 3; by default the planner chooses it.
+        zero_stage: 0 to 3; by default the planner chooses it.
         name: in the registry and in tables.
     """
 

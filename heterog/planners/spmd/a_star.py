@@ -65,12 +65,10 @@ class SearchResult:
     Attributes:
         programs: best first; the first is optimal if ``is_exact``.
         is_exact: whether no state was cut by the beam.
-        num_expanded: nodes expanded.
     """
 
     programs: tuple[Program, ...]
     is_exact: bool
-    num_expanded: int
 
 
 def _entry(made: int, forms: int) -> Entry:
@@ -135,7 +133,7 @@ class Search:
         heap: list[_Node] = [(remaining[0], 0, 0.0, 0, start, None)]
         popped: list[list[tuple[float, Codes]]] = [[] for _ in range(len(segments) + 1)]
         seen: dict[tuple[int, Codes], float] = {}
-        counter = expanded = 0
+        counter = 0  # tells nodes of equal estimates apart: entries are not compared
         programs: list[Program] = []
         while heap and len(programs) < num_programs:
             _, _, cost, number, codes, path = heapq.heappop(heap)
@@ -145,7 +143,6 @@ class Search:
             if self._is_dominated(cost, codes, popped[number], kinds[number - 1]):
                 continue
             popped[number].append((cost, codes))
-            expanded += 1
             segment = segments[number]
             inner = tuple(codes[place] for place in segment.inlets)
             for result, extra, choices in self.solve(number, inner):
@@ -162,7 +159,7 @@ class Search:
                 estimate = total + remaining[number + 1]
                 route: Route = (path, choices)
                 heapq.heappush(heap, (estimate, counter, total, number + 1, after, route))
-        return SearchResult(tuple(programs), self.is_exact, expanded)
+        return SearchResult(tuple(programs), self.is_exact)
 
     def heuristic(self) -> list[float]:
         """For each segment, the cheapest work of all rows from there on; 0 at the end."""

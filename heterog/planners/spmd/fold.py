@@ -9,7 +9,7 @@ for them, because their readers come before their makers.
 The order is exact whatever ops are assigned to which step: it only changes how much is carried.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from heterog.graph.op_graph import Phase
@@ -211,13 +211,3 @@ def _cut(
         if len(history[place]) <= min(len(history[other]) for other in near):
             cuts.append(place + 1)
     return (*cuts, len(history))
-
-
-def describe(theory: Theory, folded: Folded) -> Iterable[str]:
-    """The steps in words: forward op, backward twins, what is carried past it."""
-    by_step: dict[int, list[int]] = {}
-    for place, visit in enumerate(folded.visits):
-        by_step.setdefault(visit.step, []).append(place)
-    for places in by_step.values():
-        kinds = [theory.graph.ops[theory.rows[folded.visits[p].row].op].kind for p in places]
-        yield f"{' '.join(kinds)} | {len(folded.carried[places[-1]])} carried"
