@@ -12,12 +12,12 @@ from functools import lru_cache
 import numpy as np
 
 from heterog.errors import StrategyError
-from heterog.graph.batch_plan import batch_plan, op_work
+from heterog.graph.batch_plan import batch_plan, counts_known_labels, op_work
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules
 from heterog.graph.placement import Placement, R, S
-from heterog.graph.sharding_rules import RuleResult, propagate
+from heterog.graph.sharding_rules import RuleResult, Special, propagate
 
 BATCH_AXIS = 0
 EVERYWHERE = 0
@@ -334,6 +334,12 @@ def _checked(graph: OpGraph, op: int, rule: OpRule) -> RuleResult:
         )
         raise StrategyError(
             f"{name} cannot run as {text} along an axis of {rule.units} units{instead}."
+        )
+    follows = batch_plan(graph).follows_batch
+    if result.special == Special.NLL_GLOBAL_WEIGHT and not counts_known_labels(graph, op, follows):
+        raise StrategyError(
+            f"{name} takes a mean over labels that the model makes itself; their number is not "
+            "known before the step, so it cannot be split. Leave it without a rule."
         )
     if any(place.kind == "L" for place in places):
         raise StrategyError(f"{name}: local statistics follow the batch and need no rule.")

@@ -12,9 +12,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.graph.op_graph import FloatArray, OpGraph, Phase, TensorKind
 from heterog.graph.placement import Placement, R, S
-from heterog.graph.sharding_rules import propagate
+from heterog.graph.sharding_rules import Special, propagate
+from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES, MEAN, NO_REDUCTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,6 +27,9 @@ class BatchPlan:
         needed: of each input of each op.  # [num_ops][num_inputs]
         specials: how each op must change to stay exact on a part of the batch.  # [num_ops]
         unruled: ops without a rule, run replicated on gathered inputs.
+        follows_batch: tensors that the forward pass makes from the batch, buffers and constants
+            alone, without parameters or random numbers: every rank can make the whole of them
+            before the step.  # [num_tensors]
         flops_fixed: FLOPs that every device does, whatever its share.  # [num_ops]
         flops_per_sample: FLOPs per sample of the local share.  # [num_ops]
         bytes_fixed: bytes moved whatever the share.  # [num_ops]
@@ -36,6 +40,7 @@ class BatchPlan:
     needed: tuple[tuple[Placement, ...], ...]
     specials: tuple[str | None, ...]
     unruled: tuple[int, ...]
+    follows_batch: tuple[bool, ...]
     flops_fixed: FloatArray
     flops_per_sample: FloatArray
     bytes_fixed: FloatArray
@@ -69,6 +74,7 @@ def batch_plan(graph: OpGraph) -> BatchPlan:
         needed=tuple(needed),
         specials=tuple(specials),
         unruled=tuple(unruled),
+        follows_batch=tuple(_follows_batch(graph, specials)),
         flops_fixed=columns[:, 0],
         flops_per_sample=columns[:, 1],
         bytes_fixed=columns[:, 2],
@@ -106,6 +112,10 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
             specials.append(None)
             continue
         result = propagate(graph.call(index), given, graph.batch_size)
+        if op.kind in LABEL_COUNTING_LOSSES and not counts_known_labels(
+            graph, index, _follows_batch(graph, specials)
+        ):
+            result = None
         if result is None:
             if any(place.kind != "R" for place in given):
                 unruled.append(index)
@@ -117,6 +127,35 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
         placements.extend(result.outputs)
         specials.append(result.special)
     return placements, needed, specials, unruled
+
+
+def _follows_batch(graph: OpGraph, specials: Sequence[str | None]) -> list[bool]:
+    """Tensors that follow from the batch alone; see ``BatchPlan``.
+
+    Args:
+        graph: one training step.
+        specials: of its first ops; only what these make is looked at.
+    """
+    inputs = graph.tensors[: graph.num_inputs]
+    follows = [tensor.kind != TensorKind.PARAMETER for tensor in inputs]
+    for op, special in zip(graph.ops, specials, strict=False):
+        draws = special in (Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM)
+        made = op.phase == Phase.FORWARD and not draws and all(follows[t] for t in op.inputs)
+        follows.extend([made] * op.num_outputs)
+    return follows
+
+
+def counts_known_labels(graph: OpGraph, op: int, follows_batch: Sequence[bool]) -> bool:
+    """Whether the weight of all labels of a loss can be summed up before the step.
+
+    Each device divides its part of a mean by that weight, so it has to be there when the first
+    part of the loss is computed. Labels that the model itself makes come too late for that, and
+    where nothing reads the weight nothing sums it up: such a loss runs on gathered inputs.
+    """
+    labels, weight = graph.ops[op].inputs[1:], graph.outputs(op)[1]
+    if graph.ops[op].args.get("reduction", MEAN) == NO_REDUCTION:
+        return True
+    return bool(graph.consumers[weight]) and all(follows_batch[tensor] for tensor in labels)
 
 
 def _split_at_birth(
@@ -135,6 +174,8 @@ def _split_at_birth(
         op = graph.ops[index]
         if op.num_outputs != 1 or op.phase == Phase.UPDATE:
             continue
+        if graph.is_constant[index] and not graph.is_view[index]:
+            continue  # runs whole on every device: what it reads and makes is whole, too
         tensor = graph.outputs(index)[0]
         if placements[tensor].kind != "R":
             continue

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from heterog.graph.batch_plan import BatchPlan, batch_plan
-from heterog.graph.op_graph import IntArray, OpGraph, Phase, TensorKind
+from heterog.graph.op_graph import IntArray, OpGraph
 
 MAX_SHARE_OF_WORK = 1 / 64
 """A module with more of the work than this is cut into its children."""
@@ -48,13 +48,12 @@ class Grouping:
 def group_ops(graph: OpGraph) -> Grouping:
     """Cut a graph into groups; see the module docstring for the rule."""
     plan = batch_plan(graph)
-    constant = _constant_ops(graph)
     labels = _cut_module_tree(graph)
-    parent = _join(graph, plan, labels, constant)
+    parent = _join(graph, plan, labels)
     first: dict[str, int] = {}
     group = np.full(graph.num_ops, CONSTANT_GROUP, np.int32)
     for index in range(graph.num_ops):
-        if not constant[index]:
+        if not graph.is_constant[index]:
             root = _find(parent, labels[index])
             group[index] = first.setdefault(root, len(first))
     return Grouping(group=group, names=tuple(first))
@@ -79,20 +78,6 @@ def alike_groups(graph: OpGraph) -> IntArray:
             parts[grouping.group[index]].append((op.kind, shapes))
     kinds: dict[tuple[tuple[str, tuple[tuple[int, ...], ...]], ...], int] = {}
     return np.array([kinds.setdefault(tuple(ops), len(kinds)) for ops in parts], np.int32)
-
-
-def _constant_ops(graph: OpGraph) -> list[bool]:
-    """Ops computed from buffers and constants alone."""
-    free = [
-        tensor.kind in (TensorKind.BUFFER, TensorKind.CONSTANT)
-        for tensor in graph.tensors[: graph.num_inputs]
-    ]
-    constant: list[bool] = []
-    for op in graph.ops:
-        is_constant = op.phase != Phase.UPDATE and all(free[tensor] for tensor in op.inputs)
-        constant.append(is_constant)
-        free.extend([is_constant] * op.num_outputs)
-    return constant
 
 
 def _cut_module_tree(graph: OpGraph) -> list[str]:
@@ -163,14 +148,12 @@ def _labels_of_ops(graph: OpGraph, leaf_of: dict[str, str], opened: set[str]) ->
     return labels
 
 
-def _join(
-    graph: OpGraph, plan: BatchPlan, labels: list[str], constant: list[bool]
-) -> dict[str, str]:
+def _join(graph: OpGraph, plan: BatchPlan, labels: list[str]) -> dict[str, str]:
     """Union-find over labels for everything that must be decided together."""
     parent = {label: label for label in labels}
 
     def join(ops: Iterable[int]) -> None:
-        roots = [_find(parent, labels[op]) for op in ops if not constant[op]]
+        roots = [_find(parent, labels[op]) for op in ops if not graph.is_constant[op]]
         for root in roots[1:]:
             parent[_find(parent, root)] = _find(parent, roots[0])
 

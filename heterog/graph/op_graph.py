@@ -189,6 +189,19 @@ class OpGraph:
         return np.array([op.kind in VIEW_KINDS for op in self.ops], np.bool_)
 
     @cached_property
+    def is_constant(self) -> npt.NDArray[np.bool_]:
+        """Ops computed from buffers and constants alone.  # [num_ops]"""
+        free = [
+            tensor.kind in (TensorKind.BUFFER, TensorKind.CONSTANT)
+            for tensor in self.tensors[: self.num_inputs]
+        ]
+        constant = np.zeros(self.num_ops, np.bool_)
+        for index, op in enumerate(self.ops):
+            constant[index] = op.phase != Phase.UPDATE and all(free[t] for t in op.inputs)
+            free.extend([bool(constant[index])] * op.num_outputs)
+        return constant
+
+    @cached_property
     def storage(self) -> IntArray:
         """For each tensor the tensor that owns its memory, through views.  # [num_tensors]"""
         storage = np.arange(len(self.tensors), dtype=np.int32)

@@ -2,6 +2,7 @@
 
 from torch import Tensor, ne
 
+from heterog.graph.placement import Placement
 from heterog.runtime.collectives import Pending
 from heterog.runtime.local_op import LocalOp
 from heterog.runtime.rank_program import Layout, RankProgram
@@ -65,11 +66,15 @@ class Losses:
         for micro in range(part.num_micro):
             if layout.range(micro, part.rank)[1] == 0:
                 continue
-            target = self._values.input(inputs[1], needed[1], {}, layout, micro)
+            target = self._known(inputs[1], needed[1], layout, micro)
             counts = ne(target, ignored)
             if local_op.call.args.get("weight") is not None:
-                weight = self._values.input(inputs[2], needed[2], {}, layout, micro)
+                weight = self._known(inputs[2], needed[2], layout, micro)
                 total += weight[target[counts]].sum()
             else:
                 total += counts.sum()
         return total
+
+    def _known(self, tensor: int, needed: Placement, layout: Layout, micro: int) -> Tensor:
+        """What a loss reads that follows from the batch, before the op that makes it has run."""
+        return self._values.placed(self._values.from_batch(tensor), needed, layout, micro)

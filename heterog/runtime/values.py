@@ -90,12 +90,14 @@ class Values:
         self.held: dict[int, Held] = {}
         self._left: dict[int, int] = {}
         self._batch: Mapping[int, Tensor] = {}
+        self._from_batch: dict[int, Tensor] = {}
 
     def begin(self, batch: Mapping[int, Tensor]) -> None:
         """Start a step with the global batch by tensor id."""
         self.held = {}
         self._left = dict(self._num_reads)
         self._batch = batch
+        self._from_batch = {}
 
     def is_read(self, buffer: int) -> bool:
         """Whether anyone on this rank still reads a buffer."""
@@ -142,21 +144,16 @@ class Values:
         if whole is None:
             whole = self.is_whole_needed(tensor, needed, layout)
         value, placement = self.tensor(tensor, whole, near, layout, micro)
-        return self._placed(value, placement, needed, layout, micro)
+        return value if placement.kind != "R" else self.placed(value, needed, layout, micro)
 
-    def _placed(
-        self,
-        value: Tensor,
-        placement: Placement,
-        needed: Placement,
-        layout: Layout | None,
-        micro: int,
+    def placed(
+        self, value: Tensor, needed: Placement, layout: Layout | None, micro: int
     ) -> Tensor:
         """Slice a whole tensor where the reader wants its own units only.
 
         Where it wants a part of a sum, the first device has the whole and the others nothing.
         """
-        if placement.kind != "R" or layout is None:
+        if layout is None:
             return value
         if needed.kind == "S":
             return cut(value, needed, layout.units, *self._part.samples_in(layout, micro))
@@ -180,10 +177,30 @@ class Values:
             if inner:
                 # Everything after the gather is whole as well.
                 return self._view(maker, tensor, value, layout, micro, is_whole=True), R
-            value = self._placed(value, placement, needed, layout, micro)
+            if placement.kind == "R":
+                value = self.placed(value, needed, layout, micro)
             result = self._view(maker, tensor, value, layout, micro, is_whole=False)
             return result, plan.placements[tensor]
         return self._value(tensor, whole, near, layout, micro)
+
+    def from_batch(self, tensor: int) -> Tensor:
+        """The whole of a tensor that follows from the batch (``BatchPlan.follows_batch``).
+
+        Every rank has the whole batch, so nothing needs to be sent. Kept until the step ends.
+        """
+        known = self._from_batch.get(tensor)
+        if known is not None:
+            return known
+        graph = self._part.graph
+        maker = int(graph.producer[tensor])
+        if maker < 0:
+            is_batch = graph.tensors[tensor].kind == TensorKind.BATCH
+            return (self._batch if is_batch else self._buffers)[tensor]
+        local_op = self._ops[maker]
+        inputs = [self.from_batch(each) for each in graph.ops[maker].inputs]
+        made = local_op(inputs, local_op.units)
+        self._from_batch |= dict(zip(graph.outputs(maker), made, strict=True))
+        return self._from_batch[tensor]
 
     def _view(
         self,

@@ -17,15 +17,13 @@ from heterog.graph.grouping import CONSTANT_GROUP, Grouping, group_ops
 from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRules
+from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
 from heterog.strategy.recomputation import recomputations
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 
 KIND_NUMBER = {"R": 0, "S": 1, "P": 2, "L": 3}
-
-
-_LOSSES_WITH_LABEL_COUNT = frozenset({"nll_loss_forward.default", "nll_loss2d_forward.default"})
 
 
 class GraphTables(NamedTuple):
@@ -341,13 +339,14 @@ class _Builder:
     def _is_early(self, tensor: int) -> bool:
         """Whether a value is the number of labels that count.
 
-        It is an output of the loss, but follows from the labels alone. Summed over the devices
+        It is an output of the loss, but follows from the labels alone, and these from the batch
+        (``batch_plan`` runs a loss on gathered inputs where they do not). Summed over the devices
         before the step, it lets each device begin its backward pass as soon as it can; summed
         where the loss makes it, all would wait there for the slowest.
         """
         maker = int(self.graph.producer[tensor])
         return (
-            self.graph.ops[maker].kind in _LOSSES_WITH_LABEL_COUNT
+            self.graph.ops[maker].kind in LABEL_COUNTING_LOSSES
             and tensor == self.graph.outputs(maker)[1]
         )
 

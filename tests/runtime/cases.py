@@ -179,6 +179,58 @@ class Gathered(nn.Module):
         return out
 
 
+class OwnLoss(nn.Module):
+    """A causal language model that shifts its labels and computes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TinyGpt()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model(tokens).view(*tokens.shape, 13)
+        shifted = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        return functional.cross_entropy(logits.flatten(0, 1), shifted.reshape(-1))
+
+
+class MaskedTarget(OwnLoss):
+    """Labels that a mask takes out, made of a constant pattern and of the tokens."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        pattern = torch.where(torch.arange(tokens.shape[1]) % 2 == 0, 1, 0)
+        kept = (tokens > 3) & (pattern.expand_as(tokens) == 1)
+        target = torch.where(kept, labels, torch.full_like(labels, -100))
+        return functional.cross_entropy(self.model(tokens), target.reshape(-1))
+
+
+class Contrastive(OwnLoss):
+    """Each sample is to find its own second half among all: the target is an ``arange``."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        states = self.model(tokens).view(*tokens.shape, 13).tanh()
+        first, second = states[:, 0], states[:, -1]
+        return functional.cross_entropy(first @ second.T, torch.arange(len(tokens)))
+
+
+class PseudoLabels(OwnLoss):
+    """The model's own best guesses are the labels: nobody knows before the step which count."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model(tokens)
+        guess = logits.detach().argmax(-1)
+        return functional.cross_entropy(logits, torch.where(guess > 6, guess, -100))
+
+
+class WeightedLabels(OwnLoss):
+    """Class weights that are computed; the loss without gradient scales another one."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model(tokens)
+        weight = torch.linspace(0.5, 2.0, 13) ** 2
+        loss = functional.cross_entropy(logits, labels.flatten(), weight)
+        scale = functional.cross_entropy(logits.detach(), labels.flatten())
+        return loss * scale + functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+
+
 def token_loss(output: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(output, labels.flatten())
 
@@ -195,7 +247,14 @@ NORMALISED: dict[str, Any] = {
     "normalised residual": (NormalisedResidual, functional.cross_entropy),
 }
 GATHERED: dict[str, Any] = {"gathered": (Gathered, functional.mse_loss)}
-EVERY = MODELS | NORMALISED | GATHERED
+OWN_LOSS: dict[str, Any] = {
+    "own loss": (OwnLoss, None),
+    "masked target": (MaskedTarget, None),
+    "contrastive": (Contrastive, None),
+    "pseudo-labels": (PseudoLabels, None),
+    "weighted labels": (WeightedLabels, None),
+}
+EVERY = MODELS | NORMALISED | GATHERED | OWN_LOSS
 IMAGES = ("residual", *NORMALISED)
 
 

@@ -19,8 +19,8 @@ from heterog.graph.sharding_rules.table import (
     shape_of,
 )
 
-MEAN, SUM = 1, 2
-"""Values of ATen's ``reduction`` argument; 0 is no reduction."""
+NO_REDUCTION, MEAN, SUM = 0, 1, 2
+"""Values of ATen's ``reduction`` argument."""
 
 
 @rule(
@@ -55,7 +55,11 @@ def _elementwise_backward(
     return choose(call, placements, axis_size, broadcast_axes(call, special), gradient)
 
 
-@rule("nll_loss_forward.default", "nll_loss2d_forward.default")
+LABEL_COUNTING_LOSSES = frozenset({"nll_loss_forward.default", "nll_loss2d_forward.default"})
+"""Losses whose second output is the total weight of the labels that count."""
+
+
+@rule(*LABEL_COUNTING_LOSSES)
 def _nll(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     reduction = integer(call, "reduction", MEAN)
     special = Special.NLL_GLOBAL_WEIGHT if reduction == MEAN else None

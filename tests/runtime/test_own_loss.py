@@ -1,0 +1,68 @@
+"""Models that compute their own loss, from labels that they shift, mask or make."""
+
+from pathlib import Path
+
+import pytest
+
+from heterog.graph.grouping import group_ops
+from heterog.strategy.strategy import Decision, Sync
+from tests.runtime.cases import OWN_LOSS
+from tests.runtime.ranks import Ranks
+from tests.runtime.strategies import (
+    ALL,
+    SYNCS,
+    ZERO,
+    graph_of,
+    homes_of,
+    strategy_of,
+)
+from tests.runtime.test_numerics import assert_trains_like_one_device
+
+GATHERS = ("contrastive", "pseudo-labels", "weighted labels")
+"""These need the whole batch in one op: no micro-batches."""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", OWN_LOSS)
+@pytest.mark.parametrize("case", ["ring", "zero share", "server", "one device"])
+def test_uniform(ranks: Ranks, tmp_path: Path, name: str, case: str) -> None:
+    graph = graph_of(name)
+    decisions = [SYNCS[case]] * group_ops(graph).num_groups
+    strategy = strategy_of(graph, decisions, homes=homes_of(graph, case))
+    assert_trains_like_one_device(ranks, tmp_path, name, strategy, graph)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", OWN_LOSS)
+@pytest.mark.parametrize("case", ["zero1", "zero3, no slice"])
+def test_zero(ranks: Ranks, tmp_path: Path, name: str, case: str) -> None:
+    graph = graph_of(name)
+    strategy = strategy_of(graph, [ZERO[case]] * group_ops(graph).num_groups, step_barrier=False)
+    assert_trains_like_one_device(ranks, tmp_path, name, strategy, graph)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", OWN_LOSS)
+def test_every_group_elsewhere(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    graph = graph_of(name)
+    turns = [
+        Decision(devices=(0,), shares=(8,)),
+        Decision(devices=(1, 2), shares=(3, 5)),
+        Decision(devices=ALL, shares=(1, 3, 4), sync=Sync.HIERARCHICAL),
+    ]
+    groups = group_ops(graph).num_groups
+    strategy = strategy_of(graph, [turns[group % 3] for group in range(groups)])
+    assert_trains_like_one_device(ranks, tmp_path, name, strategy, graph)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [name for name in OWN_LOSS if name not in GATHERS])
+@pytest.mark.parametrize("is_pipeline", [True, False])
+def test_micro_batches(ranks: Ranks, tmp_path: Path, name: str, is_pipeline: bool) -> None:
+    graph = graph_of(name)
+    groups = group_ops(graph).num_groups
+    decisions = [Decision(devices=ALL, shares=(5, 2, 1), sync=Sync.RING)] * groups
+    if is_pipeline:
+        decisions = [Decision(devices=(3 * g // groups,), shares=(8,)) for g in range(groups)]
+    strategy = strategy_of(graph, decisions, micro_batches=((3, 2), (0, 2), (1, 0)))
+    assert_trains_like_one_device(ranks, tmp_path, name, strategy, graph)
