@@ -18,7 +18,10 @@ class UnknownNameError(HeterogError):
     unknown model 'bert_lage'; did you mean 'bert_large'? Known: bert_large, vgg19.
     """
 
-    def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, what: str, name: str, known: Iterable[str], *, advice: str = "") -> None:
+        if advice:  # where too many are known to list them all
+            super().__init__(f"unknown {what} '{name}'; {advice}")
+            return
         names = sorted(known)
         close = get_close_matches(name, names, n=1, cutoff=0.4)
         hint = f"; did you mean '{close[0]}'?" if close else "."

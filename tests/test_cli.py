@@ -162,7 +162,6 @@ def test_tables_for_people(run: Run, model: str) -> None:
     assert "bert_large_24l" in run("models").out
     assert "paper_8gpu" in run("clusters").out
     assert {"name", "num_parameters"} <= set(json.loads(run("models", "--json").out)[0])
-    assert len(json.loads(run("clusters", "--json").out)) == 10
 
 
 def test_capture_then_plan_from_the_file(run: Run, model: str, tmp_path: Path) -> None:

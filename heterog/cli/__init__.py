@@ -6,9 +6,11 @@ input ends with exit code 2 and one clear line. Each command is a module here an
 
 import logging
 import sys
+from typing import Annotated
 
 import typer
 
+import heterog
 from heterog.cli import (
     calibrate,
     capture,
@@ -28,12 +30,14 @@ from heterog.errors import HeterogError
 app = typer.Typer(
     help="Finds how to train a PyTorch model on a cluster of unequal GPUs.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.command()(listing.models)
 app.command()(listing.clusters)
+app.command()(listing.devices)
+app.command()(listing.links)
+app.command()(listing.methods)
 app.command()(capture.capture)
 app.command()(plan.plan)
 app.command()(compare.compare)
@@ -48,6 +52,24 @@ app.command()(export.export)
 cluster_app = typer.Typer(help="Make cluster files.", no_args_is_help=True)
 cluster_app.command("detect")(cluster.detect)
 app.add_typer(cluster_app, name="cluster")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"heterog {heterog.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Finds how to train a PyTorch model on a cluster of unequal GPUs."""
 
 
 def main() -> None:

@@ -22,7 +22,10 @@ def calibrate(
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Fit a cost model to measurements, for the field 'calibration' of a cluster file."""
+    """Fit a cost model to measurements.
+
+    The file is for the field 'calibration' of a cluster file.
+    """
     from heterog.files import check_writable
     from heterog.simulator.calibration import Measurements, link_error, merge
     from heterog.simulator.calibration import calibrate as fit

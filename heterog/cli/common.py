@@ -4,12 +4,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from heterog.cli import completion
 from heterog.errors import HeterogError, UnknownNameError
 from heterog.units import format_seconds
 
@@ -21,14 +23,54 @@ out = Console(width=100 if not sys.stdout.isatty() else None)
 err = Console(stderr=True)
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="zoo name, path/to/file.py:function, or a saved graph")
+    str,
+    typer.Argument(
+        help="a name of 'heterog models', path/to/file.py:function, or a saved graph",
+        autocompletion=completion.models,
+    ),
 ]
-ClusterOption = Annotated[str, typer.Option("--cluster", help="preset name or YAML file")]
+PlanArgument = Annotated[
+    Path,
+    typer.Argument(help="a file that 'heterog plan -o' wrote", autocompletion=completion.plans),
+]
+ModelsOption = Annotated[
+    str,
+    typer.Option(
+        "--models",
+        help="as for 'heterog plan', with commas between them",
+        autocompletion=completion.several(completion.models),
+    ),
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        help="a name of 'heterog clusters', or a YAML file",
+        autocompletion=completion.clusters,
+    ),
+]
+ClustersOption = Annotated[
+    str,
+    typer.Option(
+        "--clusters",
+        help="names or YAML files, with commas between them",
+        autocompletion=completion.several(completion.clusters),
+    ),
+]
+OrderOption = Annotated[
+    str,
+    typer.Option("--order", help="best, fifo, rank or program", autocompletion=completion.orders),
+]
 BatchOption = Annotated[int | None, typer.Option("--batch-size", help="global batch size")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 BudgetOption = Annotated[str, typer.Option("--budget", help="30s, 2m, or 5000e (evaluations)")]
 PolicyOption = Annotated[
-    str, typer.Option("--policy", help="default, heldout, or policy.pt: what agents ask")
+    str,
+    typer.Option(
+        "--policy",
+        help="default, heldout, or policy.pt: what agents ask",
+        autocompletion=completion.policies,
+    ),
 ]
 WorkersOption = Annotated[
     str, typer.Option("--workers", help="processes, or ray or ray:N for a Ray cluster")
@@ -74,10 +116,16 @@ def model_graphs(models: str, quiet: bool) -> Iterator["OpGraph"]:
 
 def load_cluster(source: str) -> "Cluster":
     """A preset, a YAML file, or a shipped testbed."""
-    from heterog.cluster import Cluster
+    from heterog.cluster import Cluster, preset_names
     from heterog.runtime.testbed import load_testbed, shipped_testbeds
 
-    return load_testbed(source) if source in shipped_testbeds() else Cluster.load(source)
+    if source in shipped_testbeds():
+        return load_testbed(source)
+    try:
+        return Cluster.load(source)
+    except UnknownNameError:  # which knows no testbeds
+        names = (*preset_names(), *shipped_testbeds())
+        raise UnknownNameError("cluster", source, names) from None
 
 
 def split_names(text: str) -> list[str]:

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from heterog.cli import completion
 from heterog.cli.common import (
     BudgetOption,
+    ClustersOption,
     JsonOption,
+    ModelsOption,
+    OrderOption,
     SeedOption,
     WorkersOption,
     load_cluster,
@@ -30,20 +34,28 @@ if TYPE_CHECKING:
 
 
 def compare(
-    models: Annotated[str, typer.Option("--models", help="names with commas")],
-    clusters: Annotated[str, typer.Option("--clusters", help="names with commas")],
-    methods: Annotated[str, typer.Option("--methods", help="auto, or names")] = "auto",
+    models: ModelsOption,
+    clusters: ClustersOption,
+    methods: Annotated[
+        str,
+        typer.Option(
+            "--methods",
+            help="auto, or names of 'heterog methods' with commas between them",
+            autocompletion=completion.several(completion.methods),
+        ),
+    ] = "auto",
     budget: BudgetOption = "30s",
     seed: SeedOption = 0,
-    order: Annotated[str, typer.Option("--order")] = "best",
+    order: OrderOption = "best",
     no_step_barrier: Annotated[bool, typer.Option("--no-step-barrier")] = False,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="write the rows there")] = None,
     workers: WorkersOption = "1",
     as_json: JsonOption = False,
 ) -> None:
-    """Compare methods over models and clusters; every method gets the full budget.
+    """Compare methods over models and clusters.
 
-    Workers take one model and cluster each; a budget in seconds is each worker's own time.
+    Every method gets the full budget. Workers take one model and cluster each; a budget in
+    seconds is each worker's own time.
     """
     from heterog.files import check_writable, write_atomically
     from heterog.planners.compare import Question

@@ -4,9 +4,12 @@ from typing import Annotated, Any
 
 import typer
 
+from heterog.cli import completion
 from heterog.cli.common import (
     BudgetOption,
+    ClustersOption,
     JsonOption,
+    ModelsOption,
     SeedOption,
     load_cluster,
     model_graphs,
@@ -18,9 +21,15 @@ from heterog.cli.common import (
 
 
 def evaluate(
-    policy: Annotated[str, typer.Argument(help="shipped name (default, heldout) or policy.pt")],
-    models: Annotated[str, typer.Option("--models", help="names with commas")],
-    clusters: Annotated[str, typer.Option("--clusters", help="names with commas")],
+    policy: Annotated[
+        str,
+        typer.Argument(
+            help="shipped name (default, heldout) or policy.pt",
+            autocompletion=completion.policies,
+        ),
+    ],
+    models: ModelsOption,
+    clusters: ClustersOption,
     budget: BudgetOption = "30s",
     finetune: Annotated[
         str, typer.Option("--finetune", help="time or evaluations to fine-tune on each pair")
@@ -28,7 +37,7 @@ def evaluate(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare a policy with every baseline and with searches that do not know it."""
+    """Compare a policy with baselines and searches."""
     from heterog.planners.plan import check_batch
     from heterog.planners.planner import Budget
 

@@ -5,13 +5,19 @@ from typing import Annotated
 
 import typer
 
-from heterog.cli.common import JsonOption, out, print_json
+from heterog.cli import completion
+from heterog.cli.common import JsonOption, PlanArgument, out, print_json
 
 
 def export(
-    plan: Annotated[Path, typer.Argument(help="plan.json")],
+    plan: PlanArgument,
     target: Annotated[
-        str, typer.Option("--to", help="ddp, torchrun, slurm, kubernetes or deepspeed")
+        str,
+        typer.Option(
+            "--to",
+            help="ddp, torchrun, slurm, kubernetes or deepspeed",
+            autocompletion=completion.targets,
+        ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="folder to make")],
     overwrite: Annotated[
@@ -19,7 +25,7 @@ def export(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a plan as a folder for another launcher or framework."""
+    """Write a plan as a folder for other launchers."""
     from heterog.export import check_folder, check_target, make_export, write_folder
     from heterog.planners.plan import load_plan
 

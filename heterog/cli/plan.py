@@ -5,12 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
+from heterog.cli import completion
 from heterog.cli.common import (
     BatchOption,
     BudgetOption,
     ClusterOption,
     JsonOption,
     ModelArgument,
+    OrderOption,
     PolicyOption,
     SeedOption,
     load_cluster,
@@ -28,16 +30,28 @@ def plan(
     model: ModelArgument,
     cluster: ClusterOption,
     batch_size: BatchOption = None,
-    method: Annotated[str, typer.Option("--method", help="auto, or names with commas")] = "auto",
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            help="auto, or names of 'heterog methods' with commas between them",
+            autocompletion=completion.several(completion.methods),
+        ),
+    ] = "auto",
     budget: BudgetOption = "30s",
     seed: SeedOption = 0,
-    order: Annotated[str, typer.Option("--order", help="best, fifo, rank or program")] = "best",
+    order: OrderOption = "best",
     no_step_barrier: Annotated[
         bool,
         typer.Option("--no-step-barrier", help="the next step may start before all updates end"),
     ] = False,
     background: Annotated[
-        str, typer.Option("--background", help="model of a job for the idle part of each device")
+        str,
+        typer.Option(
+            "--background",
+            help="model of a job for the idle part of each device",
+            autocompletion=completion.models,
+        ),
     ] = "",
     background_batch: Annotated[
         int | None, typer.Option("--background-batch", help="its samples per device")

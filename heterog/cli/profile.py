@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from heterog.cli import completion
 from heterog.cli.common import (
     BatchOption,
     JsonOption,
@@ -24,16 +25,30 @@ if TYPE_CHECKING:
 
 def profile(
     models: Annotated[
-        str, typer.Argument(metavar="MODEL[,MODEL...]", help="zoo names or file.py:function")
+        str,
+        typer.Argument(
+            metavar="MODEL[,MODEL...]",
+            help="names of 'heterog models' or file.py:function",
+            autocompletion=completion.several(completion.models),
+        ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output")] = Path("measurements.json"),
     batch_size: BatchOption = None,
     testbed: Annotated[
         str,
-        typer.Option("--testbed", help="measure on its ranks: a shipped name or a YAML file"),
+        typer.Option(
+            "--testbed",
+            help="measure on its ranks: a shipped name or a YAML file",
+            autocompletion=completion.testbeds,
+        ),
     ] = "",
     cluster: Annotated[
-        str, typer.Option("--cluster", help="names the device types; needed under torchrun")
+        str,
+        typer.Option(
+            "--cluster",
+            help="names the device types; needed under torchrun",
+            autocompletion=completion.clusters,
+        ),
     ] = "",
     device_type: Annotated[
         str, typer.Option("--device-type", help="what cluster files call this device")
@@ -41,9 +56,10 @@ def profile(
     timeout: Annotated[str, typer.Option("--timeout", help="of the whole job")] = "1h",
     as_json: JsonOption = False,
 ) -> None:
-    """Measure models on this machine, on a testbed, or on the ranks of torchrun.
+    """Measure models on this machine or a testbed.
 
-    What is done is kept beside the output, and the same command goes on with it.
+    Started by torchrun it measures on all ranks. What is done is kept beside the output, and the
+    same command goes on with it.
     """
     import os
 

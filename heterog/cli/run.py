@@ -5,18 +5,38 @@ from typing import Annotated, Any
 
 import typer
 
-from heterog.cli.common import JsonOption, err, out, print_json, progress_line, stage_progress
+from heterog.cli import completion
+from heterog.cli.common import (
+    JsonOption,
+    PlanArgument,
+    err,
+    out,
+    print_json,
+    progress_line,
+    stage_progress,
+)
 from heterog.errors import HeterogError
 from heterog.units import format_seconds
 
 
 def run(
-    plan: Annotated[Path, typer.Argument(help="plan.json")],
-    model: Annotated[str, typer.Option("--model", help="if the plan does not name it")] = "",
+    plan: PlanArgument,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            help="if the plan does not name it",
+            autocompletion=completion.models,
+        ),
+    ] = "",
     steps: Annotated[int, typer.Option("--steps", help="measured training steps")] = 10,
     testbed: Annotated[
         str,
-        typer.Option("--testbed", help="shaped CPUs and links: a shipped name or a YAML file"),
+        typer.Option(
+            "--testbed",
+            help="shaped CPUs and links: a shipped name or a YAML file",
+            autocompletion=completion.testbeds,
+        ),
     ] = "",
     timeout: Annotated[str, typer.Option("--timeout", help="of the whole job")] = "300s",
     step_timeout: Annotated[
@@ -48,7 +68,10 @@ def run(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train with a plan on local processes, one per device, or on a local testbed."""
+    """Train with a plan on local processes or a testbed.
+
+    One process stands for each device of the plan.
+    """
     from contextlib import ExitStack
 
     from heterog.files import check_writable

@@ -7,6 +7,7 @@ import typer
 
 from heterog.cli.common import (
     JsonOption,
+    ModelsOption,
     SeedOption,
     WorkersOption,
     err,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    models: Annotated[str, typer.Option("--models", help="names, files or graphs, with commas")],
+    models: ModelsOption,
     output: Annotated[Path, typer.Option("-o", "--output", help="policy.pt")],
     clusters: Annotated[
         str, typer.Option("--clusters", help="names or files with commas; generated: new ones")

@@ -8,8 +8,8 @@
     hosts:
       - name: A
         devices: [{type: V100-16GB, count: 2}]
-        intra: nvlink_v100              # or {kind, bandwidth, latency, shared}
-        nic: {line_rate: 100 Gbit/s, latency: 20 us}
+        intra: nvlink_v100              # 'heterog links', or {kind, bandwidth, latency, shared}
+        nic: {line_rate: 100 Gbit/s, latency: 20 us}    # or infiniband_edr, or {kind, count}
       - name: B                         # hosts B0 and B1
         count: 2
         devices: [{type: P100-12GB, count: 2, compute_efficiency: 0.5}]
@@ -43,6 +43,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from heterog.cluster.catalog import device_type, device_type_names
+from heterog.cluster.links import INTRA_LINKS, intra_link, network_kind
 from heterog.cluster.topology import DTYPES, Cluster, Device, DeviceType, FrozenFlops, Host, Link
 from heterog.errors import ClusterError, HeterogError, InputFileError, UnknownNameError
 from heterog.units import (
@@ -56,13 +57,6 @@ from heterog.units import (
 
 _PRESETS = resources.files("heterog.cluster") / "presets"
 
-# Effective rates per direction that large transfers reach, not the peaks of the data sheets.
-INTRA_LINKS = {
-    "nvlink_v100": Link(kind="nvlink", bandwidth_bytes_per_s=16e9),
-    "nvlink_a100": Link(kind="nvswitch", bandwidth_bytes_per_s=200e9),
-    "pcie3": Link(kind="pcie3", bandwidth_bytes_per_s=9e9),
-    "pcie4": Link(kind="pcie4", bandwidth_bytes_per_s=20e9),
-}
 # Stand for links that no route can use: inside a host of one device, and out of the only host.
 _UNUSED_INTRA = Link(kind="loopback", bandwidth_bytes_per_s=10e9)
 _UNUSED_NIC_BYTES_PER_S = 1.25e9
@@ -160,10 +154,21 @@ class LinkSpec(_Spec):
 
 
 class NicSpec(_Spec):
-    """The NIC of a host."""
+    """The NIC of a host: a line rate, or a network of the catalogue with a number of ports."""
 
-    line_rate: Bandwidth
+    line_rate: Bandwidth | None = None
+    kind: Name | None = None
+    count: Count = 1
     latency: Seconds = 20e-6
+
+    @model_validator(mode="after")
+    def _has_one_rate(self) -> "NicSpec":
+        if (self.line_rate is None) == (self.kind is None):
+            raise PydanticCustomError(
+                "value",
+                "a NIC needs either its line_rate or its kind ('heterog links' lists them)",
+            )
+        return self
 
 
 class TestbedSpec(_Spec):
@@ -209,7 +214,13 @@ class HostSpec(_Spec):
         ]
         | None
     ) = None
-    nic: NicSpec | None = None
+    nic: (
+        Annotated[
+            Annotated[Name, Tag("name")] | Annotated[NicSpec, Tag("mapping")],
+            Discriminator(_name_or_mapping),
+        ]
+        | None
+    ) = None
     testbed: TestbedSpec = TestbedSpec()
 
 
@@ -322,6 +333,8 @@ class _Document:
         location = errors[0]["loc"]
         if errors[0]["type"] == "unknown_field":
             location = (*location, str(errors[0]["ctx"]["field"]))
+        if location and location[-1] == "mapping":  # pydantic's own: which branch of a union
+            location = location[:-1]
         more = f" ({len(errors) - 1} more after this one)" if len(errors) > 1 else ""
         self.refuse(location, _problem(errors[0]) + more)
 
@@ -422,8 +435,11 @@ class _Builder:
 
     def _host(self, spec: HostSpec, here: _Location, name: str) -> Host:
         intra, nic = spec.intra, spec.nic
-        if isinstance(intra, str) and intra not in INTRA_LINKS:
-            error = UnknownNameError("link", intra, INTRA_LINKS)
+        if isinstance(nic, str):
+            nic = NicSpec(kind=nic)
+        try:
+            link = _link(intra)
+        except UnknownNameError as error:
             self._document.refuse((*here, "intra"), str(error))
         if intra is None and sum(d.count for d in spec.devices) > 1:
             self._document.refuse(
@@ -437,11 +453,20 @@ class _Builder:
             )
         return Host(
             name=name,
-            nic_line_rate_bytes_per_s=nic.line_rate if nic else _UNUSED_NIC_BYTES_PER_S,
+            nic_line_rate_bytes_per_s=self._line_rate(nic, here),
             nic_latency_s=nic.latency if nic else 20e-6,
-            intra=_link(intra),
+            intra=link,
             cpu_quota=spec.testbed.cpu_quota,
         )
+
+    def _line_rate(self, nic: NicSpec | None, here: _Location) -> float:
+        if nic is None:
+            return _UNUSED_NIC_BYTES_PER_S
+        try:
+            port = nic.line_rate or network_kind(nic.kind or "").line_rate_bytes_per_s
+        except UnknownNameError as error:
+            self._document.refuse((*here, "nic"), str(error))
+        return port * nic.count
 
     def _devices(
         self, spec: HostSpec, host_here: _Location, host: str, host_index: int
@@ -516,7 +541,7 @@ def _link(spec: str | LinkSpec | None) -> Link:
     if spec is None:
         return _UNUSED_INTRA
     if isinstance(spec, str):
-        return INTRA_LINKS[spec]
+        return intra_link(spec)
     return Link(
         kind=spec.kind,
         bandwidth_bytes_per_s=spec.bandwidth,

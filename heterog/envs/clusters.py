@@ -9,13 +9,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from heterog.cluster.catalog import device_type, device_type_names
+from heterog.cluster.catalog import device_type
 from heterog.cluster.topology import Cluster, Device, DeviceType, Host, Link
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.simulator.roofline import Roofline
 from heterog.units import GIB
 
-_GPUS = tuple(name for name in device_type_names() if name != "CPU")
+# Not the whole catalogue: what is drawn, and so what policies learn from, must not change when
+# somebody adds a card there.
+_GPUS = (
+    "V100-16GB", "V100-32GB", "V100S-32GB", "P100-12GB", "P100-16GB", "GTX-1080-Ti", "T4",
+    "RTX-2080-Ti", "Titan-RTX", "RTX-3090", "RTX-4090", "A10", "A40", "A100-40GB", "A100-80GB",
+    "A800-80GB", "L40S", "H100", "H200", "GH200",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from heterog.cluster.catalog import ListedType
+from heterog.cluster.links import LinkKind, NetworkKind
 from heterog.cluster.topology import Cluster
+from heterog.planners.methods import MethodNote
 from heterog.planners.planner import MethodRow
 from heterog.planners.stability import best_data_parallel
 from heterog.units import GIB, format_bytes, format_seconds
@@ -117,6 +120,84 @@ def clusters_table(clusters: Iterable[Cluster], *, title: str = "") -> Table:
             format_bytes(usable),
             _network(cluster),
         )
+    return table
+
+
+def devices_table(listed: Sequence[ListedType], *, title: str = "") -> Table:
+    """The catalogue: memory, bandwidth, peaks, and the number of the source below the table."""
+    table = _table(title)
+    table.add_column("device", no_wrap=True)
+    for header in ("GiB", "GB/s", "fp64", "fp32", "tf32", "fp16", "bf16", "sheet"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.caption, table.caption_justify = "peaks in TFLOP/s, dense, by the data sheet", "left"
+    numbers = _numbered([each.type.source for each in listed])
+    for each in listed:
+        peaks = {dtype: peak / 1e12 for dtype, peak in each.type.peak_flops_per_s.items()}
+        if each.tf32_flops_per_s is not None:
+            peaks["tf32"] = each.tf32_flops_per_s / 1e12
+        table.add_row(
+            escape(each.type.name),
+            f"{each.type.memory_bytes / GIB:g}",
+            f"{each.type.memory_bandwidth_bytes_per_s / 1e9:g}",
+            *(
+                f"{peaks[dtype]:.4g}" if dtype in peaks else "-"
+                for dtype in ("float64", "float32", "tf32", "float16", "bfloat16")
+            ),
+            f"{numbers[each.type.source]}",
+        )
+    return table
+
+
+def sources_text(sources: Sequence[str]) -> Text:
+    """Distinct sources with the numbers that a table refers to."""
+    lines = [f"{number:3} {source}" for source, number in _numbered(sources).items()]
+    return Text("\n".join(lines))
+
+
+def _numbered(sources: Iterable[str]) -> dict[str, int]:
+    return {source: number for number, source in enumerate(dict.fromkeys(sources), start=1)}
+
+
+def links_table(kinds: Sequence[LinkKind]) -> Table:
+    """Links inside a host: what is simulated beside what the data sheet says."""
+    table = _table("intra: between the devices of a host, GB/s per direction")
+    table.add_column("name", no_wrap=True)
+    for header in ("used", "sheet", "source"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("also", overflow="fold")
+    for number, each in enumerate(kinds, start=1):
+        table.add_row(
+            each.name,
+            f"{each.link.bandwidth_bytes_per_s / 1e9:g}",
+            f"{each.sheet_bytes_per_s / 1e9:g}",
+            str(number),
+            ", ".join(each.aliases),
+        )
+    return table
+
+
+def networks_table(kinds: Iterable[NetworkKind]) -> Table:
+    """Networks between hosts with their line rates."""
+    table = _table("nic: between hosts, Gbit/s per direction, of which 'efficiency' is used")
+    table.add_column("name", no_wrap=True)
+    table.add_column("line rate", justify="right", no_wrap=True)
+    table.add_column("also", overflow="fold")
+    table.add_column("source", overflow="fold")
+    for each in kinds:
+        rate = f"{each.line_rate_bytes_per_s * 8e-9:g}"
+        table.add_row(each.name, rate, ", ".join(each.aliases), each.sheet)
+    return table
+
+
+def planners_table(methods: Iterable[MethodNote], *, title: str = "") -> Table:
+    """Methods in a line each."""
+    table = _table(title)
+    table.add_column("method", no_wrap=True)
+    table.add_column("stage", no_wrap=True)
+    table.add_column("what it does", overflow="fold")
+    table.add_column("needs", overflow="fold")
+    for each in methods:
+        table.add_row(each.name, each.stage.replace("_", " "), each.what, each.needs)
     return table
 
 

@@ -7,7 +7,6 @@ the efficiencies of such a type are 1. Comments in the file say which lines are 
 
 import json
 import os
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -17,13 +16,10 @@ from pathlib import Path
 
 import torch
 
-from heterog.cluster.catalog import device_type, device_type_names
+from heterog.cluster.catalog import device_type, matching_types
 from heterog.cluster.topology import DTYPES, DeviceType
 from heterog.units import GIB
 
-_VENDOR = {"nvidia", "tesla", "geforce", "graphics"}
-_FORM = re.compile(r"sxm\d?|pcie?|hbm\d?e?")
-_MEMORY = re.compile(r"\d+gb")
 _MEMORY_TOLERANCE = 0.1  # the driver shows a little less than the sheet
 _RESERVED_BYTES = GIB  # for context and communication buffers, as in cluster files
 _MEASURE_S = 0.3
@@ -107,29 +103,18 @@ def local_type_name() -> str:
 def catalogue_name(label: str, memory_bytes: int) -> str | None:
     """Name of the catalogue's type that a GPU is, or ``None``.
 
-    Its words must be those of a type, the maker, form and memory size apart; then the memory
-    decides. A PCIe card is not the SXM module of the same name, which is faster.
+    The driver's words decide (a PCIe card is not the SXM module of the same name, which is
+    faster), then the memory.
 
     >>> catalogue_name("Tesla V100-SXM2-16GB", 16 * 2**30)
     'V100-16GB'
-    >>> catalogue_name("NVIDIA H100 PCIe", 80 * 2**30) is None
-    True
+    >>> catalogue_name("NVIDIA H100 PCIe", 80 * 2**30)
+    'H100-PCIe'
     """
-    words = re.split(r"[\s_-]+", label.lower())
-    model = [
-        word
-        for word in words
-        if word not in _VENDOR and not _FORM.fullmatch(word) and not _MEMORY.fullmatch(word)
+    found = [
+        (abs(kind.memory_bytes - memory_bytes) / kind.memory_bytes, kind.name)
+        for kind in matching_types(label)
     ]
-    is_pcie = "pcie" in words
-    found = []
-    for name in device_type_names():
-        kind = device_type(name)
-        parts = [part for part in name.lower().split("-") if not _MEMORY.fullmatch(part)]
-        # The driver says "RTX 2080 Ti" and "TITAN RTX", in the order of the catalogue.
-        difference = abs(kind.memory_bytes - memory_bytes) / kind.memory_bytes
-        if parts == model and not (is_pcie and "SXM" in kind.source):
-            found.append((difference, name))
     difference, name = min(found, default=(1.0, ""))
     return name if difference <= _MEMORY_TOLERANCE else None
 

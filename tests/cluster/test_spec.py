@@ -236,13 +236,20 @@ ERRORS = [
         "      line_rate",
         "      latancy: 5 us\n      line_rate",
         "{path}, line 12, hosts[1].nic.latancy: unknown field; did you mean 'latency'? Known: "
-        "line_rate, latency.",
+        "line_rate, kind, count, latency.",
     ),
     ("name: B", "2: B", "{path}, line 8, hosts[1].2: unknown field. Known: name, count, "),
     (
         "      line_rate: 50 Gbit/s",
         "      latency: 5 us",
-        "{path}, line 11, hosts[1].nic.line_rate: this field is required.",
+        "{path}, line 11, hosts[1].nic: a NIC needs either its line_rate or its kind ('heterog "
+        "links' lists them).",
+    ),
+    (
+        "      line_rate: 50 Gbit/s",
+        "      kind: infiniband_hrd",
+        "{path}, line 11, hosts[1].nic: unknown network 'infiniband_hrd'; did you mean "
+        "'infiniband_hdr'? Known: efa_p3dn, ",
     ),
     (
         "50 Gbit/s",
@@ -292,8 +299,7 @@ ERRORS = [
     (
         "type: T4",
         "type: T44",
-        "{path}, line 10, hosts[1].devices[0].type: unknown device type 'T44'; did you mean "
-        "'T4'? Known: A10, ",
+        "{path}, line 10, hosts[1].devices[0].type: unknown device type 'T44'; did you mean 'T4'",
     ),
     ("type: T4", "type: 4", "hosts[1].devices[0].type: got 4; write a mapping of fields."),
     (
@@ -343,7 +349,8 @@ ERRORS = [
         "type: T4",
         "type: T4\n        count: 2",
         "{path}, line 8, hosts[1].intra: this field is required where a host has several "
-        "devices; known names: nvlink_v100, nvlink_a100, pcie3, pcie4.",
+        "devices; known names: nvlink_v100, "
+        "nvlink_a100, nvlink4, ",
     ),
     (
         "nvlink_v100",
@@ -450,3 +457,23 @@ def test_bandwidth_of_a_device_to_itself_is_infinite(tmp_path: Path) -> None:
     cluster = with_device("type: T4", tmp_path)
     assert cluster.num_hosts == cluster.num_devices == 1
     assert cluster.bottleneck_bytes_per_s(0, 0) == math.inf
+
+
+def test_networks_by_name_and_number_of_ports(tmp_path: Path) -> None:
+    for nic, gbit in (
+        ("infiniband_hdr", 200.0),
+        ("{kind: NDR, count: 8}", 3200.0),
+        ("{line_rate: 25 Gbit/s, count: 2}", 50.0),
+    ):
+        cluster = load(
+            "schema_version: 1\nname: lab\nhosts:\n"
+            "  - {name: a, count: 2, devices: [{type: NVIDIA H100 80GB HBM3, count: 8}],\n"
+            f"     intra: nvlink_h100, nic: {nic}}}\n",
+            tmp_path,
+        )
+        host = cluster.hosts[0]
+        assert host.nic_line_rate_bytes_per_s * 8e-9 == pytest.approx(gbit)
+        assert cluster.devices[0].type.name == "H100"
+        cluster.save(tmp_path / "again.yaml")
+        assert "intra: nvlink4" in (tmp_path / "again.yaml").read_text()
+        assert Cluster.load(tmp_path / "again.yaml") == cluster

@@ -1,0 +1,122 @@
+"""What the methods are, in a line each, for people and for shells that complete their names.
+
+The planners themselves import numba; nothing is imported here. A test holds the table against the
+registry.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodNote:
+    """A method in one line.
+
+    Attributes:
+        name: what users type.
+        stage: ``"baseline"``, ``"search"``, ``"zero_shot"``, or ``"all"`` for ``auto``.
+        what: what it does.
+        needs: what it needs beyond a graph and a cluster, or what it cannot use.
+    """
+
+    name: str
+    stage: str
+    what: str
+    needs: str = ""
+
+
+_EVEN = "even shares"
+_BY_SPEED = "shares in proportion to speed"
+
+METHODS = (
+    MethodNote(
+        name="auto",
+        stage="all",
+        what="runs all the others and picks the best",
+        needs="a budget, which its searches share",
+    ),
+    MethodNote(
+        name="ev_ps",
+        stage="baseline",
+        what=f"data parallelism, {_EVEN}, parameter servers",
+    ),
+    MethodNote(name="ev_ar", stage="baseline", what=f"data parallelism, {_EVEN}, all-reduce"),
+    MethodNote(
+        name="cp_ps",
+        stage="baseline",
+        what=f"data parallelism, {_BY_SPEED}, parameter servers",
+    ),
+    MethodNote(name="cp_ar", stage="baseline", what=f"data parallelism, {_BY_SPEED}, all-reduce"),
+    MethodNote(name="ddp", stage="baseline", what="PyTorch's DDP: even shares, buckets of 25 MiB"),
+    MethodNote(
+        name="ddp_accumulate",
+        stage="baseline",
+        what="ddp with as few micro-batches as fit into memory",
+        needs="a batch that can be cut",
+    ),
+    MethodNote(
+        name="single_device",
+        stage="baseline",
+        what="everything on one device",
+        needs="a model and batch that fit there",
+    ),
+    MethodNote(
+        name="model_parallel",
+        stage="baseline",
+        what="consecutive layers on consecutive devices, in micro-batches",
+        needs="two devices or more",
+    ),
+    MethodNote(
+        name="tuned_uniform",
+        stage="baseline",
+        what="one decision for the whole model, tuned, on the best machines",
+    ),
+    MethodNote(
+        name="agent",
+        stage="zero_shot",
+        what="a graph neural network's own answer, without search",
+        needs="a policy (--policy; one is shipped)",
+    ),
+    MethodNote(
+        name="two_segment",
+        stage="search",
+        what="two ranges of layers, each tuned on its own machines",
+        needs="a budget",
+    ),
+    MethodNote(
+        name="deeppool",
+        stage="search",
+        what="devices for each layer by dynamic programming (DeepPool)",
+        needs="a budget",
+    ),
+    MethodNote(
+        name="hap",
+        stage="search",
+        what="column, row, head and expert parallelism by program synthesis (HAP)",
+        needs="a budget; no micro-batches",
+    ),
+    MethodNote(
+        name="pipeline",
+        stage="search",
+        what="stages of machines, replicated inside, balanced by simulation",
+        needs="a budget, two devices or more",
+    ),
+    MethodNote(
+        name="poplar",
+        stage="search",
+        what="ZeRO with unequal batches (Poplar)",
+        needs="a budget; stages 1 to 3 an elementwise optimizer",
+    ),
+    MethodNote(
+        name="agent+search",
+        stage="search",
+        what="local_search that starts from the agent's proposals",
+        needs="a budget and a policy (--policy)",
+    ),
+    MethodNote(
+        name="local_search",
+        stage="search",
+        what="simulated annealing over all decisions, from the best of the others",
+        needs="a budget",
+    ),
+)
+"""All methods, baselines first."""
