@@ -1,6 +1,6 @@
 """PPO through stable-baselines3, with an extractor and a policy of our own.
 
-The environment is ``heterog/StrategyOneShot-v0`` behind a wrapper that shows only the number of
+The environment is ``heterog/StrategyOneShot-v1`` behind a wrapper that shows only the number of
 the pair: the extractor knows the pairs, and encodes each that occurs in a minibatch once, however
 often it occurs. All environments play the same pair at a time, so that few occur. Masks are those
 of the decoder, memory included, and log-probabilities are exact.
@@ -102,7 +102,7 @@ class PairPolicy(ActorCriticPolicy):
 
     Args:
         observation_space: of ``TurnsEnv``.
-        action_space: of ``heterog/StrategyOneShot-v0``.
+        action_space: of ``heterog/StrategyOneShot-v1``.
         lr_schedule: as stable-baselines3 passes it.
         seed: of the draws.
         **options: ``features_extractor_kwargs`` with ``pairs`` and ``network``.

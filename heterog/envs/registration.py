@@ -1,13 +1,13 @@
 """Makes the environments known to Gymnasium.
 
 Gymnasium finds this by the entry point ``gymnasium.envs`` when the package is installed; elsewhere
-call ``register_envs()`` before ``gymnasium.make("heterog/Strategy-v0")``.
+call ``register_envs()`` before ``gymnasium.make("heterog/Strategy-v1")``.
 """
 
 import gymnasium as gym
 
-ONE_SHOT = "heterog/StrategyOneShot-v0"
-STEP_BY_STEP = "heterog/Strategy-v0"
+ONE_SHOT = "heterog/StrategyOneShot-v1"
+STEP_BY_STEP = "heterog/Strategy-v1"
 
 
 def register_envs() -> None:

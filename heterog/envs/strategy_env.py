@@ -109,7 +109,8 @@ class StrategyOneShotEnv(_StrategyEnv):
     another function of pair and score.
 
     ## Version
-    v0: observation version 2.
+    v1: observation version 2; one communicator runs one operation at a time (one of each kind in
+    v0).
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class StrategyEnv(_StrategyEnv):
     """Decide a training strategy block by block, seeing what has been decided so far.
 
     ## Description
-    As ``heterog/StrategyOneShot-v0``, one block at a time in the order of the forward pass.
+    As ``heterog/StrategyOneShot-v1``, one block at a time in the order of the forward pass.
 
     ## Action space
     ``Discrete(C)``: the row of the candidate table that the current block takes. A masked action
@@ -151,7 +152,7 @@ class StrategyEnv(_StrategyEnv):
     ``info["masked_actions"]`` grows.
 
     ## Observation space
-    That of ``heterog/StrategyOneShot-v0``, where the mask of the current block also leaves out
+    That of ``heterog/StrategyOneShot-v1``, where the mask of the current block also leaves out
     what no longer fits beside the blocks decided so far, and
 
     | key | shape | what |
@@ -163,7 +164,7 @@ class StrategyEnv(_StrategyEnv):
 bound, and the part of the batch that changed devices |
 
     ## Reward
-    0 until the last block is decided, then that of ``heterog/StrategyOneShot-v0``.
+    0 until the last block is decided, then that of ``heterog/StrategyOneShot-v1``.
 
     ## Episode
     Ends when every block is decided; is truncated after four times as many steps.
@@ -173,7 +174,8 @@ bound, and the part of the batch that changed devices |
     another function of pair and score.
 
     ## Version
-    v0: observation version 2.
+    v1: observation version 2; one communicator runs one operation at a time (one of each kind in
+    v0).
     """
 
     def __init__(

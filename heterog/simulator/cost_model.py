@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster, DeviceType
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.channels import Channel, ChannelKind
+from heterog.strategy.channels import Channel, ChannelKind, communicators
 from heterog.strategy.program import FloatArray, IntArray
 
 _MOST_DRAG = 0.9
@@ -98,7 +98,8 @@ class Prices(NamedTuple):
     member: IntArray
     has_drag: bool
     channel_loaded_s: FloatArray  # added to the latency while a member computes
-    channel_queue: IntArray  # channels over the same links wait in one queue
+    channel_queue: IntArray  # of a collective, its communicator's; of a transfer, its links'
+    channel_communicator: IntArray  # first channel of the same communicator; a transfer's own
     resource_start: IntArray  # link resources of each channel  # [num_channels + 1]
     resource: IntArray
     resource_s_per_byte: FloatArray
@@ -121,6 +122,7 @@ class ChannelPrices(NamedTuple):
     member_start: IntArray
     member: IntArray
     queue: IntArray
+    communicator: IntArray
     resource_start: IntArray
     resource: IntArray
     resource_s_per_byte: FloatArray
@@ -138,18 +140,20 @@ def price_channels(
     A channel may start when its *gate* is free: the resources it holds for more than half as long
     as the one it holds longest. The others it merely loads: their next user waits longer. So two
     transfers from a fast NIC to two slow ones run side by side, as they do in reality.
+
+    All collectives over one device set belong to one *communicator*, which runs one operation at
+    a time: they wait in one queue, whatever their links are.
     """
     words = (len(cluster.resources) + 63) // 64
     costs = [model.channel_seconds(cluster, channel) for channel in channels]
     gate = np.zeros((len(channels), max(words, 1)), np.uint64)
-    queues: dict[tuple[int, ...], int] = {}
+    queues: dict[tuple[bool, tuple[int, ...]], int] = {}
     queue = np.empty(len(channels), np.int32)
     gated: list[dict[int, None]] = [{} for _ in cluster.resources]
     for number, (channel, cost) in enumerate(zip(channels, costs, strict=True)):
-        # A collective waits alone: its communicator runs one operation at a time.
-        alone = channel.kind != ChannelKind.POINT_TO_POINT
-        key = (-1 - number,) if alone else tuple(sorted(cost.held))
-        queue[number] = queues.setdefault(key, len(queues))
+        is_collective = channel.kind != ChannelKind.POINT_TO_POINT
+        key = channel.devices if is_collective else tuple(sorted(cost.held))
+        queue[number] = queues.setdefault((is_collective, key), len(queues))
         longest = max(cost.held.values(), default=0.0)
         for resource, seconds in cost.held.items():
             if seconds > 0.5 * longest:
@@ -172,6 +176,7 @@ def price_channels(
         member_start=np.concatenate([[0], np.cumsum(num_members)]).astype(np.int32),
         member=np.array([d for channel in channels for d in channel.devices], np.int32),
         queue=queue,
+        communicator=communicators(channels),
         resource_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
         resource=np.array([r for cost in costs for r in cost.held], np.int32),
         resource_s_per_byte=np.array(

@@ -7,11 +7,14 @@ Rules, also those of the slow reference in the tests:
   one CUDA stream do, but micro by micro-batch: while the next op of an earlier micro-batch is not
   ready, a later one goes on (so a chain of devices works as a pipeline). Sums and updates (*free*
   tasks) run by priority whenever no next op is ready.
-- Communication waits in one queue per set of links, by priority. The head of a queue starts when
-  the links of its gate are free, the best head over all queues first. Starting loads every link of
-  the channel for the payload's bytes over that link's rate, behind whatever the link still has to
-  do. A collective also holds its gate for its latency: its many small steps follow one another on
-  the same links, where a single transfer's latency overlaps with the next transfer.
+- Transfers wait in one queue per set of links, collectives in one per communicator (the device
+  set), by priority. The head of a queue starts when the links of its gate are free, the best head
+  over all queues first. Starting loads every link of the channel for the payload's bytes over that
+  link's rate, behind whatever the link still has to do. A collective also holds its gate for its
+  latency: its many small steps follow one another on the same links, where a single transfer's
+  latency overlaps with the next transfer. And it holds its communicator from its start to its end:
+  a reduce-scatter and an all-gather over the same devices take turns, as the operations of one
+  process group do.
 
 - Communication drags on compute: every byte takes seconds of compute from the members (threads
   that move bytes share a CPU with kernels; NCCL takes multiprocessors), spread evenly from the
@@ -337,6 +340,7 @@ def simulate_kernel(
     # Link queues whose head might start now: something arrived, or a link of their gate came free.
     candidate = np.empty(num_link_queues, np.int32)
     is_candidate = np.zeros(num_link_queues, np.bool_)
+    is_held = np.zeros(num_link_queues, np.bool_)  # its communicator runs an operation
     num_candidates = 0
     idle = np.ones(num_devices, np.bool_)
     busy_until = np.zeros(num_devices)
@@ -474,7 +478,7 @@ def simulate_kernel(
             slot = 0
             while slot < num_candidates:
                 queue = candidate[slot]
-                blocked = schedule.queue_size[queue] == 0
+                blocked = schedule.queue_size[queue] == 0 or is_held[queue]
                 task = -1
                 if not blocked:
                     task = schedule.queue_item[schedule.queue_start[queue]]
@@ -494,6 +498,7 @@ def simulate_kernel(
                 break
             channel = tape.tasks[best].channel
             queue = prices.channel_queue[channel]
+            is_held[queue] = prices.channel_is_collective[channel]
             schedule.queue_size[queue] -= 1
             _remove_first(priority, items, schedule.queue_start[queue], schedule.queue_size[queue])
             payload = tape.tasks[best].num_bytes
@@ -570,6 +575,13 @@ def simulate_kernel(
                     num_events += 1
                 if kind >= FIRST_LINK_KIND:
                     released = tape.tasks[task].channel
+                    if prices.channel_is_collective[released]:
+                        queue = prices.channel_queue[released]
+                        is_held[queue] = False
+                        if schedule.queue_size[queue] > 0 and not is_candidate[queue]:
+                            is_candidate[queue] = True
+                            candidate[num_candidates] = queue
+                            num_candidates += 1
                 device = tape.tasks[task].device
                 for edge in range(
                     schedule.successor_start[task], schedule.successor_start[task + 1]

@@ -513,6 +513,7 @@ class Evaluator:
             has_drag=bool(channel.drag.any() or channel.overhead_s.any()),
             channel_loaded_s=channel.loaded_s,
             channel_queue=channel.queue,
+            channel_communicator=channel.communicator,
             resource_start=channel.resource_start,
             resource=channel.resource,
             resource_s_per_byte=channel.resource_s_per_byte,

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numba as nb
 import numpy as np
 
+from heterog.strategy.channels import communicators
 from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program
 
 WARM_UP_STEPS = 2
@@ -82,12 +83,15 @@ class Multiplexed(NamedTuple):
 def foreground_of_program(program: Program, start: FloatArray, finish: FloatArray) -> Foreground:
     """The foreground of a program that was simulated.
 
-    A transfer or collective also waits for the last one before it over any of its links.
+    A transfer or collective also waits for the last one before it over any of its links or of its
+    communicator.
     """
     links: list[tuple[int, ...]] = []
+    communicator = communicators(program.channels)
     for number, kind in zip(program.channel, program.kind, strict=True):
         is_link = kind >= FIRST_LINK_KIND
-        links.append(tuple(program.channels[number].traffic()) if is_link else ())
+        over = (*program.channels[number].traffic(), -1 - int(communicator[number]))
+        links.append(over if is_link else ())
     waits = [program.dependencies(task) for task in range(program.num_tasks)]
     device = np.where(program.kind >= FIRST_LINK_KIND, -1, program.device)
     return make_foreground(
@@ -112,7 +116,7 @@ def make_foreground(
         finish: of each task; the last one ends the step.
         waits: for each task those whose results it needs.
         num_devices: devices of the cluster.
-        links: for each communication task what it passes over.
+        links: for each communication task what it passes over, links or a communicator.
     """
     num_tasks = len(device)
     step_seconds = float(finish.max(initial=0.0))

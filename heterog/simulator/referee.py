@@ -5,9 +5,9 @@ can learn to exploit. The referee keeps the engine's *order* and asks what the s
 when flows share links as they do in a real network:
 
 - A device runs its compute tasks one at a time in the order of their starts in the engine, and so
-  does a channel (an ordered pair of devices, or the communicator of a collective).
-- Payloads of different channels flow at the same time. Flow t moves y_t bytes/s and loads link r
-  for h_tr seconds per byte; rates are max-min fair subject to
+  does a pair of devices one way, and so does a communicator (all collectives over one device set).
+- Payloads of different pairs and communicators flow at the same time. Flow t moves y_t bytes/s and
+  loads link r for h_tr seconds per byte; rates are max-min fair subject to
 
       sum_t h_tr y_t <= 1    for every link r
 
@@ -15,10 +15,10 @@ when flows share links as they do in a real network:
   together until a link is full, its flows stop there, the others rise on.
 - What communication takes from compute, and compute from communication, is what it was in the
   engine.
-- A collective spends its latency first, holding its communicator. A transfer's latency comes after
-  its bytes, when its channel is already free for the next one. What a collective takes longer than
-  its most loaded link (phases that follow one another on different links) comes after its bytes
-  in the same way.
+- A collective spends its latency first. What it takes longer than its most loaded link (phases
+  that follow one another on different links) comes after its bytes. It holds its communicator from
+  its start to its end. A transfer's latency comes after its bytes, when its pair is already free
+  for the next one.
 """
 
 import math
@@ -104,7 +104,8 @@ def replay_kernel(
     resource_start, resource = prices.resource_start, prices.resource
     held = prices.resource_s_per_byte
     heap_time, heap_item = schedule.heap_time, schedule.heap_item
-    # A server is a device's stream or a channel; each works through its own part of the sequence.
+    # A server is a device's stream, a pair of devices or a communicator (numbered like its first
+    # channel); each works through its own part of the sequence.
     server = np.empty(num_tasks, np.int32)
     waiting_for = np.empty(num_tasks, np.int32)
     payload = np.empty(num_tasks)
@@ -114,7 +115,9 @@ def replay_kernel(
     for task in range(num_tasks):
         record = tape.tasks[task]
         is_link = record.kind >= FIRST_LINK_KIND
-        server[task] = num_devices + record.channel if is_link else record.device
+        server[task] = record.device
+        if is_link:
+            server[task] = num_devices + prices.channel_communicator[record.channel]
         waiting_for[task] = tape.tasks[task + 1].read_start - record.read_start
         payload[task] = record.num_bytes
         position[server[task] + 1] += 1
@@ -147,7 +150,7 @@ def replay_kernel(
             touched[num_touched] = index
             is_touched[index] = True
             num_touched += 1
-    # Active flows, at most one per channel: what was left of each when its rate last changed.
+    # Active flows, at most one per server: what was left of each when its rate last changed.
     flow = np.empty(num_channels, np.int32)
     flow_channel = np.empty(num_channels, np.int32)
     unsent = np.empty(num_channels)
@@ -189,8 +192,8 @@ def replay_kernel(
                 events[num_events] = 2 * task
                 num_events += 1
             # Heap items: 2 task + 1 when the bytes may flow, 2 task at the end.
-            channel = which - num_devices
-            if channel < 0:
+            channel = tape.tasks[task].channel
+            if which < num_devices:
                 when, item = now + seconds[task], 2 * task
             elif prices.channel_is_collective[channel]:
                 when = now + prices.channel_latency_s[channel] + loaded[task]
@@ -225,7 +228,7 @@ def replay_kernel(
             item = heap_item[0]
             num_heap = pop_event(heap_time, heap_item, num_heap)
             task = item >> 1
-            channel = server[task] - num_devices
+            channel = tape.tasks[task].channel
             if item & 1 == 0:
                 over[num_over] = task
                 num_over += 1
@@ -252,7 +255,7 @@ def replay_kernel(
             rate[index], until[index] = rate[num_flows], until[num_flows]
         for index in range(num_through):
             task = through[index]
-            channel = server[task] - num_devices
+            channel = tape.tasks[task].channel
             rest = payload[task] * (prices.channel_s_per_byte[channel] - largest_held[channel])
             rest = max(rest, 0.0)
             if not prices.channel_is_collective[channel]:
@@ -263,11 +266,12 @@ def replay_kernel(
                 over[num_over] = task
                 num_over += 1
             which = server[task]
-            is_free[which] = True
-            if not is_touched[which]:
-                is_touched[which] = True
-                touched[num_touched] = which
-                num_touched += 1
+            if not prices.channel_is_collective[channel]:
+                is_free[which] = True
+                if not is_touched[which]:
+                    is_touched[which] = True
+                    touched[num_touched] = which
+                    num_touched += 1
         for index in range(num_over):
             task = over[index]
             finish[task] = now
@@ -276,7 +280,7 @@ def replay_kernel(
                 events[num_events] = 2 * task + 1
                 num_events += 1
             which = server[task]
-            if which < num_devices:
+            if which < num_devices or prices.channel_is_collective[tape.tasks[task].channel]:
                 is_free[which] = True
                 if not is_touched[which]:
                     is_touched[which] = True

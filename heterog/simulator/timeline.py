@@ -16,7 +16,7 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.memory import buffer_lives
-from heterog.strategy.channels import Channel, ChannelKind
+from heterog.strategy.channels import Channel, ChannelKind, communicators
 from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
 from heterog.strategy.tables import GraphTables, graph_tables
 
@@ -76,6 +76,8 @@ class Cause(StrEnum):
     """Its device ran another task."""
     LINK = "link"
     """Its links carried something else."""
+    COMMUNICATOR = "communicator"
+    """Its devices had another collective under way; they run one at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +85,11 @@ class Lane:
     """One row of the timeline.
 
     Attributes:
-        name: ``"A:0 V100-16GB compute"``, ``"A:0 -> B:0"`` or ``"ring all-reduce A:0 B:0"``.
-        device: index of the device whose compute stream it is, -1 for a channel.
-        channel: number of the channel in the program, -1 for a compute stream.
+        name: ``"A:0 V100-16GB compute"``, ``"A:0 -> B:0"``, ``"ring all-reduce A:0 B:0"`` or,
+            for a communicator that runs several kinds, ``"collectives A:0 B:0"``.
+        device: index of the device whose compute stream it is, -1 for communication.
+        channel: number of the channel in the program, of a communicator the lowest; -1 for a
+            compute stream.
         tasks: its tasks by start.
     """
 
@@ -171,7 +175,7 @@ class Timeline:
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """Compute streams in device order, then the channels in use by number."""
+        """Compute streams in device order, then pairs and communicators in use by channel."""
         order = np.lexsort((np.arange(self.program.num_tasks), self.finish, self.start))
         on_device: list[list[int]] = [[] for _ in self.cluster.devices]
         on_channel: dict[int, list[int]] = {}
@@ -179,7 +183,8 @@ class Timeline:
             if self.is_compute(task):
                 on_device[self.program.device[task]].append(task)
             else:
-                on_channel.setdefault(int(self.program.channel[task]), []).append(task)
+                channel = int(self._communicator[self.program.channel[task]])
+                on_channel.setdefault(channel, []).append(task)
         streams = [
             Lane(
                 name=f"{device.name} {device.type.name} compute",
@@ -191,7 +196,7 @@ class Timeline:
         ]
         channels = [
             Lane(
-                name=self._channel_name(self.program.channels[number]),
+                name=self._lane_name(on_channel[number]),
                 device=-1,
                 channel=number,
                 tasks=tuple(on_channel[number]),
@@ -264,6 +269,14 @@ class Timeline:
             return " -> ".join(names)
         return f"{_COLLECTIVES[channel.kind]} {' '.join(names)}"
 
+    def _lane_name(self, tasks: list[int]) -> str:
+        """Of a channel, or of a communicator whose operations go over several."""
+        used = {int(self.program.channel[task]) for task in tasks}
+        channel = self.program.channels[min(used)]
+        if len(used) == 1:
+            return self._channel_name(channel)
+        return f"collectives {' '.join(self.cluster.devices[d].name for d in channel.devices)}"
+
     def memory(self, device: int) -> tuple[FloatArray, FloatArray]:
         """(seconds, bytes) of a device: the bytes hold from each time on to the next.
 
@@ -322,6 +335,9 @@ class Timeline:
             other, cause = self._before_on_stream[task], Cause.STREAM
         else:
             other, cause = self._before_on_links(task, start, tolerance), Cause.LINK
+            channels = self._communicator[self.program.channel[[task, other]]]
+            if other >= 0 and channels[0] == channels[1] and self._is_collective(task):
+                cause = Cause.COMMUNICATOR
         if other >= 0 and (last < 0 or self.finish[other] >= self.finish[last]):
             return other, cause
         return last, Cause.DEPENDENCY if last >= 0 else Cause.BEGIN
@@ -335,7 +351,7 @@ class Timeline:
         return before
 
     def _before_on_links(self, task: int, start: float, tolerance: float) -> int:
-        """The transfer whose links came free for a transfer, -1 if none.
+        """The communication whose links or communicator came free for another, -1 if none.
 
         One that ended at its start, else the last to begin of those still under way: links come
         free before the latency has passed, and when exactly is not part of the schedule.
@@ -364,14 +380,27 @@ class Timeline:
 
     @cached_property
     def _shares_links(self) -> npt.NDArray[np.bool_]:
-        """Whether two channels have a link in common.  # [num_channels, num_channels]"""
-        num_resources = len(self.cluster.resources)
-        uses = np.zeros((len(self.program.channels), num_resources), np.float32)
+        """Whether two channels have a link or their communicator in common.
+
+        # [num_channels, num_channels]
+        """
+        num_resources, num_channels = len(self.cluster.resources), len(self.program.channels)
+        uses = np.zeros((num_channels, num_resources + num_channels), np.float32)
         for number in np.unique(self.program.channel[self._link_tasks]):
             uses[number, list(self.program.channels[number].traffic())] = 1.0
+            uses[number, num_resources + self._communicator[number]] = 1.0
         shared: npt.NDArray[np.bool_] = uses @ uses.T > 0.0
         np.fill_diagonal(shared, True)
         return shared
+
+    @cached_property
+    def _communicator(self) -> IntArray:
+        """The first channel of each channel's communicator.  # [num_channels]"""
+        return communicators(self.program.channels)
+
+    def _is_collective(self, task: int) -> bool:
+        kind = self.program.channels[int(self.program.channel[task])].kind
+        return bool(kind != ChannelKind.POINT_TO_POINT)
 
     def summary(self) -> PathSummary:
         """The critical path by device, by kind and by module."""

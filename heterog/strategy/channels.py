@@ -1,6 +1,7 @@
 """Channels: which links a transfer or collective loads, and by how many times its payload.
 
-A channel is a pair of devices (point to point) or a collective algorithm over a device set. It
+A channel is a pair of devices (point to point) or a collective algorithm over a device set; all
+collectives over one device set share its communicator, which runs one of them at a time. A channel
 holds no seconds; the cost model turns traffic into time. One *phase* after another makes a
 collective: inside a phase the links work at the same time.
 
@@ -61,6 +62,24 @@ class Channel:
             for resource, multiple in phase:
                 total[resource] = total.get(resource, 0.0) + multiple
         return total
+
+
+def communicators(channels: Sequence[Channel]) -> npt.NDArray[np.int32]:
+    """The communicator of each channel, by the number of the first channel that belongs to it.
+
+    All collectives over one device set belong to one communicator, whatever their kind: ranks make
+    one process group per device set, and it runs one operation at a time. A transfer has none: it
+    gets its own number.
+
+    Returns:
+        # [num_channels]
+    """
+    first: dict[tuple[int, ...], int] = {}
+    numbers = np.arange(len(channels), dtype=np.int32)
+    for number, channel in enumerate(channels):
+        if channel.kind != ChannelKind.POINT_TO_POINT:
+            numbers[number] = first.setdefault(channel.devices, number)
+    return numbers
 
 
 class ChannelTable:

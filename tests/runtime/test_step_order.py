@@ -1,5 +1,6 @@
 """The order of tasks over several steps: one sequence, legal, the same for every rank."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -13,6 +14,7 @@ from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.step_order import LOSS, NORM, StepOrder, step_order
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.channels import ChannelKind
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import FIRST_LINK_KIND, TaskKind
 from heterog.strategy.strategy import Decision, Strategy, Sync
@@ -107,6 +109,26 @@ def test_with_a_step_barrier_the_order_is_the_plans() -> None:
         turn.task for turn in order.turns if turn.task != LOSS and not part.is_early(turn.task)
     ]
     assert kept == [task for task in tasks if not part.is_early(task)]
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_communicator_is_given_its_operations_in_the_order_of_the_simulation(seed: int) -> None:
+    graph = graph_of("gpt")
+    strategy = replace(random_strategy(Random(seed), graph), step_barrier=True)
+    evaluator = Evaluator(graph, cluster())
+    program, start, _ = evaluator.referee_schedule(evaluator.encode(strategy), Order.FIFO)
+    part = part_of(strategy)
+    order = step_order(part, plan_of(graph, strategy).task_order, clips=False)
+    by_devices: dict[tuple[int, ...], list[int]] = {}
+    for turn in order.turns:
+        task = turn.task
+        if task >= 0 and program.kind[task] >= FIRST_LINK_KIND and not part.is_early(task):
+            channel = program.channels[program.channel[task]]
+            if channel.kind != ChannelKind.POINT_TO_POINT:
+                by_devices.setdefault(channel.devices, []).append(task)
+    for issued in by_devices.values():
+        assert issued == sorted(issued, key=lambda task: (start[task], task))
 
 
 @pytest.mark.parametrize("case", ["ring", "uneven slices", "server"])

@@ -578,6 +578,7 @@ class Tasks:
             has_drag=bool(channels.drag.any() or channels.overhead_s.any()),
             channel_loaded_s=channels.loaded_s,
             channel_queue=channels.queue,
+            channel_communicator=channels.communicator,
             resource_start=channels.resource_start,
             resource=channels.resource,
             resource_s_per_byte=channels.resource_s_per_byte,

@@ -28,7 +28,7 @@ class PricedTask:
     kind: int
     device: int  # of a compute task
     channel: int  # -1 for compute tasks
-    is_collective: bool
+    communicator: tuple[int, ...]  # devices of a collective, else none
     payload: float
     seconds: float  # alone on the cluster
     cost: ChannelSeconds  # of a link task
@@ -42,6 +42,10 @@ class PricedTask:
         return self.kind >= FIRST_LINK_KIND
 
     @property
+    def is_collective(self) -> bool:
+        return bool(self.communicator)
+
+    @property
     def is_free(self) -> bool:
         return FIRST_FREE_KIND <= self.kind < FIRST_LINK_KIND
 
@@ -53,7 +57,7 @@ class PricedTask:
     @property
     def queue(self) -> tuple[str, object]:
         if self.is_collective:
-            return "collective", self.channel
+            return "communicator", self.communicator
         return "transfer", tuple(sorted(self.cost.held))
 
 
@@ -70,12 +74,13 @@ def price(
         subject, payload = int(program.subject[number]), float(program.num_bytes[number])
         channel = int(program.channel[number])
         cost = ChannelSeconds(0.0, 0.0, {})
-        is_collective = False
+        communicator: tuple[int, ...] = ()
         drag: dict[int, float] = {}
         overhead: dict[int, float] = {}
         if kind >= FIRST_LINK_KIND:
             cost = model.channel_seconds(cluster, program.channels[channel])
-            is_collective = program.channels[channel].kind != ChannelKind.POINT_TO_POINT
+            if program.channels[channel].kind != ChannelKind.POINT_TO_POINT:
+                communicator = program.channels[channel].devices
             seconds = cost.latency_s + payload * cost.seconds_per_byte
             for member in program.channels[channel].devices:
                 name = cluster.devices[member].type.name
@@ -108,7 +113,7 @@ def price(
                 kind,
                 device,
                 channel,
-                is_collective,
+                communicator,
                 payload,
                 seconds,
                 cost,
@@ -150,12 +155,14 @@ def simulate(
             ops[task.device, task.micro].append(task)
     device_free_at = dict.fromkeys((task.device for task in tasks if not task.is_link), 0.0)
     link_free_at: dict[int, float] = defaultdict(float)
+    under_way: dict[object, PricedTask] = {}  # the operation of each communicator
     unready = list(tasks)
     ready: list[PricedTask] = []
     moments = {0.0}
     while moments:
         now = min(moments)
         moments.discard(now)
+        under_way = {line: task for line, task in under_way.items() if finish[task.number] > now}
         for task in [t for t in unready if all(finish[needed] <= now for needed in t.needs)]:
             unready.remove(task)
             ready.append(task)
@@ -190,7 +197,8 @@ def simulate(
             able = [
                 task
                 for task in heads.values()
-                if all(link_free_at[link] <= now for link in task.gate)
+                if task.queue not in under_way
+                and all(link_free_at[link] <= now for link in task.gate)
             ]
             if not able:
                 break
@@ -212,6 +220,8 @@ def simulate(
                     moments.add(until)
             finish[chosen.number] = end
             moments.add(end)
+            if chosen.is_collective:
+                under_way[chosen.queue] = chosen
             moving = chosen.payload * chosen.cost.seconds_per_byte
             spread = moving / (end - now) if end > now else 0.0
             for device, lost in chosen.drag.items():
@@ -246,12 +256,11 @@ def replay(
     ``seconds`` is what each task took in the engine.
     """
     start, finish = [math.inf] * len(tasks), [math.inf] * len(tasks)
-    lines: dict[tuple[str, int], list[PricedTask]] = defaultdict(list)
+    lines: dict[object, list[PricedTask]] = defaultdict(list)
     for task in sorted(tasks, key=lambda t: (engine_start[t.number], t.number)):
-        line = ("channel", task.channel) if task.is_link else ("device", task.device)
-        lines[line].append(task)
+        lines[_line(task)].append(task)
     left: dict[int, float] = {}  # bytes of transfers and collectives that are under way
-    busy_until: dict[tuple[str, int], float] = dict.fromkeys(lines, 0.0)
+    busy_until: dict[object, float] = dict.fromkeys(lines, 0.0)
     flow_from: dict[int, float] = {}  # when a collective's latency is over
     now = 0.0
     while True:
@@ -284,14 +293,21 @@ def replay(
             number = task.number
             if ends[number] <= moment:
                 del left[number]
-                busy_until["channel", task.channel] = moment
                 most = max(task.cost.held.values(), default=0.0)
                 rest = task.payload * (task.cost.seconds_per_byte - most)
                 rest += 0.0 if task.is_collective else _latency(task, seconds)
                 finish[number] = moment + max(rest, 0.0)
+                busy_until[_line(task)] = finish[number] if task.is_collective else moment
             else:
                 left[number] -= rate * (moment - now)
         now = moment
+
+
+def _line(task: PricedTask) -> object:
+    """What runs one task after another: a device, a pair one way, or a communicator."""
+    if task.is_collective:
+        return "communicator", task.communicator
+    return ("channel", task.channel) if task.is_link else ("device", task.device)
 
 
 def _latency(task: PricedTask, seconds: list[float]) -> float:

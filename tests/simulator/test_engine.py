@@ -1,5 +1,6 @@
 """The engine against a slow reference, and against answers by hand."""
 
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -11,7 +12,7 @@ from heterog.cluster import Cluster, Link
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.simulator.roofline import Roofline
-from heterog.strategy.channels import ChannelTable
+from heterog.strategy.channels import ChannelKind, ChannelTable
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator import reference
 from tests.simulator.builders import (
@@ -232,6 +233,100 @@ def test_the_latency_of_a_collective_does_not() -> None:
     times = tasks.run()
     assert times.finish == pytest.approx([2.0, 4.0])  # two steps of half a second, and one second
     assert times.fair_finish == pytest.approx([2.0, 4.0])
+
+
+def quiet(num_hosts: int) -> Cluster:
+    """Hosts with one device each at 1 GB/s, without latency."""
+    return cluster_of(*((8.0, ["T4"]) for _ in range(num_hosts)), latency_s=0.0)
+
+
+def test_a_communicator_runs_one_operation_at_a_time() -> None:
+    """While bucket A is scattered one way nothing goes the other way, yet B's gather waits.
+
+    Device 1 owns all slices: the reduce-scatter sends from 0 to 1 and the all-gather from 1 to 0.
+    """
+    tasks = Tasks(quiet(2))
+    scatter = tasks.channels.reduce_scatter((0, 1), (0, 1))
+    gather = tasks.channels.all_gather((0, 1), (0, 1))
+    over = [set(tasks.channels.channels[channel].traffic()) for channel in (scatter, gather)]
+    assert not over[0] & over[1]
+    tasks.collective(scatter, 1e9)
+    tasks.collective(gather, 2e9)
+    times = tasks.run()
+    for finish in (times.finish, times.fair_finish):
+        assert finish == pytest.approx([1.0, 3.0])  # the sum; the longer one of them is 2 s
+
+
+def test_even_slices_add_up_on_one_communicator() -> None:
+    tasks = Tasks(quiet(2))
+    tasks.collective(tasks.channels.reduce_scatter((0, 1), ()), 2e9)
+    tasks.collective(tasks.channels.all_gather((0, 1), ()), 4e9)
+    tasks.collective(tasks.channels.all_reduce((0, 1), hierarchical=False), 1e9)
+    times = tasks.run()
+    for finish in (times.finish, times.fair_finish):
+        assert finish == pytest.approx([1.0, 3.0, 4.0])
+
+
+def test_communicators_of_disjoint_devices_overlap() -> None:
+    tasks = Tasks(quiet(4))
+    tasks.collective(tasks.channels.reduce_scatter((0, 1), ()), 2e9)
+    tasks.collective(tasks.channels.all_gather((2, 3), ()), 4e9)
+    times = tasks.run()
+    for finish in (times.finish, times.fair_finish):
+        assert finish == pytest.approx([1.0, 2.0])
+
+
+def test_communicators_that_share_devices_share_links_only() -> None:
+    """Two process groups of one rank: what they send one way and the other goes on together."""
+    tasks = Tasks(quiet(3))
+    tasks.collective(tasks.channels.reduce_scatter((0, 1), (0, 1)), 1e9)  # from 0
+    tasks.collective(tasks.channels.reduce_scatter((0, 2), (1, 0)), 1e9)  # to 0
+    times = tasks.run()
+    for finish in (times.finish, times.fair_finish):
+        assert finish == pytest.approx([1.0, 1.0])
+
+
+def test_sends_do_not_wait_for_a_communicator() -> None:
+    tasks = Tasks(quiet(2))
+    tasks.collective(tasks.channels.reduce_scatter((0, 1), (0, 1)), 1e9)  # from 0 to 1
+    tasks.send(1, 0, 1e9)
+    times = tasks.run()
+    for finish in (times.finish, times.fair_finish):
+        assert finish == pytest.approx([1.0, 1.0])
+
+
+def test_an_operation_that_is_ready_later_does_not_overtake() -> None:
+    """Ranks issue the operations of a communicator in the order in which the engine starts them.
+
+    The engine starts the large gather at 0 and the scatter when it is over; in the referee, too,
+    though the scatter's links are idle all the time.
+    """
+    tasks = Tasks(quiet(2))
+    gather = tasks.collective(tasks.channels.all_gather((0, 1), (0, 1)), 4e9)
+    ready = tasks.op(0, 1.0)
+    scatter = tasks.collective(tasks.channels.reduce_scatter((0, 1), (0, 1)), 1e9, ready)
+    times = tasks.run()
+    for start, finish in ((times.start, times.finish), (times.fair_start, times.fair_finish)):
+        assert start[scatter] == pytest.approx(finish[gather]) == pytest.approx(4.0)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_no_two_operations_of_a_device_set_overlap(seed: int) -> None:
+    rng = Random(seed)
+    evaluator, choice = random_case(rng)
+    order = rng.choice(list(Order))
+    for schedule in (evaluator.schedule, evaluator.referee_schedule):
+        program, start, finish = schedule(choice, order)
+        by_devices: dict[tuple[int, ...], list[tuple[float, float]]] = {}
+        for task in range(program.num_tasks):
+            channel = program.channels[program.channel[task]]
+            if program.channel[task] >= 0 and channel.kind != ChannelKind.POINT_TO_POINT:
+                spans = by_devices.setdefault(channel.devices, [])
+                spans.append((float(start[task]), float(finish[task])))
+        for spans in by_devices.values():
+            spans.sort()
+            assert all(first[1] <= second[0] for first, second in pairwise(spans))
 
 
 def test_communication_overlaps_with_compute() -> None:

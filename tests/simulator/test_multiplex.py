@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from heterog.simulator.multiplex import (
     make_foreground,
     multiplex,
 )
-from heterog.strategy.strategy import Decision
+from heterog.strategy.program import FIRST_LINK_KIND
+from heterog.strategy.strategy import Decision, Sync
+from tests.simulator.builders import cluster_of, linear_chain, strategy_of
 
 
 def schedule_of(
@@ -113,6 +116,25 @@ def by_events(
 
 # Device 0 computes 4 s, a transfer of 3 s, device 1 computes 2 s, a transfer back of 1 s.
 PING_PONG = schedule_of((0, -1, 1, -1), (4.0, 3.0, 2.0, 1.0), ((), (0,), (1,), (2,)))
+
+
+def test_operations_of_a_communicator_wait_for_one_another() -> None:
+    """A reduce-scatter to device 1 and an all-gather from it have no link in common."""
+    graph, cluster = linear_chain(("a", "b")), cluster_of((10.0, ["T4"]), (10.0, ["T4"]))
+    decision = Decision(
+        devices=(0, 1), shares=(4, 4), sync=Sync.REDUCE_SCATTER_ALL_GATHER, slices=(0, 1)
+    )
+    evaluator = Evaluator(graph, cluster)
+    choice = evaluator.encode(strategy_of(graph, cluster, decision))
+    program, start, finish = evaluator.schedule(choice, Order.FIFO)
+    collectives = np.flatnonzero(program.kind >= FIRST_LINK_KIND)
+    assert len(np.unique(program.channel[collectives])) == 2, "scatters and gathers"
+    foreground = foreground_of_program(program, start, finish)
+    place = np.argsort(np.lexsort((np.arange(program.num_tasks), finish, start)))
+    in_order = collectives[np.argsort(start[collectives], kind="stable")]
+    for first, second in pairwise(place[in_order].tolist()):
+        begin, end = foreground.before_start[second : second + 2]
+        assert first in foreground.before[begin:end]
 
 
 def test_gaps_by_hand() -> None:

@@ -109,10 +109,31 @@ def test_critical_path_of_contended_links() -> None:
     path = timeline.critical_path()
     names = [timeline.name(step.task) for step in path]
     # Two all-reduces of 4 MiB at 10 Gbit/s take longer than all compute: the second one waits for
-    # the links, not for its gradient.
+    # the first, not for its gradient.
     assert names[-3:] == ["all-reduce b.weight", "all-reduce a.weight", "update a.weight"]
-    assert path[-2].cause == Cause.LINK
+    assert path[-2].cause == Cause.COMMUNICATOR
     assert "ring all-reduce A:0 B:0" in [lane.name for lane in timeline.lanes]
+
+
+def test_both_collectives_of_a_communicator_are_on_one_lane() -> None:
+    graph = two_layers()
+    cut = Decision(devices=(0, 1), shares=(4, 4), sync=Sync.REDUCE_SCATTER_ALL_GATHER)
+    timeline = timeline_of(graph, builders.strategy_of(graph, CLUSTER, cut))
+    (lane,) = timeline.lanes[CLUSTER.num_devices :]
+    assert lane.name == "collectives A:0 B:0"
+    assert sorted(timeline.kind(task) for task in lane.tasks) == [
+        "all-gather", "all-gather", "reduce-scatter", "reduce-scatter",
+    ]  # fmt: skip
+    ends = timeline.finish[list(lane.tasks)]
+    assert (timeline.start[list(lane.tasks)][1:] >= ends[:-1]).all()
+
+
+def test_a_transfer_waits_for_links() -> None:
+    graph = two_layers()
+    served = Decision(devices=(0, 1), shares=(4, 4), sync=Sync.PARAMETER_SERVER)
+    timeline = timeline_of(graph, builders.strategy_of(graph, CLUSTER, served, homes=0))
+    causes = {timeline.name(step.task): step.cause for step in timeline.critical_path()}
+    assert causes["push a.weight B:0 -> A:0"] == Cause.LINK
 
 
 def test_names_of_buckets_and_servers() -> None:
