@@ -112,6 +112,23 @@ def test_plan_prints_one_document_and_writes_whole_files(
     assert f"report (open it in a browser): {again}" in run("report", plan, "-o", again).out
 
 
+def test_the_answer_is_short_and_plain_in_a_pipe(run: Run, model: str, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("plan.json", "trace.json", "plan.html")]
+    result = run("plan", model, "--cluster", "paper_8gpu", "--budget", "50e", "--method",
+                 "tuned_uniform,pipeline,ddp", "--background", model, "--background-batch", 8,
+                 "-o", files[0], "--trace", files[1], "--report", files[2])  # fmt: skip
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    assert len(lines) <= 15, result.out
+    assert "\x1b" not in result.out, "no colours where nobody sees them"
+    labels = [line.split()[0] for line in lines[1:] if not line.startswith(" ")]
+    assert labels == ["do", "gain", "memory", "where", "limits", "also", "files", "more"]
+    assert lines[0].startswith("workload on paper_8gpu: ")
+    for path in files:
+        assert path.exists()
+        assert str(path) in result.out
+
+
 def test_plan_puts_a_background_job_beside(run: Run, model: str, tmp_path: Path) -> None:
     call = ("plan", model, "--cluster", "paper_8gpu", "--budget", "1e", "--method", "ev_ar",
             "--background", model, "--background-batch", 8)  # fmt: skip
@@ -124,7 +141,7 @@ def test_plan_puts_a_background_job_beside(run: Run, model: str, tmp_path: Path)
     assert beside["step_time_alone_s"] == pytest.approx(document["step_time_s"])
     plan = tmp_path / "plan.json"
     shown = run(*call, "-o", plan)
-    assert "batch 8 on each of 8 devices" in shown.out
+    assert "batch 8 on each of 8 devices" in " ".join(shown.out.split())
     few = run("run", plan, "--steps", 2)
     assert (few.code, "too few beside a background job" in few.err) == (2, True)
 
@@ -154,11 +171,15 @@ def test_same_seed_and_evaluations_print_the_same_strategy(run: Run, model: str)
 
 
 def test_tables_for_people(run: Run, model: str) -> None:
-    result = run("plan", model, "--cluster", "paper_8gpu", "--method", "ddp,ev_ps")
+    call = ("plan", model, "--cluster", "paper_8gpu", "--method", "ddp,ev_ps", "--no-changes")
+    result = run(*call, "--explain")
     assert result.code == 0, result.err
     assert "ddp" in result.out
     assert "ev_ps" in result.out
     assert "cp_ar" not in result.out
+    assert "In short: " in result.out
+    short = run(*call)
+    assert result.out.startswith(short.out.split("more ")[0]), "what is explained comes first"
     assert "bert_large_24l" in run("models").out
     assert "paper_8gpu" in run("clusters").out
     assert {"name", "num_parameters"} <= set(json.loads(run("models", "--json").out)[0])
@@ -374,13 +395,13 @@ def test_profile_then_calibrate_then_plan(run: Run, model: str, tmp_path: Path) 
     document = json.loads(run(*call, "--json").out)
     assert document["calibration"] == "calibration"
     assert document["extrapolated"] == {"share": 0.0, "kinds": []}
-    assert "every op was measured near its size" in run(*call).out
+    assert "every op was measured near its size" in " ".join(run(*call).out.split())
     other = Path(model.partition(":")[0])
     other.write_text(MODEL.replace("nn.ReLU", "nn.GELU"))
     document = json.loads(run(*call, "--json").out)
     assert 0 < document["extrapolated"]["share"] < 1
     assert sorted(document["extrapolated"]["kinds"]) == ["gelu.default", "gelu_backward.default"]
-    assert "of the compute time is extrapolated (gelu" in run(*call).out
+    assert "of the compute time is extrapolated (gelu" in " ".join(run(*call).out.split())
     table = run("calibrate", measurements, measurements, "-o", calibration)
     assert "error, new ops" in table.out
     assert "calibration: calibration.json" in table.out

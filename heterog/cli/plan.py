@@ -1,7 +1,7 @@
 """``heterog plan``: find how to train a model on a cluster."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,9 @@ from heterog.cli.common import (
 )
 from heterog.errors import HeterogError
 from heterog.units import format_seconds
+
+if TYPE_CHECKING:
+    from heterog.explain.explanation import Explanation
 
 
 def plan(
@@ -70,16 +73,22 @@ def plan(
     no_changes: Annotated[
         bool, typer.Option("--no-changes", help="do not simulate what buying something would save")
     ] = False,
+    why: Annotated[
+        bool,
+        typer.Option("--explain", help="also print every method, what was decided, and why"),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find how to train a model on a cluster."""
+    """Find how to train a model on a cluster.
+
+    Prints the answer in at most 15 lines; --explain prints everything there is to say.
+    """
     from heterog.explain.explanation import explain
     from heterog.files import check_writable
     from heterog.planners.plan import check_batch, make_plan, parse_orders
     from heterog.planners.planner import Budget
+    from heterog.report.answer import answer
     from heterog.report.html import write_report
-    from heterog.report.tables import methods_table
-    from heterog.report.words import explanation_text, memory_table
 
     if background_batch is not None and not background:
         raise HeterogError("--background-batch without --background; name the job's model.")
@@ -129,22 +138,45 @@ def plan(
         extra = {"extrapolated": extrapolated, "explanation": explanation.to_dict()}
         print_json(found.summary() | extra)
         return
-    out.print(methods_table(found.rows, target, title=_title(found)))
+    remarks = []
+    if found.background is not None:
+        remarks.append(_beside(found))
+    if extrapolated is not None:
+        remarks.append(_trust(found.calibration, extrapolated))
+    for line in answer(
+        explanation,
+        width=min(out.width, 100),
+        remarks=remarks,
+        files=_written(output=output, trace=trace, report=report),
+        advice="--explain says why and shows all methods" * (not why),
+    ):
+        out.print(line, soft_wrap=True, highlight=False)
+    if why:
+        _print_everything(explanation)
+
+
+def _print_everything(explanation: "Explanation") -> None:
+    """Every method, and all that there is to say about the plan."""
+    from heterog.report.tables import methods_table
+    from heterog.report.words import explanation_text, memory_table
+
+    found = explanation.plan
+    out.print()
+    out.print(methods_table(found.rows, found.cluster, title=_title(found)))
     out.print(_verdict(found))
     out.print()
     out.print(explanation_text(explanation))
     out.print(memory_table(explanation.fit))
-    if found.background is not None:
-        out.print(_beside(found))
-    if extrapolated is not None:
-        out.print(_trust(found.calibration, extrapolated), soft_wrap=True)
-    for path, what in (
-        (output, "plan"),
-        (trace, "trace (open it in https://ui.perfetto.dev)"),
-        (report, "report (open it in a browser)"),
-    ):
-        if path is not None:
-            out.print(f"{what}: {path}", soft_wrap=True)
+
+
+def _written(*, output: Path | None, trace: Path | None, report: Path | None) -> list[str]:
+    """Which files there are now, and what they are for."""
+    uses = (
+        (output, "for heterog run, export and report"),
+        (trace, "for https://ui.perfetto.dev"),
+        (report, "for a browser"),
+    )
+    return [f"{path} {use}" for path, use in uses if path is not None]
 
 
 def _beside(found: Any) -> str:

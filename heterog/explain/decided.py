@@ -1,7 +1,7 @@
 """What a strategy decides, as facts that people can read: ranges of groups, devices, syncs."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -31,7 +31,13 @@ class Range:
         first: module path that names the first group.
         last: module path that names the last group.
         devices: indices of the devices.
-        shares: samples of the batch on each of them.
+        shares: samples of the batch on each of them; what ops with rules split instead is in
+            proportion to these.
+        syncs: how gradients are aggregated, as in ``SYNC_NAMES``, in the order of the groups;
+            empty on a single device.
+        units: units of the axes other than the batch (columns, heads, experts) that ops of the
+            range are split along by rules, each number once.
+        by_batch: whether some op of the range is split along the batch.
     """
 
     first_group: int
@@ -40,6 +46,9 @@ class Range:
     last: str
     devices: tuple[int, ...]
     shares: tuple[int, ...]
+    syncs: tuple[str, ...] = ()
+    units: tuple[int, ...] = ()
+    by_batch: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +79,8 @@ class Decided:
 
 def what_was_decided(strategy: Strategy, graph: OpGraph, cluster: Cluster) -> Decided:
     """Read a strategy for people."""
-    names = group_ops(graph).names
+    grouping = group_ops(graph)
+    names = grouping.names
     syncs = Counter(
         SYNC_NAMES[decision.sync] for decision in strategy.decisions if len(decision.devices) > 1
     )
@@ -82,7 +92,9 @@ def what_was_decided(strategy: Strategy, graph: OpGraph, cluster: Cluster) -> De
     } | set(strategy.homes)
     return Decided(
         num_groups=len(names),
-        ranges=tuple(_ranges(strategy.decisions, names)),
+        ranges=tuple(
+            _ranges(strategy.decisions, names, _units(strategy, graph), _by_batch(strategy, graph))
+        ),
         idle=tuple(device for device in range(cluster.num_devices) if device not in working),
         syncs=tuple(syncs.most_common()),
         bucket_bytes=strategy.bucket_bytes,
@@ -92,16 +104,49 @@ def what_was_decided(strategy: Strategy, graph: OpGraph, cluster: Cluster) -> De
     )
 
 
-def _ranges(decisions: Iterable[Decision], names: tuple[str, ...]) -> Iterable[Range]:
+def _units(strategy: Strategy, graph: OpGraph) -> dict[int, list[int]]:
+    """Units of axes other than the batch, by the group whose ops are split along them."""
+    group = group_ops(graph).group
+    found: dict[int, list[int]] = {}
+    for op, rule in strategy.op_rules:
+        is_split = any(each.kind == "S" for each in (*rule.inputs, *rule.outputs))
+        if is_split and rule.units != graph.batch_size:
+            found.setdefault(int(group[op]), []).append(rule.units)
+    return found
+
+
+def _by_batch(strategy: Strategy, graph: OpGraph) -> set[int]:
+    """Groups with an op that follows the batch: without a rule, or with one that splits it."""
+    group = group_ops(graph).group
+    rules = dict(strategy.op_rules)
+    return {
+        int(group[index])
+        for index in range(graph.num_ops)
+        if not graph.is_view[index]
+        and (index not in rules or rules[index].units == graph.batch_size)
+    }
+
+
+def _ranges(
+    decisions: Iterable[Decision],
+    names: tuple[str, ...],
+    units: Mapping[int, list[int]],
+    by_batch: Container[int],
+) -> Iterable[Range]:
     first = 0
     for (devices, shares), run in groupby(decisions, key=lambda each: (each.devices, each.shares)):
-        count = sum(1 for _ in run)
+        members = list(run)
+        groups = range(first, first + len(members))
+        several = [SYNC_NAMES[each.sync] for each in members if len(devices) > 1]
         yield Range(
             first_group=first,
-            num_groups=count,
+            num_groups=len(members),
             first=names[first] or "(root)",
-            last=names[first + count - 1] or "(root)",
+            last=names[groups[-1]] or "(root)",
             devices=devices,
             shares=shares,
+            syncs=tuple(dict.fromkeys(several)),
+            units=tuple(dict.fromkeys(n for group in groups for n in units.get(group, ()))),
+            by_batch=any(group in by_batch for group in groups),
         )
-        first += count
+        first += len(members)

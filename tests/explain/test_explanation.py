@@ -47,6 +47,11 @@ def test_ranges_of_equal_decisions_and_idle_devices() -> None:
         ("a", "b", (0, 1), (5, 3)),
         ("c", "c", (2,), (8,)),
     ]
+    assert [each.syncs for each in decided.ranges] == [
+        ("ring all-reduce", "hierarchical all-reduce"),
+        (),
+    ]
+    assert all(each.by_batch and not each.units for each in decided.ranges)
     assert decided.idle == (3,)
     assert dict(decided.syncs) == {"ring all-reduce": 1, "hierarchical all-reduce": 1}
     assert decided.num_recomputing == 1

@@ -1,0 +1,200 @@
+"""The answer of ``heterog plan`` in at most 15 lines: what to do, what it brings, what limits it.
+
+Every number is one of the explanation's; the longer words are ``Explanation.paragraphs``.
+"""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.text import Text
+
+from heterog.explain.explanation import Explanation
+from heterog.planners.stability import TUNED_UNIFORM
+from heterog.report.placement_table import placement_lines
+from heterog.simulator.critical_path import Limit
+from heterog.units import format_bytes, format_seconds
+
+MOST_LINES = 15
+NARROWEST = 60
+"""Columns below which lines are cut instead of being made to fit."""
+_LABEL = 8
+_LEAST_TABLE = 4
+_LINES = {"do": 4, "gain": 2, "memory": 2, "limits": 2, "also": 2}
+"""Lines of each part where there is room."""
+_FEW_LINES = {"do": 2, "gain": 1, "memory": 1, "limits": 1, "also": 1}
+"""Where there is none."""
+
+Part = tuple[str, Sequence[str]]
+"""A label and the lines beside it."""
+
+
+def answer(
+    explanation: Explanation,
+    *,
+    width: int = 80,
+    remarks: Sequence[str] = (),
+    files: Sequence[str] = (),
+    advice: str = "--explain says why and shows all methods",
+) -> list[Text]:
+    """The lines to print: at most ``MOST_LINES``, none but those of files wider than ``width``.
+
+    Args:
+        explanation: of the plan.
+        width: columns of the terminal.
+        remarks: what else has to be said: about a background job, about the calibration.
+        files: what was written, and what it is for; each stays in one line, to be copied.
+        advice: where to read on; the last line.
+    """
+    width = max(width, NARROWEST)
+    room = width - _LABEL
+    rest = [("files", files), ("more", [advice] if advice else [])]
+    for most in (_LINES, _FEW_LINES):
+        texts = _texts(explanation, room, most)
+        also = [("also", _wrapped(remark, room, most["also"])) for remark in remarks]
+        around = [*texts, *also, *rest]
+        left = MOST_LINES - 1 - sum(len(lines) for _, lines in around)
+        if left >= _LEAST_TABLE:
+            break
+    where = placement_lines(explanation, room, max(left, _LEAST_TABLE))
+    texts.insert(-1, ("where", where))
+    head = Text(_cut(_head(explanation), width), style="bold", no_wrap=True)
+    shown = [line for part in (*texts, *also, *rest) for line in _beside(part)]
+    return [head, *_at_most(shown, MOST_LINES - 1)]
+
+
+def _texts(explanation: Explanation, room: int, most: Mapping[str, int]) -> list[Part]:
+    """What every answer says, in lines."""
+    texts = {
+        "do": explanation.recommendation,
+        "gain": _gain(explanation),
+        "memory": _memory(explanation),
+        "limits": _limits(explanation),
+    }
+    return [(label, _wrapped(text, room, most[label])) for label, text in texts.items()]
+
+
+def _head(explanation: Explanation) -> str:
+    plan = explanation.plan
+    name = f"{plan.graph.name} on {plan.cluster.name}"
+    if plan.step_time_s is None:
+        return f"{name}: does not run; the nearest is {plan.method}"
+    text = (
+        f"{name}: {format_seconds(plan.step_time_s)} a step, "
+        f"{plan.throughput_samples_per_s:,.1f} samples/s, by {plan.method}"
+    )
+    if explanation.decided.num_micro_batches > 1:
+        text += f" in {explanation.decided.num_micro_batches} micro-batches"
+    return text + ", no step barrier" * (not explanation.decided.step_barrier)
+
+
+def _gain(explanation: Explanation) -> str:
+    """How much faster than what, with the range under noise of the first comparison."""
+    plan, quality = explanation.plan, explanation.quality
+    if plan.step_time_s is None:
+        return ""
+    said = []
+    for each in plan.gains:
+        if each.over == plan.method:
+            continue
+        span = ""
+        if each.over != TUNED_UNIFORM and each.low < each.high:
+            span = f" ({each.low:.2f}x to {each.high:.2f}x if speeds are 10 % off)"
+        said.append(f"{each.speedup:.2f}x over {each.over}{span}")
+    known = {each.over for each in plan.gains}
+    if not known and quality.data_parallel_s is not None and plan.cluster.num_devices > 1:
+        ratio = quality.data_parallel_s / plan.step_time_s
+        said.append(f"{ratio:.2f}x over {quality.data_parallel}")
+    if quality.data_parallel_s is None and plan.cluster.num_devices > 1:
+        said.insert(0, "no data parallelism fits")
+    return ", ".join(said)
+
+
+def _memory(explanation: Explanation) -> str:
+    plan, fit = explanation.plan, explanation.fit
+    fullest = fit.fullest
+    size = f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.usable_bytes)}"
+    who = f"{fullest.device} ({fullest.device_type})"
+    if fit.is_ok:
+        if plan.shortage:
+            return f"fits, but it cannot run: {plan.shortage}"
+        part = _percent(fullest.peak_bytes / fullest.usable_bytes)
+        return f"fits; fullest is {who}, {size} ({part}){_recomputed(explanation)}"
+    others = sum(device.lacking_bytes > 0 for device in fit.devices) - 1
+    also = f", and {others} more lack some" if others else ""
+    return f"does not fit: {who} lacks {format_bytes(fullest.lacking_bytes)} ({size}){also}"
+
+
+def _recomputed(explanation: Explanation) -> str:
+    decided = explanation.decided
+    if not decided.num_recomputing:
+        return ""
+    return f"; {decided.num_recomputing} of {decided.num_groups} groups recompute activations"
+
+
+_LIMITS = {
+    Limit.COMPUTE: "compute",
+    Limit.LINK: "links",
+    Limit.LATENCY: "latency",
+    Limit.WAIT: "waiting",
+}
+_ON = {Limit.COMPUTE: "on", Limit.LINK: "for the", Limit.LATENCY: "of the", Limit.WAIT: "for"}
+
+
+def _limits(explanation: Explanation) -> str:
+    """The largest parts of the critical path, each with the place that has most of it."""
+    whole = explanation.step_time_s
+    by_limit: dict[Limit, dict[str, float]] = {}
+    for piece in explanation.pieces:
+        places = by_limit.setdefault(piece.limit, {})
+        places[piece.place] = places.get(piece.place, 0.0) + piece.seconds
+    parts = sorted(by_limit.items(), key=lambda entry: -sum(entry[1].values()))
+    said = []
+    for limit, places in parts[:3]:
+        seconds = sum(places.values())
+        if seconds < 0.01 * whole:
+            continue
+        place, most = max(places.items(), key=lambda entry: entry[1])
+        words = f"{_percent(seconds / whole)} {_LIMITS[limit]}"
+        if place and len(places) > 1:
+            words += f" ({_percent(most / whole)} {_ON[limit]} {place})"
+        elif place:
+            words += f" {_ON[limit]} {place}"
+        said.append(words)
+    text = ", ".join(said)
+    if explanation.fit.is_ok:
+        text += f"; no plan can take less than {format_seconds(explanation.bound_s)}"
+    return text
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def _wrapped(text: str, room: int, most: int) -> list[str]:
+    """A text in a few lines; what is too much is cut off with dots."""
+    if not text:
+        return []
+    return textwrap.wrap(
+        " ".join(text.split()),
+        room,
+        max_lines=most,
+        placeholder=" ...",
+        break_on_hyphens=False,
+    )
+
+
+def _beside(part: Part) -> Iterator[Text]:
+    """The lines of a part, the first one with its label."""
+    label, lines = part
+    for number, line in enumerate(lines):
+        head = (label if number == 0 else "").ljust(_LABEL)
+        yield Text.assemble((head, "bold cyan"), line, no_wrap=True)
+
+
+def _at_most(lines: Sequence[Text], most: int) -> list[Text]:
+    """All lines, or without those in the middle; what is last says where to read on."""
+    return list(lines) if len(lines) <= most else [*lines[: most - 1], lines[-1]]
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else f"{text[: room - 3]}..."

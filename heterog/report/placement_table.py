@@ -1,0 +1,266 @@
+"""Where things sit, as a small table: ranges of modules by devices, in samples or units.
+
+Devices stand in columns by host, or by type where there are too many hosts. A cell says what each
+device of its column works on; ``-`` is nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from heterog.cluster.topology import Cluster
+from heterog.explain.decided import SYNC_NAMES, Range
+from heterog.explain.explanation import Explanation
+from heterog.simulator.critical_path import block_of, merge_blocks
+from heterog.strategy.strategy import Sync, split_in_proportion
+
+SHORT_SYNCS = {
+    SYNC_NAMES[sync]: short
+    for sync, short in {
+        Sync.RING: "ring",
+        Sync.HIERARCHICAL: "hierarchical",
+        Sync.REDUCE_SCATTER_ALL_GATHER: "scatter+gather",
+        Sync.PARAMETER_SERVER: "servers",
+        Sync.ZERO1: "ZeRO-1",
+        Sync.ZERO2: "ZeRO-2",
+        Sync.ZERO3: "ZeRO-3",
+    }.items()
+}
+"""How gradients are aggregated, short enough for a column."""
+
+_MOST_IN_FULL = 4
+_WIDEST_CELL = 11
+_GAP = 2
+_GOOD_NAME, _LEAST_NAME = 26, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceColumn:
+    """Devices that share a column.
+
+    Attributes:
+        head: the host's name, or how many of which type.
+        kind: how many of which type.
+        devices: their indices.
+    """
+
+    head: str
+    kind: str
+    devices: tuple[int, ...]
+
+
+def columns_by_host(cluster: Cluster) -> tuple[DeviceColumn, ...]:
+    """A column per host; several where a host holds several types."""
+    columns = []
+    for index, host in enumerate(cluster.hosts):
+        by_type = _by_type(cluster, cluster.host_devices(index))
+        columns += [
+            DeviceColumn(
+                head=host.name if len(by_type) == 1 else f"{host.name} {kind}",
+                kind=f"{len(devices)} {kind}",
+                devices=devices,
+            )
+            for kind, devices in by_type.items()
+        ]
+    return tuple(columns)
+
+
+def columns_by_type(cluster: Cluster) -> tuple[DeviceColumn, ...]:
+    """A column per type, for clusters with too many hosts."""
+    found = _by_type(cluster, range(cluster.num_devices))
+    return tuple(
+        DeviceColumn(head=f"{len(devices)} {kind}", kind=f"{len(devices)} {kind}", devices=devices)
+        for kind, devices in found.items()
+    )
+
+
+def _by_type(cluster: Cluster, devices: Iterable[int]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for device in devices:
+        name = cluster.devices[device].type.name
+        found[name] = (*found.get(name, ()), device)
+    return found
+
+
+def legend(columns: Sequence[DeviceColumn]) -> str:
+    """What the columns hold: ``"A: 2 V100-16GB; B, C: 2 T4 each"``."""
+    alike: dict[str, list[str]] = {}
+    for column in columns:
+        alike.setdefault(column.kind, []).append(column.head)
+    return "; ".join(
+        f"{_hosts(heads)}: {kind}{' each' * (len(heads) > 1)}" for kind, heads in alike.items()
+    )
+
+
+def _hosts(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= _MOST_IN_FULL else f"{names[0]} to {names[-1]}"
+
+
+def range_name(each: Range) -> str:
+    """A range by the blocks of modules at its ends: ``"encoder.layer.1-5"``.
+
+    >>> range_name(Range(first_group=0, num_groups=2, first="h.1.a", last="h.5.b", devices=(0,),
+    ...                  shares=(8,)))
+    'h.1-5'
+    """
+    first, last = block_of(each.first), block_of(each.last)
+    merged = merge_blocks([first, last])
+    if len(merged) == 1:
+        return merged[0]
+    stem, number = first.rstrip("0123456789"), first
+    if stem != first and last.startswith(stem) and last.removeprefix(stem).isdigit():
+        return f"{number}-{last.removeprefix(stem)}"
+    return f"{first} to {_without_common(first, last)}"
+
+
+def _without_common(first: str, last: str) -> str:
+    """The last path without the parts that it shares with the first."""
+    ahead, behind = first.split("."), last.split(".")
+    same = 0
+    while same < min(len(ahead), len(behind)) - 1 and ahead[same] == behind[same]:
+        same += 1
+    return ".".join(behind[same:])
+
+
+def amounts(each: Range) -> tuple[str, ...]:
+    """What each device of a range works on: samples, or units or percent where rules split ops.
+
+    >>> amounts(Range(first_group=0, num_groups=1, first="a", last="a", devices=(0, 1),
+    ...               shares=(6, 2), units=(512,), by_batch=False))
+    ('384', '128')
+    """
+    if each.by_batch or not each.units:
+        return tuple("-" if share == 0 else str(share) for share in each.shares)
+    weights = tuple(float(share) for share in each.shares)
+    if len(each.units) == 1:
+        counts = split_in_proportion(each.units[0], weights)
+        return tuple("-" if count == 0 else str(count) for count in counts)
+    total = sum(weights)
+    return tuple("-" if share == 0 else f"{share / total:.0%}" for share in weights)
+
+
+def cell(each: Range, column: DeviceColumn) -> str:
+    """What the devices of a column work on: one by one, or how many and what."""
+    of_device = dict(zip(each.devices, amounts(each), strict=True))
+    told = [of_device.get(device, "-") for device in column.devices]
+    working = [amount for amount in told if amount != "-"]
+    if not working:
+        return "-"
+    full = " ".join(told)
+    if len(told) <= _MOST_IN_FULL and len(full) <= _WIDEST_CELL:
+        return full
+    distinct = sorted(set(working), key=lambda text: float(text.rstrip("%")))
+    span = distinct[0] if len(distinct) == 1 else f"{distinct[0]}-{distinct[-1]}"
+    return f"{len(working)}x {span}" if len(told) > 1 else span
+
+
+def split_name(each: Range) -> str:
+    """What a range is split along: the batch, units of other axes, or both."""
+    if not each.units:
+        return "batch" if len(each.devices) > 1 else "-"
+    units = "/".join(map(str, each.units[:2])) + "/..." * (len(each.units) > 2)
+    return f"{units} units" if not each.by_batch else f"batch, {units} units"
+
+
+def sync_name(each: Range) -> str:
+    """How a range's gradients are aggregated, short."""
+    return ", ".join(SHORT_SYNCS[name] for name in each.syncs) or "-"
+
+
+def placement_lines(explanation: Explanation, width: int, most: int) -> list[str]:
+    """The table as lines of text: which devices, headings, a line per range.
+
+    Args:
+        explanation: of the plan.
+        width: of every line at most.
+        most: lines at most, at least three; the last one counts ranges that are not shown.
+    """
+    ranges, cluster = explanation.decided.ranges, explanation.plan.cluster
+    if len(ranges) == 1 and len(ranges[0].devices) == 1:
+        device = cluster.devices[ranges[0].devices[0]]
+        return [_cut(f"the whole model on {device.name} ({device.type.name})", width)]
+    batch = explanation.plan.graph.batch_size
+    columns, named = columns_by_host(cluster), True
+    shown = _longest(ranges, most - 2)
+    table = _cells(shown, columns, batch)
+    if _width([row[1:] for row in table]) + _GAP + _GOOD_NAME > width:
+        columns, named = columns_by_type(cluster), False
+        shown = _longest(ranges, most - 1)
+        table = _cells(shown, columns, batch)
+    rest = len(ranges) - len(shown)
+    return [
+        *([_cut(legend(columns), width)] if named else []),
+        *_lines(_narrowed(table, width), width),
+        *([f"and {rest} shorter range{'s' * (rest > 1)}"] if rest else []),
+    ]
+
+
+def _longest(ranges: Sequence[Range], most: int) -> list[Range]:
+    """All ranges, or the longest ones in their order, with a line left to count the others."""
+    if len(ranges) <= most:
+        return list(ranges)
+    longest = sorted(ranges, key=lambda each: -each.num_groups)[: max(most - 1, 1)]
+    return [each for each in ranges if each in longest]
+
+
+def _cells(
+    ranges: Sequence[Range], columns: Sequence[DeviceColumn], batch: int
+) -> list[list[str]]:
+    """Headings and a row per range, as texts."""
+    has_units = any(each.units for each in ranges)
+    words = f"samples of {batch}" if not has_units else f"samples of {batch}, or units"
+    heads = [words, *(column.head for column in columns), *(["of"] * has_units), "gradients"]
+    names = _without_root([range_name(each) for each in ranges])
+    return [
+        heads,
+        *(
+            [
+                name,
+                *(cell(each, column) for column in columns),
+                *([split_name(each)] * has_units),
+                sync_name(each),
+            ]
+            for name, each in zip(names, ranges, strict=True)
+        ),
+    ]
+
+
+def _without_root(names: Sequence[str]) -> list[str]:
+    """Names without the first part of the path where all share it: ``bert.`` says nothing."""
+    roots = {name.partition(".")[0] for name in names}
+    if len(roots) > 1 or not all("." in name for name in names):
+        return list(names)
+    return [name.partition(".")[2] for name in names]
+
+
+def _width(table: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, column)) + _GAP for column in zip(*table, strict=True)) - _GAP
+
+
+def _narrowed(table: list[list[str]], width: int) -> list[list[str]]:
+    """Without the last devices, and names cut, where the table is wider than asked."""
+    names = [row[0] for row in table]
+    others = [row[1:] for row in table]
+    is_cut = False
+    while len(others[0]) > 2 and _LEAST_NAME + _GAP + _width(others) > width:
+        others = [[*row[:-3], "...", row[-1]] if is_cut else [*row[:-2], "...", row[-1]]
+                  for row in others]  # fmt: skip
+        is_cut = True
+    room = max(width - _GAP - _width(others), _LEAST_NAME)
+    return [[_cut(name, room), *row] for name, row in zip(names, others, strict=True)]
+
+
+def _cut(text: str, room: int) -> str:
+    """A text without its middle where it is too long: ends tell modules apart."""
+    if len(text) <= room:
+        return text
+    ahead = (room - 3) // 2
+    return f"{text[:ahead]}...{text[len(text) - (room - 3 - ahead) :]}"
+
+
+def _lines(table: Sequence[Sequence[str]], width: int) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    gap = " " * _GAP
+    return [
+        gap.join(text.ljust(size) for text, size in zip(row, widths, strict=True)).rstrip()[:width]
+        for row in table
+    ]
