@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "heterog"
 # Bottom up; a module may import from its own layer and from those before it.
 LAYERS = (
-    {"errors", "units", "files", "workers"},
+    {"errors", "units", "files", "user_code", "workers"},
     {"graph", "cluster"},
     {"zoo"},
     {"strategy"},

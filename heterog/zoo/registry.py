@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import itertools
-import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heterog.errors import HeterogError, InputFileError, UnknownNameError
+from heterog.user_code import (
+    callable_in,
+    folder_on_path,
+    is_from_file,
+    split_source,
+    where_it_failed,
+)
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from pathlib import Path
 
     from heterog.graph.workload import Workload
-
-_module_numbers = itertools.count()
 
 
 class BatchSizeError(HeterogError):
@@ -112,22 +111,13 @@ def load_workload(source: str, batch_size: int | None = None) -> Workload:
         BatchSizeError: the batch size is below one.
         InputFileError: the file or the function is missing, fails, or returns something else.
     """
-    path_text, colon, function_name = source.rpartition(":")
-    if not colon and not source.endswith(".py"):
+    if not is_from_file(source):
         return build(source, batch_size)
-    if not path_text or not function_name:
-        given = source.rstrip(":")
-        raise InputFileError(
-            f"'{source}' names no function; write {given}:function, where the function returns a "
-            "Workload."
-        )
     if batch_size is not None:
         _check_batch_size(batch_size)
-    path = Path(path_text).expanduser().resolve()
-    if not path.is_file():
-        raise InputFileError(f"there is no file '{path_text}' (looked for {path}).")
-    with _folder_on_path(path.parent):
-        workload = _call(path, _function(path, function_name), function_name, batch_size)
+    path, function_name = split_source(source, "function")
+    with folder_on_path(path.parent):
+        workload = _call(path, callable_in(path, function_name), function_name, batch_size)
     name = function_name if workload.name == "workload" else workload.name
     return replace(workload, name=name, source=f"{path}:{function_name}")
 
@@ -137,59 +127,16 @@ def _check_batch_size(batch_size: int) -> None:
         raise BatchSizeError(f"the batch size must be at least 1 sample, got {batch_size}.")
 
 
-@contextmanager
-def _folder_on_path(folder: Path) -> Iterator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        if str(folder) in sys.path:
-            sys.path.remove(str(folder))
-
-
-def _function(path: Path, name: str) -> Callable[..., object]:
-    """The function of that name in the file, which is imported now."""
-    module = _import(path)
-    function: object = getattr(module, name, None)
-    if not callable(function):
-        own = sorted(
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        )
-        has = f"it has {', '.join(own)}" if own else "it has no function"
-        raise InputFileError(f"{path}: there is no function '{name}'; {has}.")
-    return function
-
-
-def _import(path: Path) -> ModuleType:
-    # A fresh name each time: two files of the same name, or an edited one, never meet in
-    # sys.modules, where the module must stand for dataclasses and pickling to find it.
-    module_name = f"heterog_workload_{next(_module_numbers)}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise InputFileError(f"{path}: this is not a Python file; its name must end in .py.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_name]
-        raise InputFileError(_where_it_failed(path, error)) from error
-    return module
-
-
-def _call(
-    path: Path, function: Callable[..., object], name: str, batch_size: int | None
-) -> Workload:
+def _call(path: Path, function: object, name: str, batch_size: int | None) -> Workload:
     """What the user's function returns, checked to be a workload."""
     from heterog.graph.workload import Workload
 
+    assert callable(function)
     options = _call_options(path, function, name, batch_size)
     try:
         workload = function(**options)
     except Exception as error:
-        raise InputFileError(_where_it_failed(path, error)) from error
+        raise InputFileError(where_it_failed(path, error)) from error
     if not isinstance(workload, Workload):
         raise InputFileError(
             f"{path}: '{name}' returned {type(workload).__name__}, not a heterog Workload."
@@ -226,22 +173,6 @@ def _call_options(
             f"{path}: '{name}' needs a batch size; give one, or give batch_size a default there."
         )
     return {}
-
-
-def _where_it_failed(path: Path, error: Exception) -> str:
-    """One line: the file's own line nearest to the error, and the error."""
-    reason = " ".join(str(error).split())
-    text = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename) == path
-    ]
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        lines.append(error.lineno)
-        text = f"{type(error).__name__}: {error.msg}"
-    line = f":{lines[-1]}" if lines else ""
-    return f"{path}{line}: {text}"
 
 
 def _from(module: str, function: str) -> Callable[[int], Workload]:

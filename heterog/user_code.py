@@ -1,0 +1,127 @@
+"""Objects from a user's own Python file, named ``path/to/file.py:name`` on the command line.
+
+A workload, a method, an encoder and a reward are all given this way. The file is run, so only a
+name that the person typed is ever passed here, never one that a file holds.
+"""
+
+import importlib.util
+import inspect
+import itertools
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from heterog.errors import InputFileError
+
+_module_numbers = itertools.count()
+
+
+def is_from_file(source: str) -> bool:
+    """Whether a name means an object in a Python file.
+
+    >>> is_from_file("reward.py:by_memory"), is_from_file("hetero")
+    (True, False)
+    """
+    return ":" in source or source.endswith(".py")
+
+
+def split_source(source: str, what: str) -> tuple[Path, str]:
+    """The file, as an absolute path, and the name in it.
+
+    Args:
+        source: ``path/to/file.py:name``.
+        what: what the name should stand for, as in ``"function"``; for messages.
+
+    Raises:
+        InputFileError: the name or the file is missing.
+    """
+    path_text, _, name = source.rpartition(":")
+    if not path_text or not name:
+        given = source.rstrip(":")
+        raise InputFileError(f"'{source}' names no {what}; write {given}:{what}.")
+    path = Path(path_text).expanduser().resolve()
+    if not path.is_file():
+        raise InputFileError(f"there is no file '{path_text}' (looked for {path}).")
+    return path, name
+
+
+def load_object(source: str, what: str) -> object:
+    """The function or class that ``path/to/file.py:name`` names; the file is run now.
+
+    Args:
+        source: file and name.
+        what: what it should be, for messages: ``"reward"``.
+
+    Raises:
+        InputFileError: the file or the name is missing, or running the file fails.
+    """
+    path, name = split_source(source, what)
+    with folder_on_path(path.parent):
+        return callable_in(path, name)
+
+
+@contextmanager
+def folder_on_path(folder: Path) -> Iterator[None]:
+    """The folder on ``sys.path``, as when Python runs one of its files as a script."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))
+
+
+def callable_in(path: Path, name: str) -> object:
+    """The function or class of that name in the file, which is run now.
+
+    Raises:
+        InputFileError: there is none; names those that there are.
+    """
+    module = _import(path)
+    found: object = getattr(module, name, None)
+    if not callable(found):
+        own = sorted(
+            key
+            for key, value in vars(module).items()
+            if (inspect.isfunction(value) or inspect.isclass(value))
+            and value.__module__ == module.__name__
+        )
+        has = f"it has {', '.join(own)}" if own else "it has no function"
+        raise InputFileError(f"{path}: there is no function '{name}'; {has}.")
+    return found
+
+
+def _import(path: Path) -> ModuleType:
+    # A fresh name each time: two files of the same name, or an edited one, never meet in
+    # sys.modules, where the module must stand for dataclasses and pickling to find it.
+    module_name = f"heterog_user_{next(_module_numbers)}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise InputFileError(f"{path}: this is not a Python file; its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise InputFileError(where_it_failed(path, error)) from error
+    return module
+
+
+def where_it_failed(path: Path, error: Exception) -> str:
+    """One line: the file's own line nearest to the error, and the error."""
+    reason = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename) == path
+    ]
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        lines.append(error.lineno)
+        text = f"{type(error).__name__}: {error.msg}"
+    line = f":{lines[-1]}" if lines else ""
+    return f"{path}{line}: {text}"
