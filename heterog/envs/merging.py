@@ -356,7 +356,8 @@ def _inner_reads(fine: GraphTables, block: IntArray) -> IntArray:
     """Slot of each read, -1 where maker and reader are in one block and no part is missing."""
     reader = np.repeat(block, np.diff(fine.read_start))
     maker = block[fine.value_op[fine.read_value]]
-    is_part = (fine.read_slot >= 0) & (fine.slot_whole[fine.read_slot] == 0)
+    # Reads without a slot (-1) find the entry appended: there may be no slot at all.
+    is_part = np.append(fine.slot_whole, -1)[fine.read_slot] == 0
     return np.where(is_part & (reader == maker), -1, fine.read_slot).astype(np.int32)
 
 

@@ -13,6 +13,8 @@ from heterog.envs.candidates import MAX_CANDIDATES
 from heterog.envs.clusters import ClusterRange, random_cluster
 from heterog.envs.pair import CUT_WEIGHTS, Pair, RunningMemory, RunningStages, Score
 from heterog.envs.reward import WORST, reward_of
+from heterog.envs.toy import toy_cluster
+from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
 from tests.envs.cases import (
@@ -268,3 +270,10 @@ def test_generated_clusters_are_varied_and_the_same_for_a_seed() -> None:
     assert sum(len(cluster.device_types) > 1 for cluster in drawn) > 25
     few = random_cluster(np.random.default_rng(1), graph, ClusterRange(max_devices=3))
     assert few.num_devices <= 3
+
+
+def test_a_graph_without_any_conversion_is_merged() -> None:
+    """One op and its gradient, nothing of which another group reads."""
+    pair = Pair(smallest_graph(), toy_cluster())
+    row = np.zeros(pair.num_blocks, np.int32)
+    assert pair.score(row).step_time_s > 0.0
