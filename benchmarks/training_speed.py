@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from heterog.agents.config import Algorithm, TrainingConfig
 from heterog.agents.reinforce import Reinforce
 from heterog.agents.sources import PairSource, captured
-from heterog.agents.training import Algorithm, Trainer, TrainingConfig
+from heterog.agents.training import Trainer
 from heterog.envs.pair import Pair, Score
 
 MODELS = ("vgg19", "resnet50", "mobilenet_v2")

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from heterog.agents.config import PolicyConfig
+from heterog.agents.config import PolicyConfig, TrainingConfig
 from heterog.agents.finetune import FineTuned
 from heterog.agents.planners import Agent
 from heterog.agents.policy import Policy
 from heterog.agents.sources import PIPELINED_PART, PairSource, captured
-from heterog.agents.training import Report, Trainer, TrainingConfig
+from heterog.agents.training import Report, Trainer
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.planner import Budget, MethodRow, Task

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from heterog.agents.checkpoint import save_checkpoint
+from heterog.agents.config import Algorithm, TrainingConfig
 from heterog.agents.shipped import (
     HELD_OUT_MODELS,
     TRAINING_CLUSTERS,
@@ -21,7 +22,7 @@ from heterog.agents.shipped import (
     TRAINING_ZOO,
 )
 from heterog.agents.sources import GENERATED, PIPELINED_PART, PairSource, captured, parse_clusters
-from heterog.agents.training import Algorithm, Trainer, TrainingConfig
+from heterog.agents.training import Trainer
 from heterog.files import check_writable, write_json
 from heterog.workers import open_workers
 

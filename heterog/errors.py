@@ -52,5 +52,9 @@ class BudgetError(HeterogError):
     """A search budget that cannot be understood or allows no search."""
 
 
+class ConformanceError(HeterogError):
+    """A method, encoder or reward of your own that breaks what everything else relies on."""
+
+
 class HeterogWarning(UserWarning):
     """A setting that is ignored or doubtful; the text shows the arithmetic."""

@@ -15,9 +15,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from heterog.agents.config import PolicyConfig
+from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.sources import PairSource
-from heterog.agents.training import Algorithm, Trainer, TrainingConfig, TrainingResult
+from heterog.agents.training import Trainer, TrainingResult
 from heterog.cli import app, main
 from heterog.errors import HeterogError, UnknownNameError
 from heterog.workers import HERE, Processes, Workers, open_workers

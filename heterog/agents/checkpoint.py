@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from heterog.agents.config import PolicyConfig
+from heterog.agents.encoder import BUILT_IN, ENCODERS
 from heterog.agents.policy import Policy
 from heterog.envs.observation import OBSERVATION_VERSION
 from heterog.errors import InputFileError, UnknownNameError
@@ -71,7 +72,8 @@ def load_checkpoint(source: str | Path) -> Checkpoint:
         source: name of a shipped policy, or a file.
 
     Raises:
-        InputFileError: the file is missing, is no policy, or was trained on other observations.
+        InputFileError: the file is missing, is no policy, was trained on other observations, or
+            has an encoder that is not known here.
         UnknownNameError: no shipped policy has that name.
     """
     if str(source) in shipped_policies():
@@ -105,7 +107,14 @@ def _from_record(record: Any, source: str) -> Checkpoint:
             f"{OBSERVATION_VERSION}. Train it again with 'heterog train'."
         )
     try:
-        policy = Policy(PolicyConfig(**record["config"]))
+        config = PolicyConfig(**record["config"])
+        if config.encoder not in ENCODERS:
+            raise InputFileError(
+                f"policy {source} has the encoder '{config.encoder}', which is not one of "
+                f"heterog's ({', '.join(BUILT_IN)}); give its file with --encoder "
+                f"FILE.py:{config.encoder}, or enter it in heterog.agents.encoder.ENCODERS."
+            )
+        policy = Policy(config)
         policy.load_state_dict(record["weights"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]

@@ -1,6 +1,7 @@
-"""What a policy's network is made of."""
+"""What a policy's network is made of, and how it is trained. Needs no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +32,101 @@ class PolicyConfig:
                 f"{self.width}, {self.num_heads} heads, {self.num_rounds} rounds and rank "
                 f"{self.rank}."
             )
+
+
+class Algorithm(StrEnum):
+    """How a policy learns."""
+
+    IMITATION = "imitation"
+    REINFORCE = "reinforce"
+    MIXED = "mixed"
+    PPO = "ppo"
+
+
+_READ_BY = {
+    "elites_per_pair": (Algorithm.IMITATION, Algorithm.MIXED),
+    "samples_per_pair": (Algorithm.REINFORCE, Algorithm.MIXED, Algorithm.PPO),
+    "entropy_nats": (Algorithm.REINFORCE, Algorithm.MIXED, Algorithm.PPO),
+    "imitation_weight": (Algorithm.MIXED,),
+    "average_decay": (Algorithm.IMITATION, Algorithm.REINFORCE, Algorithm.MIXED),
+}
+"""Algorithms that read a setting; every algorithm reads the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """Settings of a run; the defaults are those of the shipped policies and of ``heterog train``.
+
+    Attributes:
+        algorithm: how to learn.
+        num_pairs: training pairs.
+        search_evaluations: spent on each pair for its elites, and on each validation pair.
+        num_steps: gradient steps; for PPO rollouts, each followed by two passes over it.
+        pairs_per_step: pairs in each step or rollout.
+        elites_per_pair: elites of each pair in a step of imitation.
+        samples_per_pair: strategies drawn for each pair in a step of REINFORCE; for PPO
+            environments that play the same pair side by side.
+        learning_rate: at its peak, after 50 steps or a tenth; falls to a tenth linearly.
+        entropy_nats: entropy of whole strategies that REINFORCE and PPO hold at the start and at
+            the end.
+        imitation_weight: of imitation in ``mixed``.
+        average_decay: of the running average of the weights, per step. PPO keeps no average: it
+            makes few steps, and the average would lag behind.
+        check_every: steps between validations.
+        num_validation: pairs that are only validated on.
+        seed: of everything random.
+    """
+
+    algorithm: Algorithm = Algorithm.IMITATION
+    num_pairs: int = 1200
+    search_evaluations: int = 750
+    num_steps: int = 3000
+    pairs_per_step: int = 8
+    elites_per_pair: int = 4
+    samples_per_pair: int = 16
+    learning_rate: float = 5e-4
+    entropy_nats: tuple[float, float] = (12.0, 6.0)
+    imitation_weight: float = 1.0
+    average_decay: float = 0.995
+    check_every: int = 200
+    num_validation: int = 16
+    seed: int = 0
+
+    @property
+    def imitates(self) -> bool:
+        """Whether pairs are searched first."""
+        return self.algorithm in (Algorithm.IMITATION, Algorithm.MIXED)
+
+    @property
+    def reinforces(self) -> bool:
+        """Whether REINFORCE draws and scores strategies."""
+        return self.algorithm in (Algorithm.REINFORCE, Algorithm.MIXED)
+
+    @property
+    def asks_for_rewards(self) -> bool:
+        """Whether the learner maximises a reward, and does not only copy elites."""
+        return self.algorithm != Algorithm.IMITATION
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate of a step: the first tenth, or 50 steps, rises; all of it falls.
+
+        >>> config = TrainingConfig(num_steps=1000, learning_rate=1.0)
+        >>> config.rate_at(0), config.rate_at(49), round(config.rate_at(1000), 3)
+        (0.02, 0.9559, 0.1)
+        """
+        rising = min((step + 1) / min(50.0, max(self.num_steps / 10.0, 1.0)), 1.0)
+        return self.learning_rate * rising * (1.0 - 0.9 * step / self.num_steps)
+
+    def ignored(self) -> list[str]:
+        """Settings that differ from their default and that the algorithm does not read.
+
+        >>> TrainingConfig(algorithm=Algorithm.PPO, imitation_weight=2.0).ignored()
+        ["imitation_weight=2.0 has no effect on 'ppo', only on mixed"]
+        """
+        return [
+            f"{field.name}={getattr(self, field.name)} has no effect on '{self.algorithm}', only "
+            f"on {', '.join(_READ_BY[field.name])}"
+            for field in fields(self)
+            if self.algorithm not in _READ_BY.get(field.name, Algorithm)
+            and getattr(self, field.name) != field.default
+        ]

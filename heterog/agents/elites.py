@@ -15,7 +15,7 @@ from itertools import groupby, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from heterog.envs.observation import WHOLE_SLOWER, WHOLE_SUM
+from heterog.envs.observation import WHOLE_OVERFLOWS, WHOLE_SLOWER, WHOLE_SUM
 from heterog.envs.pair import Pair, RunningMemory, Score
 from heterog.strategy.program import IntArray
 
@@ -92,7 +92,9 @@ class _Search:
         promise = pair.observation.candidates
         # Analytic time of the slower of compute and synchronisation, behind what does not fit.
         order = np.argsort(
-            promise[:, WHOLE_SLOWER] + 0.5 * promise[:, WHOLE_SUM] + 5.0 * promise[:, 8]
+            promise[:, WHOLE_SLOWER]
+            + 0.5 * promise[:, WHOLE_SUM]
+            + 5.0 * promise[:, WHOLE_OVERFLOWS]
         )
         # Pipelines are only compared with uniform rows, not made from them.
         part = 5 if pair.num_micro == 1 else 20

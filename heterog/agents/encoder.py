@@ -182,3 +182,5 @@ class PaperEncoder(nn.Module):
 
 ENCODERS["hetero"] = HeteroEncoder
 ENCODERS["paper"] = PaperEncoder
+BUILT_IN = tuple(ENCODERS)
+"""Names of the package's own encoders, which nobody replaces."""

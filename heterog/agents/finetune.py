@@ -21,6 +21,7 @@ from heterog.agents.policy import Policy
 from heterog.agents.proposals import propose, rescore
 from heterog.agents.reinforce import Reinforce
 from heterog.envs.pair import Pair, Score
+from heterog.envs.reward import RewardFunction, reward_of
 from heterog.planners.planner import Budget, PlanResult, Spending, Task
 from heterog.strategy.program import IntArray
 
@@ -39,6 +40,8 @@ class FineTuned:
         budget: of the fine-tuning.
         learning_rate: of Adam.
         name: of the method in tables.
+        reward: what REINFORCE maximises. Which strategy is best is still a matter of memory and
+            seconds.
     """
 
     stage = "finetuned"
@@ -50,11 +53,13 @@ class FineTuned:
         *,
         learning_rate: float = 3e-4,
         name: str = "agent_finetuned",
+        reward: RewardFunction = reward_of,
     ) -> None:
         self.name = name
         self.policy = policy
         self._budget = budget
         self._learning_rate = learning_rate
+        self._reward = reward
 
     def plan(self, task: Task) -> PlanResult:
         """Learn until the budget is over; the best strategies seen come back."""
@@ -65,7 +70,7 @@ class FineTuned:
         policy = copy.deepcopy(self.policy)
         rng = np.random.default_rng([task.seed, 99])
         optimizer = torch.optim.Adam(policy.parameters(), self._learning_rate, betas=(0.9, 0.98))
-        reinforce = Reinforce(_NUM_SAMPLES, entropy_nats=(8.0, 4.0))
+        reinforce = Reinforce(_NUM_SAMPLES, entropy_nats=(8.0, 4.0), reward=self._reward)
         best: dict[bytes, tuple[IntArray, Score]] = {}
         batch = PairBatch([pair.observation])
         threads = torch.get_num_threads()

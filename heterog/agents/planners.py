@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from heterog.agents.policy import Policy
 
 DEFAULT_POLICY = "default"
+LEARNED = ("agent", "agent+search")
+"""Methods that ask a policy."""
 NUM_PROPOSALS = 256
 
 

@@ -26,6 +26,7 @@ from heterog.agents.config import PolicyConfig
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.policy import Policy, Scores, draw, log_probabilities, masks_of
 from heterog.envs.pair import Pair
+from heterog.envs.reward import RewardFunction, reward_of
 from heterog.envs.spaces import Padded, Padding, pair_space
 from heterog.envs.strategy_env import StrategyOneShotEnv
 
@@ -106,6 +107,9 @@ class PairPolicy(ActorCriticPolicy):
         lr_schedule: as stable-baselines3 passes it.
         seed: of the draws.
         **options: ``features_extractor_kwargs`` with ``pairs`` and ``network``.
+
+    Attributes:
+        entropy: mean over the last minibatch of the entropy of whole strategies, in nats.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class PairPolicy(ActorCriticPolicy):
         **options: Any,
     ) -> None:
         self.rng = np.random.default_rng([seed, 5])
+        self.entropy = 0.0
         self._masks: dict[tuple[int, bytes], npt.NDArray[np.uint8]] = {}
         options.pop("use_sde", None)
         super().__init__(
@@ -156,6 +161,7 @@ class PairPolicy(ActorCriticPolicy):
         """Values, log-probabilities and entropies of actions drawn before."""
         scores, which, present = self.extractor.encode(obs)
         log_p, entropy = self._log_p(scores, which, present, actions.long())
+        self.entropy = float(entropy.detach().mean())
         return scores.value[which][:, None], log_p, entropy
 
     def predict_values(self, obs: Any) -> Tensor:
@@ -209,12 +215,17 @@ class PpoLearner:
         pairs: what to play.
         network: sizes of a new policy.
         seed: of everything random.
-        learning_rate: of Adam.
-        entropy: coefficient of the entropy of whole strategies, in nats.
+        learning_rate: of Adam; ``rate`` may be changed between rollouts.
+        entropy: coefficient of the entropy of whole strategies, in nats; ``coefficient`` may be
+            changed between rollouts.
+        reward: of a scored strategy.
         initial: a policy to go on from.
         num_envs: environments side by side.
         steps_per_rollout: pairs played in a rollout.
         logdir: folder for stable-baselines3's own TensorBoard logs.
+
+    Attributes:
+        rate: learning rate of the next rollout's passes.
     """
 
     def __init__(
@@ -225,21 +236,24 @@ class PpoLearner:
         seed: int = 0,
         learning_rate: float = 5e-4,
         entropy: float = 3e-3,
+        reward: RewardFunction = reward_of,
         initial: Policy | None = None,
         num_envs: int = NUM_ENVS,
         steps_per_rollout: int = STEPS_PER_ROLLOUT,
         logdir: str | None = None,
     ) -> None:
         padding = Padding.of(pairs)
+        self.rate = learning_rate
 
         def make() -> gym.Env[Any, Any]:
-            return TurnsEnv(StrategyOneShotEnv(pairs, padding), seed)
+            return TurnsEnv(StrategyOneShotEnv(pairs, padding, reward), seed)
 
         self.envs = DummyVecEnv([make for _ in range(num_envs)])
         self.model = PPO(
             PairPolicy,
             self.envs,
-            learning_rate=learning_rate,
+            # Its own schedules restart with every call of learn(): ours follows the whole run.
+            learning_rate=lambda _: self.rate,
             n_steps=steps_per_rollout,
             batch_size=num_envs * steps_per_rollout,
             n_epochs=2,
@@ -269,6 +283,15 @@ class PpoLearner:
         """The network that is trained."""
         return self.actor_critic.extractor.policy
 
+    @property
+    def coefficient(self) -> float:
+        """Of the entropy of whole strategies, in nats."""
+        return float(self.model.ent_coef)
+
+    @coefficient.setter
+    def coefficient(self, value: float) -> None:
+        self.model.ent_coef = value
+
     def state(self) -> dict[str, Any]:
         """What a run needs to go on exactly, between rollouts."""
         # Minibatches are cut by numpy's global generator, which stable-baselines3 seeds.
@@ -282,6 +305,7 @@ class PpoLearner:
             "minibatches": [name, torch.from_numpy(words.astype(np.int64)), position],
             "gauss": [has_gauss, gauss],
             "turn": env.turn,
+            "coefficient": self.coefficient,
             "num_timesteps": self.model.num_timesteps,
         }
 
@@ -296,6 +320,7 @@ class PpoLearner:
             assert isinstance(env, TurnsEnv)
             env.turn = state["turn"] - 1  # the next reset begins the turn that was begun
         self.model.num_timesteps = state["num_timesteps"]
+        self.coefficient = state["coefficient"]
 
     def learn(
         self, num_rollouts: int, after_rollout: Callable[[int, dict[str, float]], bool]
@@ -330,11 +355,15 @@ class _AfterRollout(BaseCallback):
         # The policy was updated since the last rollout, so this is where that one ended.
         self._tell()
         self._began = time.perf_counter()
-        assert isinstance(self.model.policy, PairPolicy)
-        self.model.policy.forget_masks()
+        self._policy.forget_masks()
 
     def _on_training_end(self) -> None:
         self._tell()
+
+    @property
+    def _policy(self) -> PairPolicy:
+        assert isinstance(self.model.policy, PairPolicy)
+        return self.model.policy
 
     def _tell(self) -> None:
         if self._infos:
@@ -346,6 +375,7 @@ class _AfterRollout(BaseCallback):
                 {
                     "reward": float(np.mean([info["reward"] for info in self._infos])),
                     "speedup": float(np.exp(np.mean(np.log(speedups)))) if speedups else 0.0,
+                    "entropy": self._policy.entropy,
                     "out_of_memory": float(np.mean([not i["is_ok"] for i in self._infos])),
                     "evaluations_per_s": len(self._infos) / max(seconds, 1e-9),
                 },

@@ -3,15 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
-from heterog.agents.config import PolicyConfig
+from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.imitation import Example
 from heterog.agents.policy import Policy
 from heterog.agents.ppo import PpoLearner
-from heterog.agents.training import Algorithm, Trainer
+from heterog.agents.reinforce import steered
+from heterog.agents.sources import PairSource
+from heterog.agents.training import Trainer
 
 
 class PpoTrainer(Trainer):
-    """As ``Trainer``; ``num_steps`` counts rollouts of 8 pairs by 16 environments."""
+    """As ``Trainer``; ``num_steps`` counts rollouts.
+
+    In a rollout ``samples_per_pair`` environments play ``pairs_per_step`` pairs side by side, 16
+    and 8 by default. Learning rate and entropy follow the same schedules as in REINFORCE.
+    """
 
     def make_policy(self, network: PolicyConfig) -> Policy:
         """The policy inside of stable-baselines3's."""
@@ -21,6 +27,7 @@ class PpoTrainer(Trainer):
             network,
             seed=self.config.seed,
             learning_rate=self.config.learning_rate,
+            reward=self.reward,
             num_envs=self.config.samples_per_pair,
             steps_per_rollout=self.config.pairs_per_step,
         )
@@ -28,14 +35,21 @@ class PpoTrainer(Trainer):
 
     def advance(self, examples: list[Example], num_steps: int, begin: float) -> None:
         """Play and learn."""
+        config, learner = self.config, self.learner
+        learner.rate = config.rate_at(self.step)
 
         def after(number: int, terms: dict[str, float]) -> bool:
+            fraction = self.step / config.num_steps
+            learner.coefficient = steered(
+                learner.coefficient, terms["entropy"], config.entropy_nats, fraction
+            )
             self.step += 1
-            self.num_evaluations += self.config.samples_per_pair * self.config.pairs_per_step
+            learner.rate = config.rate_at(self.step)
+            self.num_evaluations += config.samples_per_pair * config.pairs_per_step
             self.log({name: v for name, v in terms.items() if name != "evaluations_per_s"}, begin)
             return True
 
-        self.learner.learn(num_steps, after)
+        learner.learn(num_steps, after)
 
     def state(self) -> dict[str, Any]:
         """Of stable-baselines3's parts."""
@@ -46,7 +60,19 @@ class PpoTrainer(Trainer):
         self.learner.restore(dict(state))
 
 
-def make_trainer(*args: Any, **options: Any) -> Trainer:
-    """The trainer that a configuration asks for; arguments are those of ``Trainer``."""
-    config = options["config"] if "config" in options else args[1]
-    return (PpoTrainer if config.algorithm == Algorithm.PPO else Trainer)(*args, **options)
+def make_trainer(
+    source: PairSource,
+    config: TrainingConfig,
+    network: PolicyConfig | None = None,
+    **options: Any,
+) -> Trainer:
+    """The trainer that a configuration asks for.
+
+    Args:
+        source: of the pairs.
+        config: settings; its algorithm decides.
+        network: of a new policy.
+        **options: the other arguments of ``Trainer``.
+    """
+    kind = PpoTrainer if config.algorithm == Algorithm.PPO else Trainer
+    return kind(source, config, network, **options)

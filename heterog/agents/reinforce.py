@@ -30,6 +30,24 @@ ScoreAhead = Callable[[Sequence[int], Sequence[Pair], Sequence[IntArray]], None]
 """Called with (keys, pairs, rows of each pair) before the rows' scores are asked for."""
 
 
+def steered(
+    coefficient: float, entropy: float, schedule: tuple[float, float], fraction: float
+) -> float:
+    """The next step's coefficient of the entropy: it grows while the entropy is too low.
+
+    Args:
+        coefficient: of this step.
+        entropy: of whole strategies in this step, in nats.
+        schedule: entropy wanted at the start and at the end of training; linear in between.
+        fraction: part of the training that is done.
+    """
+    first, last = schedule
+    wanted = first + (last - first) * fraction
+    # By a tenth a step at most: the entropy follows the coefficient only after some steps.
+    factor = float(np.exp(np.clip(0.05 * (wanted - entropy), -0.1, 0.1)))
+    return float(np.clip(coefficient * factor, 1e-4, 1.0))
+
+
 @dataclass(slots=True)
 class PairState:
     """What is remembered about a pair: its moving average and its best strategies."""
@@ -145,7 +163,8 @@ class Reinforce:
         fresh = torch.tensor(np.concatenate([each.is_fresh for each in drawn]))
         mean_entropy = (entropy * fresh).sum() / fresh.sum()
         loss = -(gradient * log_p).sum() / len(which) - self.coefficient * mean_entropy
-        self._steer(float(mean_entropy.detach()), fraction)
+        reached = float(mean_entropy.detach())
+        self.coefficient = steered(self.coefficient, reached, self._entropy_nats, fraction)
         return ReinforceStep(
             loss=loss,
             reward=float(np.mean([each.reward.mean() for each in drawn])),
@@ -156,13 +175,6 @@ class Reinforce:
             rows=tuple(each.rows for each in drawn),
             improved=tuple(each.best for each in drawn),
         )
-
-    def _steer(self, entropy: float, fraction: float) -> None:
-        """Move the coefficient so that the entropy follows its schedule."""
-        first, last = self._entropy_nats
-        wanted = first + (last - first) * fraction
-        factor = float(np.exp(np.clip(0.05 * (wanted - entropy), -0.1, 0.1)))
-        self.coefficient = float(np.clip(self.coefficient * factor, 1e-4, 1.0))
 
     def _state(self, pair: Pair, key: int) -> PairState:
         if key not in self.states:

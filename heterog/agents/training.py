@@ -1,14 +1,14 @@
 """Training on many pairs at once: examples, steps, validation, checkpoints, resume.
 
 ``imitation``, ``reinforce`` and ``mixed`` (both losses on the same pairs) run here; ``ppo`` is
-``heterog.agents.ppo``. Every random draw comes from one generator whose state is in the
+``heterog.agents.ppo_training``. Every random draw comes from one generator whose state is in the
 checkpoint, so a run that was stopped and resumed ends with the same weights as one that was not.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.tensorboard import SummaryWriter
 
 from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from heterog.agents.config import PolicyConfig
+from heterog.agents.config import PolicyConfig, TrainingConfig
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.imitation import Example, Imitation, make_examples
 from heterog.agents.policy import Policy
@@ -27,67 +27,12 @@ from heterog.agents.scoring import Scorer
 from heterog.agents.sources import PairSource
 from heterog.agents.validation import Validation
 from heterog.envs.pair import Pair
-from heterog.errors import HeterogError
+from heterog.envs.reward import RewardFunction, reward_of
+from heterog.errors import HeterogError, HeterogWarning
 from heterog.workers import HERE, Workers
 
 Report = Callable[[str, float, str], None]
 """Called with (stage, part done, what is known)."""
-
-
-class Algorithm(StrEnum):
-    """How a policy learns."""
-
-    IMITATION = "imitation"
-    REINFORCE = "reinforce"
-    MIXED = "mixed"
-    PPO = "ppo"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingConfig:
-    """Settings of a run; the defaults are those of the shipped policies.
-
-    Attributes:
-        algorithm: how to learn.
-        num_pairs: training pairs.
-        search_evaluations: spent on each pair for its elites.
-        num_steps: gradient steps.
-        pairs_per_step: pairs in each.
-        elites_per_pair: elites of each pair in a step.
-        samples_per_pair: strategies drawn for each pair in a step of REINFORCE.
-        learning_rate: at its peak, after 50 steps or a tenth; falls to a tenth linearly.
-        entropy_nats: entropy of strategies that REINFORCE holds at the start and at the end.
-        imitation_weight: of imitation in ``mixed``.
-        average_decay: of the running average of the weights, per step.
-        check_every: steps between validations.
-        num_validation: pairs that are only validated on.
-        seed: of everything random.
-    """
-
-    algorithm: Algorithm = Algorithm.IMITATION
-    num_pairs: int = 1200
-    search_evaluations: int = 750
-    num_steps: int = 3000
-    pairs_per_step: int = 8
-    elites_per_pair: int = 4
-    samples_per_pair: int = 16
-    learning_rate: float = 5e-4
-    entropy_nats: tuple[float, float] = (12.0, 6.0)
-    imitation_weight: float = 1.0
-    average_decay: float = 0.995
-    check_every: int = 200
-    num_validation: int = 16
-    seed: int = 0
-
-    @property
-    def imitates(self) -> bool:
-        """Whether pairs are searched first."""
-        return self.algorithm in (Algorithm.IMITATION, Algorithm.MIXED)
-
-    @property
-    def reinforces(self) -> bool:
-        """Whether strategies are drawn and scored."""
-        return self.algorithm in (Algorithm.REINFORCE, Algorithm.MIXED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +40,8 @@ class TrainingResult:
     """What a run ended with.
 
     Attributes:
-        checkpoint: the best policy by validation.
+        checkpoint: the best policy by validation: the fastest strategies, or the highest reward
+            where the run has a reward of its own.
         finished: whether all steps were made; ``False`` after an interruption.
         history: rows of validation, as logged.
         num_evaluations: strategies simulated, searches included.
@@ -121,9 +67,15 @@ class Trainer:
         checkpoint: file that is renewed at every validation, none if ``None``.
         resume: a checkpoint to go on from.
         initial: weights to begin with, of the same network.
+        reward: what REINFORCE and PPO maximise. With another than ``reward_of``, validation
+            keeps the policy with the highest mean reward instead of the fastest one.
         workers: where pairs are searched and strategies scored; the policy does not depend on
             it.
         report: told about progress.
+
+    Raises:
+        HeterogError: a reward is given to ``imitation``, which asks for none, or the run to
+            resume from had other settings.
     """
 
     def __init__(
@@ -137,12 +89,15 @@ class Trainer:
         checkpoint: Path | None = None,
         resume: Path | None = None,
         initial: Policy | None = None,
+        reward: RewardFunction = reward_of,
         workers: Workers = HERE,
         report: Report = lambda stage, fraction, text: None,
     ) -> None:
         self.source, self.config, self.report = source, config, report
         self._file, self._workers = checkpoint, workers
         self._provenance = dict(provenance or {})
+        self.reward = reward
+        check_settings(config, reward)
         torch.manual_seed(config.seed)
         self.policy = self.make_policy(network or PolicyConfig())
         if initial is not None:
@@ -155,7 +110,10 @@ class Trainer:
         self.averaged = AveragedModel(self.policy, multi_avg_fn=averaging)
         self.rng = np.random.default_rng([config.seed, 77])
         self.reinforce = Reinforce(
-            config.samples_per_pair, config.entropy_nats, score_ahead=Scorer(workers, source)
+            config.samples_per_pair,
+            config.entropy_nats,
+            reward=reward,
+            score_ahead=Scorer(workers, source),
         )
         self.step = 0
         self.num_evaluations = 0
@@ -207,7 +165,7 @@ class Trainer:
         self.best = self.best or (float("inf"), _copy(self.kept))
         try:
             self.report("validation pairs", 0.0, "")
-            validation = Validation(self.source, self.config, self._workers)
+            validation = Validation(self.source, self.config, self._workers, reward=self.reward)
             if self.step == 0:
                 self.num_evaluations += validation.num_evaluations
             examples = self._examples()
@@ -266,9 +224,8 @@ class Trainer:
     def _one_step(self, examples: list[Example], begin: float) -> None:
         config = self.config
         fraction = self.step / config.num_steps
-        warm = min((self.step + 1) / min(50.0, max(config.num_steps / 10.0, 1.0)), 1.0)
         for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate * warm * (1.0 - 0.9 * fraction)
+            group["lr"] = config.rate_at(self.step)
         self.policy.train()
         self.optimizer.zero_grad()
         terms: dict[str, float] = {}
@@ -335,8 +292,9 @@ class Trainer:
         row = {"step": float(self.step), "num_evaluations": float(self.num_evaluations)} | row
         self.history.append(row)
         assert self.best is not None
-        if row["best_of_16"] <= self.best[0]:
-            self.best = (row["best_of_16"], _copy(self.kept))
+        worth = -row["reward"] if "reward" in row else row["best_of_16"]
+        if worth <= self.best[0]:
+            self.best = (worth, _copy(self.kept))
         if self._writer is not None:
             for name, value in row.items():
                 self._writer.add_scalar(f"validation/{name}", value, self.step)
@@ -346,6 +304,7 @@ class Trainer:
     def _described(self, seconds: float) -> dict[str, Any]:
         return self._provenance | {
             "training_config": _plain(self.config),
+            "reward": _name(self.reward),
             "history": [dict(row) for row in self.history],
             "num_evaluations": self.num_evaluations,
             "seconds": seconds,
@@ -359,6 +318,7 @@ class Trainer:
         assert self.best is not None
         state = {
             "config": _plain(self.config),
+            "reward": _name(self.reward),
             "step": self.step,
             "num_evaluations": self.num_evaluations,
             "rng": self.rng.bit_generator.state,
@@ -404,8 +364,19 @@ class Trainer:
                 if value != _plain(self.config).get(name)
             ]
             raise HeterogError(f"cannot resume with other settings: {'; '.join(different)}.")
+        before = state.get("reward", _name(reward_of))
+        if before != _name(self.reward):
+            raise HeterogError(
+                f"cannot resume with another reward: {before} there, {_name(self.reward)} here."
+            )
         self.policy.load_state_dict(checkpoint.policy.state_dict())
-        self.restore(state)
+        try:
+            self.restore(state)
+        except KeyError as error:
+            raise HeterogError(
+                f"the state to resume from has no {error}: another version of heterog wrote it. "
+                "Its policy can be gone on from with --initial."
+            ) from error
         self.rng.bit_generator.state = state["rng"]
         self.step, self.num_evaluations = state["step"], state["num_evaluations"]
         self.history = [dict(row) for row in state["history"]]
@@ -416,6 +387,27 @@ class Trainer:
             for key, (average, pool) in state["pairs"].items()
         }
         self._elites = list(state["elites"]) or None
+
+
+def check_settings(config: TrainingConfig, reward: RewardFunction) -> None:
+    """Refuse a reward that nobody asks for; warn of settings that the algorithm does not read.
+
+    Raises:
+        HeterogError: the algorithm asks for no reward, and one of its own is given.
+    """
+    if reward is not reward_of and not config.asks_for_rewards:
+        raise HeterogError(
+            f"'{config.algorithm}' copies the fastest strategies that a search finds and asks for "
+            f"no reward, so {_name(reward)} would change nothing; train with reinforce, mixed or "
+            "ppo."
+        )
+    for ignored in config.ignored():
+        warnings.warn(f"{ignored}.", HeterogWarning, stacklevel=3)
+
+
+def _name(reward: RewardFunction) -> str:
+    """A reward by name, as policies and checkpoints record it."""
+    return str(getattr(reward, "__qualname__", type(reward).__qualname__))
 
 
 def _count(terms: dict[str, float], new: Mapping[str, float], part: float) -> None:

@@ -12,10 +12,11 @@ from heterog.agents.policy import Policy, draw
 from heterog.agents.sources import PairSource
 from heterog.agents.ways import draw_in, make_ways
 from heterog.envs.pair import Pair
+from heterog.envs.reward import RewardFunction, reward_of
 from heterog.workers import HERE, Workers
 
 if TYPE_CHECKING:
-    from heterog.agents.training import TrainingConfig
+    from heterog.agents.config import TrainingConfig
 
 FIRST_PAIR = 1_000_000
 """Validation pairs are those of the source from this number on."""
@@ -30,17 +31,24 @@ class Validation:
         source: of the pairs.
         config: how many, and how long to search.
         workers: where the searches run.
+        reward: what the policy learns to raise; reported if it is not ``reward_of``, which says
+            the same as the ratios do.
     """
 
     def __init__(
-        self, source: PairSource, config: "TrainingConfig", workers: Workers = HERE
+        self,
+        source: PairSource,
+        config: "TrainingConfig",
+        workers: Workers = HERE,
+        *,
+        reward: RewardFunction = reward_of,
     ) -> None:
         # Which way is best is for the policy to find out.
         source = replace(source, pipelined=0.0)
         self.pairs: list[Pair] = []
         self.reference_s: list[float] = []
         self.num_evaluations = 0
-        self._seed = config.seed
+        self._seed, self._reward = config.seed, reward
         if config.num_validation == 0:
             return
         numbers = range(FIRST_PAIR, FIRST_PAIR + 500)
@@ -55,9 +63,13 @@ class Validation:
                 break
 
     def run(self, policy: Policy, num_samples: int = 16) -> dict[str, float]:
-        """Geometric mean ratios to the reference: greedy, best of 16; how many do not fit."""
+        """Geometric mean ratios to the reference: greedy, best of 16; how many do not fit.
+
+        With a reward of its own also ``reward``: the mean over the pairs of the mean over all
+        draws.
+        """
         policy.eval()
-        greedy, best, too_large = [], [], []
+        greedy, best, too_large, rewards = [], [], [], []
         evaluations = 0
         for number, (pair, reference_s) in enumerate(
             zip(self.pairs, self.reference_s, strict=True)
@@ -73,8 +85,11 @@ class Validation:
             best.append(_log_ratio(overflow, seconds, reference_s))
             too_large.append(np.mean([score.overflow > 0.0 for score in found]))
             evaluations += len(found)
+            if self._reward is not reward_of:
+                rewards.append(np.mean([self._reward(pair, each).reward for each in found]))
             pair.forget()
-        return {
+        own = {"reward": float(np.mean(rewards))} if rewards else {}
+        return own | {
             "greedy": math.exp(np.mean(greedy)),
             "best_of_16": math.exp(np.mean(best)),
             "out_of_memory": float(np.mean(too_large)),

@@ -6,7 +6,8 @@ input ends with exit code 2 and one clear line. Each command is a module here an
 
 import logging
 import sys
-from typing import Annotated
+import warnings
+from typing import Annotated, TextIO
 
 import typer
 
@@ -25,7 +26,7 @@ from heterog.cli import (
     run,
     train,
 )
-from heterog.errors import HeterogError
+from heterog.errors import HeterogError, HeterogWarning
 
 app = typer.Typer(
     help="Finds how to train a PyTorch model on a cluster of unequal GPUs.",
@@ -72,9 +73,28 @@ def _options(
     """Finds how to train a PyTorch model on a cluster of unequal GPUs."""
 
 
+_show_in_full = warnings.showwarning
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Ours are for the person at the terminal: one line, without a place in the code."""
+    if issubclass(category, HeterogWarning):
+        print(f"heterog: warning: {message}", file=sys.stderr)
+    else:
+        _show_in_full(message, category, filename, lineno, file, line)
+
+
 def main() -> None:
     """Run the command line; exit code 2 and one line on bad input."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    warnings.showwarning = _show_warning
     try:
         app()
     except HeterogError as error:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from heterog.cli import completion
 from heterog.errors import HeterogError, UnknownNameError
 from heterog.units import format_seconds
+from heterog.user_code import is_from_file
 
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
@@ -59,7 +60,11 @@ ClustersOption = Annotated[
 ]
 OrderOption = Annotated[
     str,
-    typer.Option("--order", help="best, fifo, rank or program", autocompletion=completion.orders),
+    typer.Option(
+        "--order",
+        help="of methods that search: best, fifo, rank or program",
+        autocompletion=completion.orders,
+    ),
 ]
 BatchOption = Annotated[int | None, typer.Option("--batch-size", help="global batch size")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document")]
@@ -71,6 +76,9 @@ PolicyOption = Annotated[
         help="default, heldout, or policy.pt: what agents ask",
         autocompletion=completion.policies,
     ),
+]
+EncoderOption = Annotated[
+    str, typer.Option("--encoder", help="file.py:name of the policy's own encoder, if it has one")
 ]
 WorkersOption = Annotated[
     str, typer.Option("--workers", help="processes, or ray or ray:N for a Ray cluster")
@@ -137,17 +145,59 @@ def split_names(text: str) -> list[str]:
 
 
 def method_names(text: str) -> list[str]:
-    """Names of methods, checked before anything slow happens."""
+    """Names of methods, checked before anything slow happens.
+
+    A method of your own is given as ``file.py:name`` and known by its own name from then on.
+    """
     import heterog.agents.planners  # noqa: F401  registers the policies as methods
     from heterog.planners import portfolio
     from heterog.planners.planner import planners
 
+    names = [_own_method(name) if is_from_file(name) else name for name in split_names(text)]
     known = [portfolio.AUTO, *(planner.name for planner in planners())]
-    names = split_names(text)
     for name in names:
         if name not in known:
             raise UnknownNameError("method", name, known)
     return names
+
+
+def _own_method(source: str) -> str:
+    from heterog.planners.conformance import load_planner
+
+    return load_planner(source).name
+
+
+def use_agents(policy: str, encoder: str, methods: Collection[str]) -> None:
+    """Let ``agent`` and ``agent+search`` ask a policy, with an encoder of its own or without.
+
+    Raises:
+        HeterogError: neither of them is among the methods, so that nobody would ask it.
+    """
+    from heterog.agents.planners import LEARNED, use_policy
+    from heterog.planners.portfolio import AUTO
+
+    if (policy or encoder) and not {AUTO, *LEARNED} & set(methods):
+        raise HeterogError(
+            f"{'--policy' if policy else '--encoder'} has no effect on {', '.join(methods)}; only "
+            f"{' and '.join(LEARNED)} ask a policy."
+        )
+    if encoder:
+        use_encoder(encoder)
+    if policy:
+        use_policy(policy)
+
+
+def use_encoder(source: str) -> str:
+    """The name of an encoder; one given as ``file.py:name`` is made known first."""
+    from heterog.agents.encoder import ENCODERS
+
+    if is_from_file(source):
+        from heterog.agents.conformance import load_encoder
+
+        return load_encoder(source)
+    if source not in ENCODERS:
+        raise UnknownNameError("encoder", source, ENCODERS)
+    return source
 
 
 @contextmanager

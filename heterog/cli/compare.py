@@ -40,7 +40,7 @@ def compare(
         str,
         typer.Option(
             "--methods",
-            help="auto, or names of 'heterog methods' with commas between them",
+            help="auto, or names of 'heterog methods' or file.py:name, with commas",
             autocompletion=completion.several(completion.methods),
         ),
     ] = "auto",
@@ -89,7 +89,8 @@ def compare(
             return
         everything = list(pairs())
         with progress_line(as_json) as progress:
-            for done, result in enumerate(crew.map(_compare, question, everything), 1):
+            asked = question, methods
+            for done, result in enumerate(crew.map(_compare, asked, everything), 1):
                 text = f"{result.graph.name} on {result.cluster.name}"
                 progress(text, done / len(everything), float("inf"))
                 yield result
@@ -107,9 +108,9 @@ def compare(
         print_json({"rows": documents})
 
 
-def _compare(question: "Question", pair: "tuple[OpGraph, Cluster]") -> "Comparison":
-    import heterog.agents.planners  # noqa: F401  registers the policies as methods
-
+def _compare(asked: "tuple[Question, str]", pair: "tuple[OpGraph, Cluster]") -> "Comparison":
+    question, methods = asked
+    method_names(methods)  # a worker is another process, which knows none of them yet
     return question.ask(*pair)
 
 

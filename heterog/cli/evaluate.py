@@ -8,6 +8,7 @@ from heterog.cli import completion
 from heterog.cli.common import (
     BudgetOption,
     ClustersOption,
+    EncoderOption,
     JsonOption,
     ModelsOption,
     SeedOption,
@@ -17,6 +18,7 @@ from heterog.cli.common import (
     print_json,
     progress_line,
     split_names,
+    use_encoder,
 )
 
 
@@ -34,6 +36,7 @@ def evaluate(
     finetune: Annotated[
         str, typer.Option("--finetune", help="time or evaluations to fine-tune on each pair")
     ] = "",
+    encoder: EncoderOption = "",
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -49,6 +52,8 @@ def evaluate(
     from heterog.agents.evaluation import evaluate_policy, summary
     from heterog.report.tables import methods_table
 
+    if encoder:
+        use_encoder(encoder)
     checkpoint = load_checkpoint(policy)
     documents: list[dict[str, Any]] = []
     for graph in model_graphs(models, as_json):

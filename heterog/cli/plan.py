@@ -10,6 +10,7 @@ from heterog.cli.common import (
     BatchOption,
     BudgetOption,
     ClusterOption,
+    EncoderOption,
     JsonOption,
     ModelArgument,
     OrderOption,
@@ -21,6 +22,7 @@ from heterog.cli.common import (
     out,
     print_json,
     progress_line,
+    use_agents,
 )
 from heterog.errors import HeterogError
 from heterog.units import format_seconds
@@ -37,7 +39,7 @@ def plan(
         str,
         typer.Option(
             "--method",
-            help="auto, or names of 'heterog methods' with commas between them",
+            help="auto, or names of 'heterog methods' or file.py:name, with commas",
             autocompletion=completion.several(completion.methods),
         ),
     ] = "auto",
@@ -60,9 +62,11 @@ def plan(
         int | None, typer.Option("--background-batch", help="its samples per device")
     ] = None,
     slow_down: Annotated[
-        float, typer.Option("--slow-down", help="most that it may lengthen a step, as a factor")
-    ] = 1.1,
+        float | None,
+        typer.Option("--slow-down", help="most that it may lengthen a step, as a factor; 1.1"),
+    ] = None,
     policy: PolicyOption = "",
+    encoder: EncoderOption = "",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="plan.json")] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="trace.json for ui.perfetto.dev")
@@ -92,6 +96,9 @@ def plan(
 
     if background_batch is not None and not background:
         raise HeterogError("--background-batch without --background; name the job's model.")
+    if slow_down is not None and not background:
+        raise HeterogError("--slow-down without --background; name the job's model.")
+    slow_down = 1.1 if slow_down is None else slow_down
     if not slow_down >= 1.0:
         raise HeterogError(f"--slow-down is {slow_down:g}; it must be 1 or more.")
     for path in (output, trace, report):
@@ -100,10 +107,7 @@ def plan(
     parsed = Budget.parse(budget)
     parse_orders(order)
     methods = method_names(method)
-    if policy:
-        from heterog.agents.planners import use_policy
-
-        use_policy(policy)
+    use_agents(policy, encoder, methods)
     target = load_cluster(cluster)
     with progress_line(as_json) as progress:
         progress("capture", 0.0, float("inf"))

@@ -1,10 +1,12 @@
 """``heterog train``: train a policy on models and clusters."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from heterog.agents.config import Algorithm, TrainingConfig
 from heterog.cli.common import (
     JsonOption,
     ModelsOption,
@@ -14,12 +16,17 @@ from heterog.cli.common import (
     out,
     print_json,
     split_names,
+    use_encoder,
 )
 from heterog.errors import HeterogError, UnknownNameError
 from heterog.workers import open_workers
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from heterog.agents.training import Report
+
+_DEFAULTS = TrainingConfig()
 
 
 def train(
@@ -30,14 +37,27 @@ def train(
     ] = "generated",
     algorithm: Annotated[
         str, typer.Option("--algorithm", help="imitation, reinforce, mixed or ppo")
-    ] = "imitation",
-    encoder: Annotated[str, typer.Option("--encoder", help="hetero or paper")] = "hetero",
-    pairs: Annotated[int, typer.Option("--pairs", help="pairs of model and cluster")] = 800,
-    steps: Annotated[int, typer.Option("--steps", help="gradient steps (PPO: rollouts)")] = 2000,
+    ] = str(_DEFAULTS.algorithm),
+    reward: Annotated[
+        str, typer.Option("--reward", help="file.py:name of a reward of your own")
+    ] = "",
+    encoder: Annotated[
+        str,
+        typer.Option("--encoder", help="hetero (or that of --initial), paper, or file.py:name"),
+    ] = "",
+    pairs: Annotated[
+        int, typer.Option("--pairs", help="pairs of model and cluster")
+    ] = _DEFAULTS.num_pairs,
+    steps: Annotated[
+        int, typer.Option("--steps", help="gradient steps (PPO: rollouts)")
+    ] = _DEFAULTS.num_steps,
     search: Annotated[
-        int, typer.Option("--search", help="evaluations that look for elites, per pair")
-    ] = 1000,
-    max_devices: Annotated[int, typer.Option(help="of generated clusters")] = 32,
+        int,
+        typer.Option("--search", help="evaluations per pair: for elites, and to validate against"),
+    ] = _DEFAULTS.search_evaluations,
+    max_devices: Annotated[
+        int | None, typer.Option("--max-devices", help="of generated clusters; 32")
+    ] = None,
     logdir: Annotated[Path | None, typer.Option("--logdir", help="for TensorBoard")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="file renewed while training")
@@ -66,34 +86,60 @@ def train(
     ):
         if value < 1:
             raise HeterogError(f"{name} {value} is too small; give 1 or more.")
-    if max_devices < 2:
+    if max_devices is not None and max_devices < 2:
         raise HeterogError(f"--max-devices {max_devices}: a cluster needs 2 devices or more.")
+    if initial and resume is not None:
+        raise HeterogError(
+            f"--resume {resume} goes on with the weights in there, so --initial {initial} would "
+            "have no effect; give one of the two."
+        )
     names = split_names(models)
     crew = open_workers(workers)
 
     from heterog.agents.checkpoint import load_checkpoint, save_checkpoint
     from heterog.agents.config import PolicyConfig
-    from heterog.agents.encoder import ENCODERS
     from heterog.agents.ppo_training import make_trainer
-    from heterog.agents.sources import PIPELINED_PART, PairSource, captured, parse_clusters
-    from heterog.agents.training import Algorithm, TrainingConfig
+    from heterog.agents.sources import (
+        GENERATED,
+        PIPELINED_PART,
+        PairSource,
+        captured,
+        parse_clusters,
+    )
+    from heterog.agents.training import check_settings
     from heterog.envs.clusters import ClusterRange
+    from heterog.envs.conformance import load_reward
+    from heterog.envs.reward import reward_of
 
     if algorithm not in list(Algorithm):
         raise UnknownNameError("algorithm", algorithm, list(Algorithm))
-    if encoder not in ENCODERS:
-        raise UnknownNameError("encoder", encoder, ENCODERS)
+    encoder = use_encoder(encoder) if encoder else ""
+    judge = load_reward(reward) if reward else reward_of
     config = TrainingConfig(
         algorithm=Algorithm(algorithm),
         num_pairs=pairs,
         num_steps=steps,
         search_evaluations=search,
-        check_every=max(min(200, steps // 8), 1),
+        check_every=max(min(_DEFAULTS.check_every, steps // 8), 1),
         seed=seed,
     )
-    network = PolicyConfig(encoder=encoder, rank=0 if encoder == "paper" else 16)
+    check_settings(config, judge)
     start = load_checkpoint(initial).policy if initial else None
+    if start is not None and encoder not in ("", start.config.encoder):
+        raise HeterogError(
+            f"--initial {initial} has the encoder '{start.config.encoder}', and its weights do "
+            f"not fit '{encoder}'; leave one of the two out."
+        )
+    network = PolicyConfig(encoder=encoder) if encoder else PolicyConfig()
+    if encoder == "paper":  # it decides each block on its own
+        network = replace(network, rank=0)
     given, generated = parse_clusters(split_names(clusters))
+    if generated == 0.0 and max_devices is not None:
+        raise HeterogError(
+            f"--max-devices {max_devices} is about generated clusters, and --clusters {clusters} "
+            f"has none; add '{GENERATED}' to it, or leave --max-devices out."
+        )
+    wanted = ClusterRange() if max_devices is None else ClusterRange(max_devices=max_devices)
     report = _reporter(as_json)
     found = []
     for number, name in enumerate(names):
@@ -106,16 +152,17 @@ def train(
                 clusters=given,
                 generated=generated,
                 pipelined=PIPELINED_PART if config.imitates else 0.0,
-                wanted=ClusterRange(max_devices=max_devices),
+                wanted=wanted,
                 seed=seed,
             ),
             config,
             start.config if start is not None else network,
-            provenance={"name": output.stem, "encoder": encoder, "asked_clusters": clusters},
+            provenance={"name": output.stem, "asked_clusters": clusters},
             logdir=logdir,
             checkpoint=checkpoint,
             resume=resume,
             initial=start,
+            reward=judge,
             workers=crew,
             report=report,
         )
@@ -125,6 +172,7 @@ def train(
     document = {
         "policy": str(output),
         "algorithm": algorithm,
+        "reward": result.checkpoint.provenance["reward"],
         "finished": result.finished,
         "num_evaluations": result.num_evaluations,
         "seconds": result.seconds,
@@ -136,11 +184,20 @@ def train(
     out.print(
         f"{output}: best of 16 draws over search, untrained {first['best_of_16']:.3f}, trained "
         f"{last['best_of_16']:.3f} (1 is as good as {search} evaluations); "
-        f"{result.num_evaluations:,} evaluations in {result.seconds:.0f} s"
+        f"{_rewards(result.history)}{result.num_evaluations:,} evaluations in "
+        f"{result.seconds:.0f} s"
         f"{'' if result.finished else '; interrupted'}",
         soft_wrap=True,
         markup=False,
     )
+
+
+def _rewards(history: "Sequence[Mapping[str, float]]") -> str:
+    """What a reward of one's own has risen to, in words; nothing without one."""
+    if "reward" not in history[0]:
+        return ""
+    best = max(row["reward"] for row in history)
+    return f"mean reward {history[0]['reward']:.3f}, then {best:.3f}; "
 
 
 def _reporter(quiet: bool) -> "Report":

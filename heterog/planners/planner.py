@@ -193,6 +193,10 @@ class MethodRow:
     noisy_step_times_s: tuple[float, ...] = ()
 
 
+STAGES = ("baseline", "zero_shot", "search")
+"""Stages in the order in which methods run: searches start from what the others found."""
+
+
 class Planner(Protocol):
     """A method: turns a task into candidate strategies."""
 
@@ -227,8 +231,7 @@ def planner_by_name(name: str) -> Planner:
 
 def planners() -> Iterator[Planner]:
     """All registered planners: baselines, policies, searches; each in order of registration."""
-    stages = ("baseline", "zero_shot", "search")
-    yield from sorted(_REGISTRY.values(), key=lambda planner: stages.index(planner.stage))
+    yield from sorted(_REGISTRY.values(), key=lambda planner: STAGES.index(planner.stage))
 
 
 def best_of(evaluations: list[Evaluation]) -> int:

@@ -1,6 +1,7 @@
 """Learners reach a known optimum, stop and go on exactly, and keep their books."""
 
 import itertools
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,17 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from heterog.agents.config import PolicyConfig
+from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.elites import find_elites
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.policy import Policy, draw, log_probabilities, score_pairs
 from heterog.agents.ppo import PpoLearner
-from heterog.agents.ppo_training import make_trainer
+from heterog.agents.ppo_training import PpoTrainer, make_trainer
 from heterog.agents.reinforce import POOL_SIZE, Reinforce
 from heterog.agents.sources import PairSource
-from heterog.agents.training import Algorithm, TrainingConfig
+from heterog.envs.conformance import check_reward
+from heterog.envs.pair import Pair, Score
+from heterog.envs.reward import Reward, reward_of
 from heterog.envs.toy import chain_graph, toy_cluster
-from heterog.errors import HeterogError
+from heterog.errors import HeterogError, HeterogWarning
 from tests.envs.cases import toy_pair
 
 NETWORK = PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4, stay_bias=0.0)
@@ -30,11 +33,16 @@ SETTINGS = TrainingConfig(
     num_steps=40,
     pairs_per_step=2,
     learning_rate=4e-3,
-    samples_per_pair=12,
-    entropy_nats=(3.0, 0.3),
     check_every=20,
     num_validation=1,
 )
+
+
+def settings_of(algorithm: Algorithm, **changes: Any) -> TrainingConfig:
+    """``SETTINGS`` for an algorithm, with what those read that draw strategies."""
+    if algorithm != Algorithm.IMITATION:
+        changes = {"samples_per_pair": 12, "entropy_nats": (3.0, 0.3)} | changes
+    return replace(SETTINGS, algorithm=algorithm, **changes)
 
 
 @cache
@@ -74,7 +82,7 @@ def test_every_learner_finds_the_optimum_of_the_toy(algorithm: Algorithm) -> Non
     alone = pair.score(np.zeros(pair.num_blocks, np.int32)).step_time_s
     assert optimum_s() == pytest.approx(alone)
     assert optimum_s() < 0.75 * pair.baseline_s
-    settings = replace(SETTINGS, algorithm=algorithm)
+    settings = settings_of(algorithm)
     if algorithm in (Algorithm.REINFORCE, Algorithm.PPO):
         settings = replace(settings, num_steps=60)
     trainer = make_trainer(source(), settings, NETWORK)
@@ -88,9 +96,7 @@ def test_every_learner_finds_the_optimum_of_the_toy(algorithm: Algorithm) -> Non
 
 @pytest.mark.parametrize("algorithm", [Algorithm.MIXED, Algorithm.PPO])
 def test_a_run_that_was_stopped_goes_on_exactly(algorithm: Algorithm, tmp_path: Path) -> None:
-    settings = replace(
-        SETTINGS, algorithm=algorithm, num_steps=6, check_every=2, search_evaluations=20
-    )
+    settings = settings_of(algorithm, num_steps=6, check_every=2, search_evaluations=20)
     whole = make_trainer(source(), settings, NETWORK).run()
     path = tmp_path / "checkpoint.pt"
 
@@ -111,6 +117,72 @@ def test_a_run_that_was_stopped_goes_on_exactly(algorithm: Algorithm, tmp_path: 
         assert torch.equal(mine, theirs)
 
 
+def slowest(pair: Pair, score: Score) -> Reward:
+    """The opposite of what everybody wants: a long step."""
+    return replace(reward_of(pair, score), reward=math.log(score.step_time_s / pair.baseline_s))
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.REINFORCE, Algorithm.PPO])
+def test_a_learner_maximises_the_reward_it_is_given(algorithm: Algorithm) -> None:
+    """Asked for slow strategies it finds them, and validation keeps a policy that does."""
+    check_reward(slowest)
+    settings = settings_of(algorithm, num_steps=80)
+    trainer = make_trainer(source(), settings, NETWORK, reward=slowest)
+    result = trainer.run()
+    pair = toy_pair()
+    rows = itertools.product(range(pair.num_candidates), repeat=pair.num_blocks)
+    worst_s = max(pair.score(row).step_time_s for row in rows)
+    greedy = draw(score_pairs(trainer.policy, [pair])[0], pair, 1, rng(), greedy=True).rows[0]
+    assert optimum_s() < 0.7 * worst_s
+    assert pair.score(greedy).step_time_s > 0.98 * worst_s
+    rewards = [row["reward"] for row in result.history]
+    assert rewards[-1] > rewards[0] + 0.1
+    assert result.checkpoint.provenance["reward"] == "slowest"
+
+
+def test_a_reward_that_nobody_asks_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HeterogError, match=r"asks for no reward, so slowest would change nothing"):
+        make_trainer(source(), SETTINGS, NETWORK, reward=slowest)
+    settings = settings_of(Algorithm.REINFORCE, num_steps=1, check_every=1, search_evaluations=20)
+    path = tmp_path / "checkpoint.pt"
+    make_trainer(source(), settings, NETWORK, checkpoint=path, reward=slowest).run()
+    with pytest.raises(HeterogError, match=r"another reward: slowest there, reward_of here"):
+        make_trainer(source(), settings, NETWORK, resume=path)
+
+
+def test_settings_that_an_algorithm_does_not_read_warn() -> None:
+    settings = replace(SETTINGS, imitation_weight=0.5)
+    with pytest.warns(HeterogWarning, match=r"imitation_weight=0.5 has no effect on 'imitation'"):
+        make_trainer(source(), settings, NETWORK)
+    settings = settings_of(Algorithm.PPO, average_decay=0.9)
+    with pytest.warns(HeterogWarning, match=r"only on imitation, reinforce, mixed"):
+        make_trainer(source(), settings, NETWORK)
+
+
+@pytest.mark.parametrize("nats", [12.0, 0.1])
+def test_ppo_follows_the_schedules(nats: float) -> None:
+    """The rate of Adam is that of REINFORCE, and the entropy is pushed where it should be."""
+    settings = settings_of(
+        Algorithm.PPO,
+        num_steps=12,
+        check_every=5,
+        search_evaluations=20,
+        entropy_nats=(nats, nats),
+    )
+    rates: list[float] = []
+
+    def note(stage: str, fraction: float, text: str) -> None:
+        if stage == "train":
+            optimizer = trainer.learner.actor_critic.optimizer
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+
+    trainer = PpoTrainer(source(), settings, NETWORK, report=note)
+    before = trainer.learner.coefficient
+    trainer.run()
+    assert rates == pytest.approx([settings.rate_at(step) for step in range(12)])
+    assert (trainer.learner.coefficient > before) == (nats > 3.0)
+
+
 def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     settings = replace(SETTINGS, num_steps=1, check_every=1, search_evaluations=20)
     path = tmp_path / "checkpoint.pt"
@@ -124,7 +196,7 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
 def test_training_is_logged_for_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    settings = replace(SETTINGS, algorithm=Algorithm.REINFORCE, num_steps=10, check_every=10)
+    settings = settings_of(Algorithm.REINFORCE, num_steps=10, check_every=10)
     make_trainer(source(), settings, NETWORK, logdir=tmp_path).run()
     events: Any = EventAccumulator(str(tmp_path))
     events.Reload()

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ from torch import nn
 from torch.nn import functional
 
 from heterog.cluster import Cluster
-from heterog.errors import BudgetError, UnknownNameError
+from heterog.errors import BudgetError, ConformanceError, HeterogError, UnknownNameError
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.planners import planner
+from heterog.planners.conformance import CHECKS, Check, check_planner, load_planner
 from heterog.planners.data_parallel import balanced_homes, device_speeds, even_shares
 from heterog.planners.local_search import LocalSearch
 from heterog.planners.model_parallel import balanced_chain
@@ -22,6 +25,7 @@ from heterog.planners.planner import (
     Budget,
     MethodRow,
     Planner,
+    PlanResult,
     Spending,
     Task,
     planner_by_name,
@@ -31,7 +35,6 @@ from heterog.planners.portfolio import best_row, run_method, run_methods
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.lower_bound import lower_bound_s
 from heterog.strategy.space import StrategySpace, device_sets
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
 from tests.simulator.builders import cluster_of
@@ -65,37 +68,100 @@ def every_planner() -> list[Planner]:
     return list(planners())
 
 
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("planner", every_planner(), ids=lambda planner: planner.name)
-class TestConformance:
-    def test_strategies_are_legal_and_run(self, planner: Planner) -> None:
-        result = planner.plan(task())
-        assert result.candidates
-        for candidate in result.candidates:
-            candidate.strategy.check(graph(), evaluator().cluster)
-            for order in candidate.orders:
-                assert evaluator().referee(candidate.strategy, order).step_time_s > 0
+def test_every_method_conforms(planner: Planner, check: Check) -> None:
+    check(planner, evaluator())
 
-    def test_same_seed_and_evaluations_give_the_same_strategy(self, planner: Planner) -> None:
-        first, second = planner.plan(task()), planner.plan(task())
-        assert first.candidates == second.candidates
 
-    def test_the_budget_is_kept(self, planner: Planner) -> None:
-        result = planner.plan(task("50e"))
-        if planner.stage != "baseline":
-            assert result.num_evaluations <= 60
+@pytest.mark.parametrize("planner", every_planner(), ids=lambda planner: planner.name)
+def test_every_method_is_found_by_its_name_and_applies(planner: Planner) -> None:
+    assert planner_by_name(planner.name) is planner
+    assert planner.plan(task("50e")).candidates
 
-    def test_the_barrier_is_the_one_asked_for(self, planner: Planner) -> None:
-        result = planner.plan(task("100e", step_barrier=False))
-        assert not any(candidate.strategy.step_barrier for candidate in result.candidates)
 
-    def test_nothing_is_below_the_lower_bound(self, planner: Planner) -> None:
-        bound = lower_bound_s(graph(), evaluator().cluster, evaluator().cost_model)
-        row = run_method(planner, task())
-        assert row.step_time_s is None or row.step_time_s >= bound.seconds
+class Broken:
+    """A method that does one thing wrong."""
 
-    def test_a_planner_is_named_and_staged(self, planner: Planner) -> None:
-        assert planner_by_name(planner.name) is planner
-        assert planner.stage in ("baseline", "search", "zero_shot")
+    name = "broken"
+    stage = "search"
+
+    def __init__(self, **wrong: object) -> None:
+        self.wrong = wrong
+        self.name = str(wrong.get("name", self.name))
+        self.stage = str(wrong.get("stage", self.stage))
+        self.rng = np.random.default_rng(0)
+
+    def plan(self, task: Task) -> PlanResult:
+        found = planner_by_name("ev_ar").plan(replace(task, step_barrier=True)).candidates[0]
+        strategy = replace(found.strategy, step_barrier=task.step_barrier)
+        if "barrier" in self.wrong:
+            strategy = replace(strategy, step_barrier=True)
+        if "random" in self.wrong:
+            strategy = replace(strategy, bucket_bytes=int(self.rng.integers(1 << 30)))
+        if "illegal" in self.wrong:
+            strategy = replace(strategy, decisions=strategy.decisions[:-1])
+        orders = () if "orders" in self.wrong else (Order.FIFO,)
+        return PlanResult(
+            candidates=()
+            if "empty" in self.wrong
+            else (replace(found, strategy=strategy, orders=orders),),
+            num_evaluations=1000 if "spent" in self.wrong else 1,
+            search_seconds=0.0,
+        )
+
+
+def test_a_method_that_conforms_passes() -> None:
+    check_planner(Broken())
+    check_planner(Broken(), evaluator())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("name", r"a method's name is text without a comma"),
+        ("stage", r"has the stage 'later'; known are baseline, zero_shot, search"),
+        ("empty", r"no candidate and gives no reason"),
+        ("orders", r"without any order to run in"),
+        ("illegal", r"broken makes an illegal strategy: .*group"),
+        ("random", r"other candidates for the same task the second time"),
+        ("spent", r"spent 1000 evaluations of 50"),
+        ("barrier", r"asked for step_barrier=False and answers otherwise"),
+    ],
+)
+def test_a_method_that_breaks_the_contract_is_told_how(wrong: str, text: str) -> None:
+    values = {"name": "a,b", "stage": "later"}
+    with pytest.raises(ConformanceError, match=text):
+        check_planner(Broken(**{wrong: values.get(wrong, True)}), evaluator())
+
+
+def test_a_method_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from heterog.planners.planner import planner_by_name\n"
+        "class Mine:\n"
+        "    name, stage = 'mine', 'search'\n"
+        "    def plan(self, task):\n"
+        "        return planner_by_name('ev_ar').plan(task)\n"
+        "class Taken(Mine):\n"
+        "    name = 'ddp'\n"
+        "class Asks(Mine):\n"
+        "    def __init__(self, width): pass\n"
+    )
+    try:
+        assert load_planner(f"{file}:Mine").name == "mine"
+        assert load_planner(f"{file}:Mine") is planner_by_name("mine")
+        (row,) = run_methods(evaluator(), ["mine"], budget=Budget(evaluations=5))
+        assert row.outcome == "ok"
+    finally:
+        planner._REGISTRY.pop("mine", None)
+    for name, text in (
+        ("Taken", "is named 'ddp', as a method that there is already"),
+        ("Asks", r"cannot be made without arguments: TypeError: .*'width'"),
+        ("Gone", r"there is no function 'Gone'; it has Asks, Mine, Taken"),
+    ):
+        with pytest.raises(HeterogError, match=text):
+            load_planner(f"{file}:{name}")
 
 
 def test_the_four_baselines_are_what_the_paper_says() -> None:

@@ -1,0 +1,87 @@
+"""What every reward must keep, to hold your own to: ``check_reward(mine)``."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+# Registers the baselines that rewards are relative to.
+import heterog.planners.portfolio  # noqa: F401
+from heterog.envs.pair import Pair, Score
+from heterog.envs.reward import Reward, RewardFunction
+from heterog.envs.toy import chain_graph, toy_cluster
+from heterog.errors import ConformanceError
+from heterog.user_code import load_object
+
+_NUM_ROWS = 32
+
+
+def check_reward(reward: RewardFunction, pairs: Sequence[Pair] = ()) -> None:
+    """Ask a reward about strategies that fit and strategies that do not.
+
+    Args:
+        reward: to be checked.
+        pairs: models and clusters to try it on; a toy by default.
+
+    Raises:
+        ConformanceError: it fails, returns something else than a ``Reward``, is not finite, gives
+            another answer the second time, changes the score's terms, or is the same for every
+            strategy.
+    """
+    name = getattr(reward, "__qualname__", type(reward).__qualname__)
+    rng = np.random.default_rng(0)
+    values: set[float] = set()
+    for pair in pairs or [Pair(chain_graph(), toy_cluster())]:
+        rows = rng.integers(pair.num_candidates, size=(_NUM_ROWS, pair.num_blocks))
+        for row in rows:
+            score = pair.score(row)
+            for each in (score, replace(score, overflow=0.5)):
+                values.add(_asked(reward, name, pair, each))
+    if len(values) == 1:
+        raise ConformanceError(
+            f"reward {name} is {values.pop():g} for each of {2 * _NUM_ROWS} strategies, so that "
+            "there is nothing to learn from."
+        )
+
+
+def load_reward(source: str) -> RewardFunction:
+    """The reward of ``path/to/file.py:name``, checked.
+
+    Raises:
+        InputFileError: the file or the name is missing, or running the file fails.
+        ConformanceError: see ``check_reward``.
+    """
+    found = load_object(source, "reward")
+    assert callable(found)
+    check_reward(found)
+    return found
+
+
+def _asked(reward: RewardFunction, name: str, pair: Pair, score: Score) -> float:
+    """The value for a score, after all checks that one answer allows."""
+    try:
+        found, again = reward(pair, score), reward(pair, score)
+    except Exception as error:
+        raise ConformanceError(
+            f"reward {name} fails on {score}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, Reward):
+        raise ConformanceError(
+            f"reward {name} returns {type(found).__name__}; return a heterog.envs.reward.Reward."
+        )
+    if not math.isfinite(found.reward):
+        raise ConformanceError(f"reward {name} is {found.reward} for {score}; it must be finite.")
+    if found != again:
+        raise ConformanceError(f"reward {name} gives two answers for {score}: {found}, {again}.")
+    if (found.step_time_s, found.overflow) != (score.step_time_s, score.overflow):
+        raise ConformanceError(
+            f"reward {name} changes step_time_s or overflow: {found} for {score}; learners read "
+            "from them whether a strategy fits. Only 'reward' is yours to choose."
+        )
+    if not 0.0 < found.speedup < math.inf:
+        raise ConformanceError(
+            f"reward {name} gives the speed-up {found.speedup}; it is pair.baseline_s over the "
+            "step time."
+        )
+    return float(found.reward)
