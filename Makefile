@@ -22,10 +22,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
-# numba looks only at a kernel's own file to see whether its cache is stale, but kernels call and
-# unpack what other files define: after any change all of them are compiled anew.
+# Compiled here, on time; otherwise the first plan would do it (heterog/strategy/kernels.py).
 $(KERNELS): $(STAMP) $(wildcard heterog/strategy/*.py heterog/simulator/*.py)
-	find heterog -name '*.nbi' -delete -o -name '*.nbc' -delete
 	$(BIN)/python -m heterog.simulator.compile_kernels
 	touch $@
 

@@ -25,12 +25,7 @@ ROOMS = {
     "torch": ("graph/capture.py", "zoo/", "runtime/", "agents/"),
     "transformers": ("zoo/",),
     "torch_geometric": ("agents/",),
-    "numba": (
-        "strategy/lowering.py",
-        "strategy/tape.py",
-        "strategy/zero_lowering.py",
-        "simulator/",
-    ),
+    "numba": ("strategy/kernels.py",),
     "gymnasium": ("envs/", "agents/"),
     "stable_baselines3": ("agents/",),
     "tensorboard": ("agents/",),

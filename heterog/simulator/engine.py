@@ -29,11 +29,11 @@ longest path of seconds to the end, HeteroG section 4.2), or program order (``pr
 from enum import IntEnum
 from typing import NamedTuple
 
-import numba as nb
 import numpy as np
 import numpy.typing as npt
 
 from heterog.simulator.cost_model import Prices
+from heterog.strategy.kernels import helper, kernel, lean_kernel
 from heterog.strategy.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
@@ -106,7 +106,7 @@ def make_schedule(num_tasks: int, num_reads: int, num_buffers: int, num_queues: 
     )
 
 
-@nb.njit(cache=True, nogil=True)
+@lean_kernel
 def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
     """Seconds of every task on a tape."""
     for number in range(tape.counts[NUM_TASKS]):
@@ -136,7 +136,7 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
             )
 
 
-@nb.njit(cache=True, nogil=True)
+@lean_kernel
 def rank_kernel(tape: Tape, seconds: FloatArray, rank: FloatArray) -> None:
     """Upward rank: rank(o) = seconds(o) + max over successors of rank (HeteroG section 4.2)."""
     num_tasks = tape.counts[NUM_TASKS]
@@ -148,11 +148,7 @@ def rank_kernel(tape: Tape, seconds: FloatArray, rank: FloatArray) -> None:
             rank[maker] = max(rank[maker], rank[task])
 
 
-# Helpers take single arrays and are inlined: passing the tuples would count references to every
-# array in them, atomically, on each call.
-
-
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _before(priority: FloatArray, first: int, second: int) -> bool:
     """Whether task ``first`` goes before ``second``: by priority, then by number."""
     a = priority[first]
@@ -160,7 +156,7 @@ def _before(priority: FloatArray, first: int, second: int) -> bool:
     return a < b or (a == b and first < second)
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def _sift_up(priority: FloatArray, items: IntArray, base: int, position: int, task: int) -> None:
     """Put a task at the end of a heap in ``items[base:]`` and let it rise."""
     while position > 0:
@@ -172,7 +168,7 @@ def _sift_up(priority: FloatArray, items: IntArray, base: int, position: int, ta
     items[base + position] = task
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def _remove_first(priority: FloatArray, items: IntArray, base: int, size: int) -> None:
     """Remove the first of a heap that has ``size`` items left afterwards."""
     task = items[base + size]
@@ -191,7 +187,7 @@ def _remove_first(priority: FloatArray, items: IntArray, base: int, size: int) -
         items[base + position] = task
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def push_event(times: FloatArray, items: IntArray, size: int, time: float, item: int) -> int:
     """Add an event; returns the new number of events."""
     position = size
@@ -207,7 +203,7 @@ def push_event(times: FloatArray, items: IntArray, size: int, time: float, item:
     return size + 1
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def pop_event(times: FloatArray, items: IntArray, size: int) -> int:
     """Remove the first event; returns the new number of events."""
     size -= 1
@@ -233,7 +229,7 @@ def pop_event(times: FloatArray, items: IntArray, size: int) -> int:
     return size
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -> IntArray:
     """Successor lists, room for the queues, and the chains; returns where each chain starts.
 
@@ -291,7 +287,7 @@ def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -
     return chain_start
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def dragged(seconds: float, window: float, share: float) -> float:
     """Seconds of work at full speed when a share of the speed is lost for a window from now on."""
     if window <= 0.0 or share == 0.0:
@@ -301,7 +297,7 @@ def dragged(seconds: float, window: float, share: float) -> float:
     return seconds + share * window
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def simulate_kernel(
     tape: Tape, prices: Prices, schedule: Schedule, num_devices: int, order: int, limit_s: float
 ) -> tuple[float, int]:

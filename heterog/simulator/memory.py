@@ -8,10 +8,10 @@ state, batch, room for the largest weight that a kernel reorders) comes from
 not modelled; a cluster's ``reserved_memory`` stands for them.
 """
 
-import numba as nb
 import numpy as np
 
 from heterog.simulator.engine import Schedule
+from heterog.strategy.kernels import kernel
 from heterog.strategy.program import FIRST_FREE_KIND, FloatArray, IntArray, Program
 from heterog.strategy.tape import NUM_BUFFERS, NUM_READS, Tape
 
@@ -46,7 +46,7 @@ def buffer_lives(
     return begin, end
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def memory_kernel(tape: Tape, schedule: Schedule, resident: FloatArray, peak: FloatArray) -> None:
     """Peak bytes of each device: a buffer lives from its maker's start to its last reader's end.
 
@@ -110,7 +110,7 @@ def memory_kernel(tape: Tape, schedule: Schedule, resident: FloatArray, peak: Fl
         peak[device] = most
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _events_by_device(
     tape: Tape, schedule: Schedule, num_devices: int
 ) -> tuple[IntArray, IntArray]:

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numba as nb
 import numpy as np
 
 from heterog.strategy.channels import communicators
+from heterog.strategy.kernels import kernel
 from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program
 
 WARM_UP_STEPS = 2
@@ -199,7 +199,7 @@ def multiplex(
     )
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def multiplex_kernel(
     device: IntArray,
     seconds: FloatArray,

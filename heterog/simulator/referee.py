@@ -23,11 +23,11 @@ when flows share links as they do in a real network:
 
 import math
 
-import numba as nb
 import numpy as np
 
 from heterog.simulator.cost_model import Prices
 from heterog.simulator.engine import GIVEN_UP, Schedule, pop_event, push_event
+from heterog.strategy.kernels import kernel, lean_kernel
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.strategy.tape import NUM_TASKS, Tape
 
@@ -65,7 +65,7 @@ def replay(
     return end, done, replayed
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def is_linear_extension(tape: Tape, sequence: IntArray) -> bool:
     """Whether every task comes after the makers of all buffers that it reads."""
     position = np.empty(len(sequence), np.int32)
@@ -78,7 +78,7 @@ def is_linear_extension(tape: Tape, sequence: IntArray) -> bool:
     return True
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def replay_kernel(
     tape: Tape,
     prices: Prices,
@@ -298,7 +298,7 @@ def replay_kernel(
     return now, done
 
 
-@nb.njit(cache=True, nogil=True)
+@lean_kernel
 def fair_rates(
     num_flows: int,
     flow_channel: IntArray,

@@ -20,7 +20,6 @@ What the kernel does, in program order, for each micro-batch:
 
 from typing import NamedTuple
 
-import numba as nb
 import numpy as np
 import numpy.typing as npt
 
@@ -29,6 +28,7 @@ from heterog.graph.axis_plan import EVERYWHERE
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import Channel, ChannelTable, slice_parts
+from heterog.strategy.kernels import helper, kernel, lean_kernel
 from heterog.strategy.program import FloatArray, IntArray, Program, TaskKind
 from heterog.strategy.strategy import SLICED, Strategy, Sync, split_in_proportion
 from heterog.strategy.tables import GraphTables, graph_tables
@@ -357,7 +357,7 @@ def program_from_tape(
     )
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     """Bytes on each device for the whole step: parameters, optimizer state, buffers, batch.
 
@@ -416,7 +416,7 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     return resident + workspace
 
 
-@nb.njit(cache=True, nogil=True)
+@lean_kernel
 def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> bool:
     """Write the program of a choice to a tape; ``False`` if the tape is too short."""
     num_devices = choice.member.shape[1]
@@ -434,7 +434,10 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     if has_slices:
         number_sliced_buckets(tables, choice, scratch, tape)
     for _step in range(choice.num_steps):
-        scratch.ready_buffer[:] = scratch.next_ready_buffer
+        for parameter in range(len(scratch.ready_buffer)):
+            for device in range(num_devices):
+                arrived = scratch.next_ready_buffer[parameter, device]
+                scratch.ready_buffer[parameter, device] = arrived
         scratch.gradient_buffer[:] = -1
         scratch.gradient_token[:] = -1
         scratch.last_read[:] = -1
@@ -554,7 +557,9 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                         # Made in parts of a parameter that is whole (never in micro-batches).
                         if scratch.slot_done[slot] == 0:
                             _convert(tables, choice, scratch, tape, slot, micro)
-                        scratch.gradient_buffer[parameter] = scratch.slot_buffer[slot]
+                        for device in range(num_devices):
+                            there = scratch.slot_buffer[slot, device]
+                            scratch.gradient_buffer[parameter, device] = there
                         _synchronise(tables, choice, scratch, tape, parameter)
                         continue
                     if tables.gradient_is_partial[parameter] == 0 and (
@@ -585,7 +590,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     return bool(tape.counts[OVERFLOW] == 0)
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def _recompute(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, reader: int, micro: int
 ) -> None:
@@ -627,7 +632,7 @@ def _recompute(
             note_reader(choice, scratch, tables.value_start[op], layout, micro)
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _needed(tables: GraphTables, scratch: Scratch, entry: int, device: int) -> int:
     """Buffer of what an op reads, -1 if there is none."""
     slot = tables.read_slot[entry]
@@ -636,7 +641,7 @@ def _needed(tables: GraphTables, scratch: Scratch, entry: int, device: int) -> i
     return int(scratch.value_buffer[tables.read_value[entry], device])
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _number_buckets(tables: GraphTables, choice: Choice, scratch: Scratch) -> None:
     """Groups whose gradients may share a bucket get the same key: the first such group."""
     for group in range(tables.num_groups):
@@ -653,7 +658,7 @@ def _number_buckets(tables: GraphTables, choice: Choice, scratch: Scratch) -> No
                 break
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def _convert(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, micro: int
 ) -> None:
@@ -682,7 +687,8 @@ def _convert(
             and choice.layout[tables.slot_group[other]] == reading
             and (in_layout or tables.slot_axis[other] == tables.slot_axis[slot])
         ):
-            scratch.slot_buffer[slot] = scratch.slot_buffer[other]
+            for device in range(num_devices):
+                scratch.slot_buffer[slot, device] = scratch.slot_buffer[other, device]
             return
     for device in range(num_devices):
         scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
@@ -700,7 +706,7 @@ def _convert(
         _copy_whole(tables, choice, scratch, tape, slot, source, target, micro, False)
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def _covers(choice: Choice, source: int, target: int, micro: int) -> bool:
     """Whether whoever made a part of a sum also runs its reader."""
     for device in range(choice.member.shape[1]):
@@ -709,7 +715,7 @@ def _covers(choice: Choice, source: int, target: int, micro: int) -> bool:
     return True
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _move_samples(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
@@ -763,7 +769,7 @@ def _move_samples(
         begin = end
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _gather(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
     micro: int,
@@ -792,7 +798,7 @@ def _gather(
             scratch.slot_buffer[slot, device] = _make(tape, device, total * per_unit)
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _reduce(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
     micro: int,
@@ -813,7 +819,7 @@ def _reduce(
             scratch.slot_buffer[slot, device] = _make(tape, device, size)
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _copy_whole(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int, only_first: bool,
@@ -845,7 +851,7 @@ def _copy_whole(
             scratch.slot_buffer[slot, device] = _make(tape, device, size)
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _share_whole_gradient(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
 ) -> None:
@@ -866,7 +872,7 @@ def _share_whole_gradient(
             scratch.value_buffer[value, device] = _make(tape, device, size)
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _accumulate(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
 ) -> None:
@@ -887,13 +893,13 @@ def _accumulate(
         scratch.gradient_token[parameter, device] = _make(tape, device, 0.0)
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _read_gradient(scratch: Scratch, tape: Tape, parameter: int, device: int) -> None:
     _read(tape, scratch.gradient_buffer[parameter, device])
     _read(tape, scratch.gradient_token[parameter, device])
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _synchronise(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
 ) -> None:
@@ -943,7 +949,7 @@ def _synchronise(
         _close_bucket(tables, choice, scratch, tape, key)
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _close_bucket(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, key: int
 ) -> None:
@@ -1050,7 +1056,7 @@ def _close_bucket(
     tape.counts[NUM_READS] = read
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def _serve(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
 ) -> None:

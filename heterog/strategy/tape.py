@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-import numba as nb
 import numpy as np
 import numpy.typing as npt
 
+from heterog.strategy.kernels import helper
 from heterog.strategy.program import IntArray
 
 TASK = np.dtype(
@@ -55,11 +55,7 @@ def make_tape(num_tasks: int, num_parameters: int) -> Tape:
     )
 
 
-# Helpers that run often are inlined: a call counts references to every array of every tuple,
-# atomically, which takes about a microsecond. The others are compiled once, on their own.
-
-
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def write_task(
     tape: Tape, kind: int, subject: int, device: int, micro: int, samples: int, channel: int,
     num_bytes: float,
@@ -88,7 +84,7 @@ def write_task(
     tape.counts[NUM_TASKS] = number + 1
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def write_read(tape: Tape, buffer: int) -> None:
     """A buffer that the task reads that was begun last; nothing if it is -1."""
     if buffer >= 0:
@@ -96,7 +92,7 @@ def write_read(tape: Tape, buffer: int) -> None:
         tape.counts[NUM_READS] += 1
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def write_buffer(tape: Tape, device: int, num_bytes: float) -> int:
     """A buffer made by the task that was begun last."""
     number = tape.counts[NUM_BUFFERS]

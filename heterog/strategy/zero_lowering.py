@@ -18,8 +18,7 @@ A parameter whose gradient every replica has whole already is updated everywhere
 
 from typing import TYPE_CHECKING
 
-import numba as nb
-
+from heterog.strategy.kernels import helper
 from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Sync
 from heterog.strategy.tables import GraphTables
@@ -45,7 +44,7 @@ _ZERO2 = int(Sync.ZERO2)
 _ZERO3 = int(Sync.ZERO3)
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def is_sliced(tables: GraphTables, choice: "Choice", parameter: int) -> bool:
     """Whether each device updates a slice of a parameter."""
     group = tables.parameter_group[parameter]
@@ -56,7 +55,7 @@ def is_sliced(tables: GraphTables, choice: "Choice", parameter: int) -> bool:
     )
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def number_sliced_buckets(
     tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape
 ) -> None:
@@ -88,7 +87,7 @@ def number_sliced_buckets(
             scratch.open_first[key] = -1
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def begin_sliced_step(scratch: "Scratch") -> None:
     """Forget what lies where."""
     scratch.gathered[:] = 0
@@ -100,7 +99,7 @@ def begin_sliced_step(scratch: "Scratch") -> None:
     scratch.anchor[:] = -1
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def note_reader(choice: "Choice", scratch: "Scratch", value: int, layout: int, micro: int) -> None:
     """The op that makes a value is the first reader of the latest gather."""
     for device in range(choice.member.shape[1]):
@@ -109,7 +108,7 @@ def note_reader(choice: "Choice", scratch: "Scratch", value: int, layout: int, m
             scratch.anchor[0, device] = scratch.value_buffer[value, device]
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def gather_parameters(
     tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape, op: int, layout: int,
     micro: int, is_backward: int,
@@ -155,7 +154,7 @@ def gather_parameters(
     return any_gathered
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def finish_gradient(
     tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape, parameter: int,
     micro: int,
@@ -171,7 +170,7 @@ def finish_gradient(
         _update(tables, choice, scratch, tape, first)
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def _scatter(
     tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape, first: int, micro: int
 ) -> None:
@@ -253,7 +252,7 @@ def _scatter(
                 scratch.scattered_token[0, device] = scratch.slice_token[first]
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _own_gradient(
     tables: GraphTables, scratch: "Scratch", parameter: int, device: int, by_micro: bool
 ) -> int:
@@ -263,7 +262,7 @@ def _own_gradient(
     return int(scratch.gradient_buffer[parameter, device])
 
 
-@nb.njit(cache=True, nogil=True)
+@helper
 def _update(
     tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape, first: int
 ) -> None:
@@ -311,7 +310,7 @@ def _update(
         parameter = scratch.next_in_bucket[parameter]
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@helper
 def _has_room(tape: Tape, num_edges: int) -> bool:
     """Whether a task with that many reads and buffers fits on the tape; if not, it overflows."""
     if tape.counts[NUM_READS] + num_edges >= len(tape.reads) or tape.counts[

@@ -1,0 +1,125 @@
+"""How kernels are compiled: two decorators, their cache on disk, and news of what is compiled.
+
+A kernel is compiled when it is first called, which takes seconds, and comes from a cache on disk
+from then on: beside its file, or in the user's cache folder (``NUMBA_CACHE_DIR`` names another)
+where that is not writable. What is compiled is stale when any of ``SOURCES`` has changed, because
+kernels call each other and unpack each other's tuples; numba alone looks at a kernel's own file.
+
+Three things keep compilation short, and each also made kernels faster:
+
+- Kernels that allocate nothing are compiled without reference counts (``_nrt=False``). A kernel
+  gets tuples of fifty arrays, and every call used to count references to each of them, atomically.
+- So helpers are functions that LLVM inlines where that pays. They used to be copied into every
+  caller before types were inferred, which took most of a minute.
+- Helpers have no wrapper that Python could call.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba as nb
+from numba.core import event
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Report = Callable[[str, float], None]
+"""Called with (name of the kernel that is compiled now, part of all kernels that is compiled)."""
+
+SOURCES = (
+    "strategy/kernels.py",
+    "strategy/lowering.py",
+    "strategy/program.py",
+    "strategy/strategy.py",
+    "strategy/tables.py",
+    "strategy/tape.py",
+    "strategy/zero_lowering.py",
+    "simulator/cost_model.py",
+    "simulator/engine.py",
+    "simulator/memory.py",
+    "simulator/multiplex.py",
+    "simulator/referee.py",
+)
+"""Files that define kernels, the tuples they unpack, or numbers that are compiled into them."""
+
+# Division by zero gives infinity as in numpy: no branch, no exception, shorter code.
+_COMMON: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+
+
+def kernel(function: Function) -> Function:
+    """Compile a function that Python calls and that may make arrays."""
+    return _compiled(function, {})
+
+
+def lean_kernel(function: Function) -> Function:
+    """Compile a function that Python calls and that makes no arrays."""
+    return _compiled(function, {"_nrt": False})
+
+
+def helper(function: Function) -> Function:
+    """Compile a function that only kernels call and that makes no arrays."""
+    return _compiled(function, {"_nrt": False, "no_cpython_wrapper": True})
+
+
+def _compiled(function: Function, options: dict[str, Any]) -> Function:
+    dispatcher: Any = nb.njit(**_COMMON, **options)(function)
+    _names.add(function.__name__)
+    if dispatcher is not function:  # it is where NUMBA_DISABLE_JIT is set
+        try:
+            dispatcher._cache = _Cache(function)
+        except RuntimeError:  # no folder is writable: compiled anew in every process
+            pass
+    return dispatcher  # type: ignore[no-any-return]
+
+
+_names: set[str] = set()  # of all kernels that were defined
+
+
+class _Cache(FunctionCache):
+    """numba's cache of a function, stale when any of ``SOURCES`` has changed."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        self._cache_file = IndexDataCacheFile(  # type: ignore[no-untyped-call]
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=_sources_stamp(),
+        )
+
+
+@cache
+def _sources_stamp() -> str:
+    """Of the contents of ``SOURCES``."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for source in SOURCES:
+        digest.update((package / source).read_bytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def compilation_told(report: Report) -> Iterator[None]:
+    """Tell about every kernel whose compilation begins meanwhile; nothing if all are cached."""
+    listener = _Listener(report)
+    event.register("numba:compile", listener)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        event.unregister("numba:compile", listener)  # type: ignore[no-untyped-call]
+
+
+class _Listener(event.Listener):
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._done: set[str] = set()
+
+    def on_start(self, about: Any) -> None:
+        name = about.data["dispatcher"].py_func.__name__
+        if name in _names:
+            self._report(name.strip("_"), len(self._done) / len(_names))
+
+    def on_end(self, about: Any) -> None:
+        self._done |= _names & {about.data["dispatcher"].py_func.__name__}

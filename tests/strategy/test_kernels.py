@@ -1,0 +1,115 @@
+"""Compiled kernels: kept on disk, stale when they must be, and told about while they compile."""
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numba
+import pytest
+from numba.core.caching import CompileResultCacheImpl
+
+from heterog.strategy import kernels
+
+PACKAGE = Path(kernels.__file__).parents[1]
+SOURCE = """
+from heterog.strategy.kernels import {decorator}
+
+@{decorator}
+def doubled(number):
+    return 2 * number
+"""
+
+
+def decorated(tree: ast.Module) -> list[ast.FunctionDef]:
+    return [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and {ast.unparse(each) for each in node.decorator_list}
+        & {"kernel", "lean_kernel", "helper"}
+    ]
+
+
+def load(path: Path) -> ModuleType:
+    """A module of its own each time, as a new process would load it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # numba pickles by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def compiled_names(module: ModuleType) -> list[str]:
+    """Kernels that a call compiles."""
+    found: list[str] = []
+    with kernels.compilation_told(lambda name, part: found.append(name)):
+        assert module.doubled(21) == 42
+    return found
+
+
+def test_all_that_is_compiled_into_kernels_makes_them_stale() -> None:
+    trees = {
+        str(path.relative_to(PACKAGE)): ast.parse(path.read_text())
+        for path in PACKAGE.rglob("*.py")
+    }
+    needed = {name for name, tree in trees.items() if decorated(tree)}
+    annotations = {
+        name.strip("'\"")
+        for tree in trees.values()
+        for function in decorated(tree)
+        for argument in function.args.args
+        if argument.annotation is not None
+        for name in [ast.unparse(argument.annotation)]
+    }
+    for file, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name in annotations:
+                bases = {ast.unparse(base) for base in node.bases}
+                needed |= {file} if "NamedTuple" in bases else set()
+    assert needed
+    assert needed <= set(kernels.SOURCES)
+    assert all((PACKAGE / source).exists() for source in kernels.SOURCES)
+
+
+@pytest.mark.parametrize("decorator", ["kernel", "lean_kernel"])
+def test_a_kernel_is_kept_until_any_source_changes(
+    decorator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"kept_{decorator}.py"
+    path.write_text(SOURCE.format(decorator=decorator))
+    assert compiled_names(load(path)) == ["doubled"]
+    assert compiled_names(load(path)) == []
+    monkeypatch.setattr(kernels, "_sources_stamp", lambda: "another file has changed")
+    assert compiled_names(load(path)) == ["doubled"]
+
+
+def test_kernels_run_where_no_folder_is_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "unkept.py"
+    path.write_text(SOURCE.format(decorator="kernel"))
+    monkeypatch.setattr(CompileResultCacheImpl, "_locator_classes", [])
+    assert compiled_names(load(path)) == ["doubled"]
+    assert compiled_names(load(path)) == ["doubled"]
+
+
+def test_kernels_are_kept_in_the_users_folder_where_the_package_is_not_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locators = [
+        each
+        for each in CompileResultCacheImpl._locator_classes
+        if "InTree" not in each.__name__  # what a read-only package comes down to
+    ]
+    monkeypatch.setattr(CompileResultCacheImpl, "_locator_classes", locators)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    path = tmp_path / "elsewhere.py"
+    path.write_text(SOURCE.format(decorator="kernel"))
+    assert compiled_names(load(path)) == ["doubled"]
+    assert list((tmp_path / "home").rglob("*.nbc"))
+    assert compiled_names(load(path)) == []
