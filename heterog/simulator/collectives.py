@@ -1,11 +1,13 @@
 """Seconds of transfers and collectives from the traffic of their channels (alpha-beta model).
 
-A channel's phases follow one another; within a phase the most loaded link decides:
+The phases of a collective work on one chunk of the payload after another, as in NCCL, so that all
+its links carry bytes at the same time and the most loaded one decides:
 
-    T(S) = alpha + S sum_phase max_link (multiple / rate)
+    T(S) = alpha + S max_link sum_phase (multiple / rate)
 
-(Hockney 1994 for alpha-beta; Thakur et al. 2005 for the algorithms.) Each link is *held* for its
-own bytes over its own rate only.
+(Hockney 1994 for alpha-beta; Thakur et al. 2005 for the algorithms. Unlike there, phases over
+different links overlap within an operation; operations of one communicator never do.) Each link is
+*held* for its own bytes over its own rate only.
 """
 
 from collections.abc import Mapping
@@ -26,14 +28,10 @@ def alpha_beta(
         channel: over them.
         measured: bytes/s of link resources by name, instead of the cluster's own.
     """
-    seconds_per_byte = 0.0
     held: dict[int, float] = {}
     for phase in channel.phases:
-        slowest = 0.0
         for resource, multiple in phase:
             link = cluster.resources[resource]
             seconds = multiple / measured.get(link.name, link.bandwidth_bytes_per_s)
             held[resource] = held.get(resource, 0.0) + seconds
-            slowest = max(slowest, seconds)
-        seconds_per_byte += slowest
-    return ChannelSeconds(channel.latency_s, seconds_per_byte, held)
+    return ChannelSeconds(channel.latency_s, max(held.values(), default=0.0), held)

@@ -49,8 +49,7 @@ def draw_noise(cluster: Cluster, num_draws: int, seed: int = 0, spread: float = 
 def noisy_prices(prices: Prices, resource_factor: FloatArray) -> Prices:
     """Prices of channels over links that are slower or faster by a factor.
 
-    What a channel takes beyond its most loaded link (phases that follow one another) grows with
-    that link.
+    What a cost model charges beyond a channel's most loaded link grows with that link.
     """
     held = prices.resource_s_per_byte * resource_factor[prices.resource]
     before = _most_loaded(prices, prices.resource_s_per_byte)

@@ -15,10 +15,9 @@ when flows share links as they do in a real network:
   together until a link is full, its flows stop there, the others rise on.
 - What communication takes from compute, and compute from communication, is what it was in the
   engine.
-- A collective spends its latency first. What it takes longer than its most loaded link (phases
-  that follow one another on different links) comes after its bytes. It holds its communicator from
-  its start to its end. A transfer's latency comes after its bytes, when its pair is already free
-  for the next one.
+- A collective spends its latency first, and holds its communicator from its start to its end. What
+  a cost model charges beyond its most loaded link comes after its bytes. A transfer's
+  latency comes after its bytes, when its pair is already free for the next one.
 """
 
 import math

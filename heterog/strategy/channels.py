@@ -2,8 +2,8 @@
 
 A channel is a pair of devices (point to point) or a collective algorithm over a device set; all
 collectives over one device set share its communicator, which runs one of them at a time. A channel
-holds no seconds; the cost model turns traffic into time. One *phase* after another makes a
-collective: inside a phase the links work at the same time.
+holds no seconds; the cost model turns traffic into time. A collective is made of *phases*
+that its payload goes through.
 
 With n devices and payload S (bytes of the whole tensor), per direction:
 

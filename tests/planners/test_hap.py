@@ -225,7 +225,8 @@ def test_more_collectives_never_cost_more() -> None:
     theory = build_theory(graph)
     evaluator = Evaluator(graph, v100_p100())
     work = Work(theory, evaluator.cluster)
-    shares = (200, 200, 56, 56)
+    # One device of the first host has more than the other: padding sends what nobody has.
+    shares = (300, 100, 56, 56)
     full = Prices(work, evaluator, (0, 1, 2, 3), shares)
     padded = Prices(work, evaluator, (0, 1, 2, 3), shares, collectives=PADDED_ONLY)
     assert full.gather_s(2**26, 512) < padded.gather_s(2**26, 512)
