@@ -1,6 +1,6 @@
 """Models that policies are trained on beside the zoo: other depths, widths and lengths.
 
-Each function is a workload for the command line: ``experiments/training_models.py:lm_6l``. None
+Each function is a workload for the command line: ``experiments/training_models.py:lm_4l``. None
 of them is the size of a held-out model, nor of its family.
 """
 

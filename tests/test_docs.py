@@ -1,0 +1,534 @@
+"""What the documentation claims, read against the code: commands, names, numbers, tables."""
+
+import ast
+import builtins
+import importlib
+import keyword
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer.main
+
+import heterog.agents.planners  # noqa: F401  registers the policies as methods
+from heterog import __version__
+from heterog.agents.checkpoint import shipped_policies
+from heterog.agents.config import Algorithm, TrainingConfig
+from heterog.agents.encoder import ENCODERS
+from heterog.agents.proposals import NUM_SAMPLES
+from heterog.agents.sources import PIPELINED_PART
+from heterog.cli import app
+from heterog.cluster.spec import ClusterSpec, preset_names
+from heterog.envs.candidates import MAX_CANDIDATES
+from heterog.envs.clusters import ClusterRange
+from heterog.envs.merging import MAX_BLOCKS
+from heterog.envs.observation import OBSERVATION_VERSION
+from heterog.envs.pair import CUT_WEIGHTS, PIPELINED
+from heterog.envs.registration import ONE_SHOT, STEP_BY_STEP, register_envs
+from heterog.envs.reward import BOUND
+from heterog.envs.spaces import Padding, pair_space
+from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
+from heterog.graph.sharding_rules.table import RULES
+from heterog.planners.planner import planners
+from heterog.planners.portfolio import EQUALLY_GOOD, NUM_DRAWS
+from heterog.runtime.testbed import shipped_testbeds
+from heterog.simulator.evaluator import MEMORY_MARGIN, UNROLLED_STEPS
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
+from heterog.units import GIB, MIB
+from heterog.zoo import names as zoo_names
+from tests.test_architecture import LAYERS, ROOMS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+] + sorted((ROOT / "docs").glob("*.md"))
+CODE = [
+    path for folder in ("heterog", "experiments", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]  # fmt: skip
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def flat(name: str) -> str:
+    """A page without line breaks, for sentences that go over them."""
+    return " ".join(text_of(name).split())
+
+
+def docstrings(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Every docstring of a file, those below constants and fields included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module):
+            found = ast.get_docstring(node)
+            if found:
+                yield node, found
+        elif (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield node, node.value.value
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def command_lines(text: str) -> Iterator[str]:
+    """Whole commands of a text: indented lines, continued ones joined, remarks cut off."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    for line in joined.splitlines():
+        match = re.match(r"(?: {4,}|)((?:heterog|python|make|torchrun) [a-z\-].*)", line)
+        if match and (line.startswith("    ") or re.match(r"python (-m )?[\w/.]+", line)):
+            yield re.split(r"\s+#|\s{3,}#", match[1])[0].strip()
+
+
+WHOLE = sorted(
+    {(path.name, line) for path in PAGES for line in command_lines(path.read_text())}
+    | {
+        (str(path.relative_to(ROOT)), line)
+        for path in CODE
+        for node, doc in docstrings(path)
+        if isinstance(node, ast.Module)
+        for line in command_lines(doc)
+    }
+)
+MENTIONED = sorted(
+    {
+        (path.name, " ".join(line.split()))
+        for path in PAGES
+        for line in re.findall(r"`((?:heterog|python|make|torchrun) [^`]+)`", path.read_text())
+    }
+)
+
+
+def find_command(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that words begin with, and the rest of them."""
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        assert words[0] in command.commands, f"there is no command '{words[0]}'"
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+def options_of(command: Any) -> set[str]:
+    return {option for param in command.params for option in param.opts} | {"--help"}
+
+
+def named_values(words: list[str]) -> Iterator[tuple[str, str]]:
+    """(option, value) of every option that names something; lists taken apart."""
+    for option, value in pairwise(words):
+        if option.startswith("--") and not value.startswith("-"):
+            yield from ((option, each) for each in value.split(","))
+
+
+@cache
+def known_values() -> dict[str, set[str]]:
+    clusters = {*preset_names(), *shipped_testbeds(), "generated"}
+    methods = {"auto", *(planner.name for planner in planners())}
+    return {
+        "--cluster": clusters, "--clusters": clusters, "--testbed": set(shipped_testbeds()),
+        "--method": methods, "--methods": methods, "--models": set(zoo_names()),
+        "--background": set(zoo_names()), "--policy": set(shipped_policies()),
+        "--algorithm": {str(each) for each in Algorithm}, "--encoder": set(ENCODERS),
+        "--to": {"ddp", "torchrun", "slurm", "kubernetes", "deepspeed", "TARGET"},
+    }  # fmt: skip
+
+
+def check_values(words: list[str]) -> None:
+    for option, value in named_values(words):
+        known = known_values().get(option)
+        is_own = "." in value or value.isupper() or not value
+        if known is not None and not is_own:
+            assert value in known, f"{option} {value} does not exist"
+
+
+def check_script(words: list[str]) -> None:
+    """A Python file or module with its options; those are looked up in its text."""
+    if words[0] == "-m":
+        path, rest = ROOT / f"{words[1].replace('.', '/')}.py", words[2:]
+        if words[1] in ("pytest", "pip") or words[1] == "heterog.cli":
+            return
+    else:
+        path, rest = ROOT / words[0], words[1:]
+    assert path.is_file(), f"there is no {path.name}"
+    source = path.read_text()
+    modules = re.findall(r"from ((?:experiments|heterog)[\w.]*) import", source)
+    source += "".join(
+        file.read_text()
+        for file in (ROOT / f"{module.replace('.', '/')}.py" for module in modules)
+        if file.is_file()
+    )
+    for option in (word for word in rest if word.startswith("-")):
+        assert f'"{option}"' in source, f"{path.name} has no option {option}"
+
+
+def check_other(words: list[str]) -> bool:
+    """Whether a command is not ours to parse; it is checked as far as it goes."""
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", text_of("Makefile"), re.M), f"no target {words[1]}"
+    elif words[0] == "python":
+        check_script(words[1:])
+    elif words[0] == "torchrun":
+        module = words[words.index("-m") + 1]
+        importlib.import_module(module)
+    else:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("place", "line"), WHOLE, ids=[f"{p}: {w}" for p, w in WHOLE])
+def test_a_command_that_is_printed_can_be_run(place: str, line: str) -> None:
+    words = [word.strip("[]") for word in shlex.split(line)]
+    if check_other(words):
+        return
+    command, rest = find_command(words[1:])
+    assert not hasattr(command, "commands"), f"'{line}' is a list of commands"
+    command.make_context(command.name, list(rest))  # a wrong option or type raises
+    check_values(rest)
+
+
+@pytest.mark.parametrize(("place", "line"), MENTIONED, ids=[f"{p}: {w}" for p, w in MENTIONED])
+def test_a_command_that_is_mentioned_exists(place: str, line: str) -> None:
+    words = [word.strip("[]") for word in shlex.split(line)]
+    if check_other(words):
+        return
+    command, rest = find_command(words[1:])
+    known = options_of(command) | {"--install-completion", "--show-completion"}
+    for option in (word for word in rest if word.startswith("-")):
+        assert option in known, f"'{command.name}' has no option {option}"
+    check_values(rest)
+
+
+def test_the_documented_commands_are_many() -> None:
+    """The patterns above still find them."""
+    assert len(WHOLE) > 60
+    assert len(MENTIONED) > 40
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+@cache
+def known_words() -> set[str]:
+    """Everything that code calls something: names, attributes, keywords, short strings."""
+    found = {*dir(builtins), *keyword.kwlist}
+    for path in [*CODE, *sorted((ROOT / "tests").rglob("*.py"))]:
+        found |= set(path.relative_to(ROOT).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Name):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.arg):
+                found.add(node.arg)
+            elif isinstance(node, ast.keyword) and node.arg:
+                found.add(node.arg)
+            elif isinstance(node, ast.alias):
+                found |= set(node.name.split("."))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if len(node.value) < 60:
+                    found |= set(re.findall(r"\w+", node.value))
+    return found
+
+
+def unknown(words: str) -> list[str]:
+    """Lower-case identifiers with an underscore that stand nowhere in the code."""
+    return [
+        word
+        for word in re.findall(r"(?<![\w.])[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b", words)
+        if word not in known_words()
+    ]
+
+
+FOREIGN = {
+    "mutations_and_views",  # an argument of torch's functionalize
+    "w_r",  # a symbol of a formula
+    "paper_reward",  # defined on the page itself
+    "even_steps0",  # a name with a number behind it
+}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_names_in_backticks_exist(path: Path) -> None:
+    spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", path.read_text())
+    wrong = {name for span in spans for name in unknown(span)} - FOREIGN
+    assert not wrong, f"{path.name} names {sorted(wrong)}"
+
+
+def test_names_in_docstrings_exist() -> None:
+    wrong = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in CODE
+        for _, doc in docstrings(path)
+        for span in re.findall(r"``([^`\n]+)``", doc)
+        for name in unknown(span)
+        if name not in FOREIGN
+    }
+    assert not wrong, sorted(wrong)
+
+
+def resolve(dotted: str) -> object:
+    """The module, or what is in it, that a dotted name means."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[length:]:
+            found = getattr(found, name)
+        return found
+    raise AttributeError(dotted)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_dotted_names_resolve(path: Path) -> None:
+    for name in set(re.findall(r"\b(heterog(?:\.[A-Za-z_]\w*)+)", path.read_text())):
+        if not name.endswith((".errors.HeterogWarning",)):
+            resolve(name)
+
+
+def test_dotted_names_in_docstrings_resolve() -> None:
+    found = {
+        name
+        for path in CODE
+        for _, doc in docstrings(path)
+        for name in re.findall(r"\b(heterog(?:\.[A-Za-z_]\w*)+)", doc)
+    }
+    for name in found:
+        if not name.endswith("_"):  # ``HELD_OUT_*``
+            resolve(name)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_files_that_are_named_exist(path: Path) -> None:
+    text = path.read_text()
+    folders = "heterog|experiments|benchmarks|tests|docs"
+    for name in re.findall(rf"`((?:{folders})/[\w/.]+)`", text):
+        assert (ROOT / name).exists(), f"{path.name} names {name}"
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (path.parent / link).exists(), f"{path.name} links to {link}"
+
+
+# --- docstrings' sections ------------------------------------------------------------------------
+
+
+def sections(doc: str) -> dict[str, list[str]]:
+    """Names that each section of a Google-style docstring documents."""
+    found: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for line in doc.splitlines():
+        header = re.match(r"(Args|Attributes|Raises):\s*$", line)
+        if header:
+            current = found.setdefault(header[1], [])
+        elif line and not line.startswith(" "):
+            current = None
+        elif current is not None:
+            entry = re.match(r" {4}(\*{0,2}\w+(?:, \w+)*)(?: \(.*\))?:", line)
+            if entry:
+                current += [name.strip().lstrip("*") for name in entry[1].split(",")]
+    return found
+
+
+def assigned(node: ast.ClassDef) -> set[str]:
+    """Names that a class body, its methods' ``self`` included, gives a value or a type."""
+    names = {child.name for child in ast.walk(node) if isinstance(child, ast.FunctionDef)}
+    for child in ast.walk(node):
+        targets: list[ast.expr] = []
+        if isinstance(child, ast.Assign):
+            targets = child.targets
+        elif isinstance(child, ast.AnnAssign):
+            targets = [child.target]
+        for target in targets:
+            for part in ast.walk(target):
+                if isinstance(part, ast.Name):
+                    names.add(part.id)
+                elif isinstance(part, ast.Attribute):
+                    names.add(part.attr)
+    return names
+
+
+def arguments(node: ast.FunctionDef) -> list[str]:
+    given = node.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    every += [each for each in (given.vararg, given.kwarg) if each is not None]
+    return [each.arg for each in every if each.arg not in ("self", "cls")]
+
+
+def fields_of(node: ast.ClassDef) -> list[str]:
+    return [
+        child.target.id
+        for child in node.body
+        if isinstance(child, ast.AnnAssign)
+        and isinstance(child.target, ast.Name)
+        and not child.target.id.startswith("_")
+    ]
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_document_what_there_is(path: Path) -> None:
+    """No argument or attribute that does not exist, and none left out of a list of them."""
+    for node, doc in docstrings(path):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+            continue
+        documented = sections(doc)
+        where = f"{path.relative_to(ROOT)}: {node.name}"
+        if isinstance(node, ast.ClassDef):
+            attributes = documented.get("Attributes", [])
+            missing = set(attributes) - assigned(node)
+            assert not missing, f"{where} has no {sorted(missing)}"
+            is_data = any("dataclass" in ast.dump(each) for each in node.decorator_list)
+            if attributes and is_data:
+                left_out = set(fields_of(node)) - set(attributes)
+                assert not left_out, f"{where} leaves out {sorted(left_out)}"
+        made = [
+            child
+            for child in (node.body if isinstance(node, ast.ClassDef) else [node])
+            if isinstance(child, ast.FunctionDef) and child.name in ("__init__", node.name)
+        ]
+        if "Args" in documented:
+            wanted = arguments(made[0]) if made else fields_of(node)  # type: ignore[arg-type]
+            assert sorted(documented["Args"]) == sorted(wanted), f"{where} documents other Args"
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def default(field: str) -> float:
+    """Of a field of cluster files."""
+    return float(ClusterSpec.model_fields[field].default)
+
+
+NUMBERS: list[tuple[str, str, object]] = [
+    ("docs/guide.md", r"reported has (\d+) % on top", round(100 * MEMORY_MARGIN)),
+    ("CHANGELOG.md", r"Reported memory has a margin of (\d+) %", round(100 * MEMORY_MARGIN)),
+    ("docs/guide.md", r"efficiency: ([\d.]+)\s+# part of a NIC's", default("efficiency")),
+    ("docs/guide.md", r"line rate that is reached \(default ([\d.]+)\)", default("efficiency")),
+    ("docs/guide.md", r"reserved_memory: ([\d.]+) GiB", default("reserved_memory") / GIB),
+    ("docs/guide.md", r"the same (\d+) draws", NUM_DRAWS),
+    ("docs/planners.md", r"under noise is taken \((\d+) draws", NUM_DRAWS),
+    ("docs/planners.md", r"within (half) a percent", {0.005: "half"}[EQUALLY_GOOD]),
+    ("docs/planners.md", r"even shares, (\d+) MiB buckets", DEFAULT_BUCKET_BYTES // MIB),
+    ("docs/planners.md", r"one pass, at most (\d+) draws", NUM_SAMPLES),
+    ("docs/guide.md", r"is an eighth of (eight) unrolled", {8: "eight"}[UNROLLED_STEPS]),
+    ("docs/research.md", r"each of at most (\d+) \*blocks\*", MAX_BLOCKS),
+    ("docs/research.md", r"Rows run plainly, or in (\d+) micro-batches", PIPELINED),
+    ("docs/research.md", r"with one of (three) weights", {3: "three"}[len(CUT_WEIGHTS)]),
+    ("docs/research.md", r"A (third) of the training pairs", {1 / 3: "third"}[PIPELINED_PART]),
+    ("CHANGELOG.md", r"by default \(([\d,]+) pairs", TrainingConfig().num_pairs),
+    ("CHANGELOG.md", r"pairs, ([\d,]+) steps", TrainingConfig().num_steps),
+    ("CHANGELOG.md", r"steps, ([\d,]+) evaluations for each", TrainingConfig().search_evaluations),
+    ("CHANGELOG.md", r"rules for (\d+) ATen ops", len(RULES)),
+    ("CHANGELOG.md", r"zoo of (\d+) models", len(zoo_names())),
+    ("pyproject.toml", r'requires-python = ">=([\d.]+)"', "3.11"),
+    ("README.md", r"Python ([\d.]+) or newer", "3.11"),
+    ("Makefile", r"Python ([\d.]+) or newer", "3.11"),
+    ("pyproject.toml", r'^version = "([\d.]+)"', __version__),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "pattern", "value"), NUMBERS, ids=[n[1][:40] for n in NUMBERS])
+def test_a_number_is_that_of_the_code(page: str, pattern: str, value: object) -> None:
+    match = re.search(pattern, flat(page)) or re.search(pattern, text_of(page), re.M)
+    assert match, f"{page} no longer says {pattern!r}"
+    said = match[1].replace(",", "")
+    if isinstance(value, int | float):
+        assert float(said) == pytest.approx(float(value)), f"{page}: {match[0]}"
+    else:
+        assert said == value
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        ("train", "--pairs", TrainingConfig().num_pairs),
+        ("train", "--steps", TrainingConfig().num_steps),
+        ("train", "--search", TrainingConfig().search_evaluations),
+        ("train", "--max-devices", ClusterRange().max_devices),
+        ("plan", "--slow-down", 1.1),
+    ],
+)
+def test_a_default_in_the_help_is_that_of_the_code(
+    command: str, option: str, value: object
+) -> None:
+    found, _ = find_command([command])
+    (param,) = [param for param in found.params if option in param.opts]
+    if param.default is None:
+        assert param.help.endswith(f"; {value}")
+    else:
+        assert param.default == value
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def test_the_methods_of_the_page_are_those_of_the_registry() -> None:
+    rows = [
+        line.split("|")[1]
+        for line in text_of("docs/planners.md").splitlines()
+        if line[:3] == "| `"
+    ]
+    described = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert sorted(described) == sorted(planner.name for planner in planners())
+
+
+@pytest.mark.parametrize("env", [StrategyOneShotEnv, StrategyEnv])
+def test_the_data_sheet_of_an_environment_is_its_space(env: type[Any]) -> None:
+    sizes = {"G": 7, "E": 11, "D": 5, "C": 13}
+    padding = Padding(blocks=7, edges=11, devices=5, candidates=13, pairs=3)
+    made = env(padding=padding)
+    space = {name: box.shape for name, box in made.observation_space.spaces.items()}
+    doc = env.__doc__ or ""
+    told: dict[str, tuple[int, ...]] = {}
+    for row in re.findall(r"^ *\| ([a-z_, ]+) \| ([\w, ]+) \|", doc, re.M):
+        if row[0].strip() == "key":
+            continue
+        names, shapes = (part.split(", ") for part in row)
+        for name, shape in zip(names, shapes, strict=True):
+            told[name] = tuple(int(sizes.get(n, n)) for n in shape.split(" x "))
+    inherited = set(pair_space(padding)) if env is StrategyEnv else set()
+    assert set(told) == set(space) - inherited
+    assert told == {name: space[name] for name in told}
+    assert f"observation version {OBSERVATION_VERSION}" in doc
+    register_envs()
+    name = ONE_SHOT if env is StrategyOneShotEnv else STEP_BY_STEP
+    assert f"{name.rpartition('-')[2]}: observation" in doc
+
+
+def test_the_data_sheet_quotes_constants() -> None:
+    doc = StrategyOneShotEnv.__doc__ or ""
+    assert f"at\n    most {MAX_BLOCKS} *blocks*" in doc
+    assert f"within {BOUND} both ways; below -{BOUND}" in doc
+    assert np.isfinite(MAX_CANDIDATES)
+
+
+def test_the_changelog_has_a_section_to_write_in() -> None:
+    headings = re.findall(r"^##+ .*", text_of("CHANGELOG.md"), re.M)
+    assert headings[:4] == ["## Unreleased", "### Added", "### Changed", "### Fixed"]
+
+
+def test_the_layers_of_the_page_are_those_that_are_held() -> None:
+    text = flat("ARCHITECTURE.md")
+    claim = re.search(r"\(a test holds them\): (.*?)\. torch is", text)
+    assert claim
+    told = [set(re.findall(r"[a-z_]+", layer)) for layer in claim[1].split("<")]
+    assert told == [set(layer) for layer in LAYERS]
+    rooms = re.search(r"torch is imported only by (.*?), numba only by (.*?);", text)
+    assert rooms
+    named = {name.partition(".")[0] for name in re.findall(r"`([\w.]+)`", rooms[1])}
+    assert named == {room.partition("/")[0] for room in ROOMS["torch"]}
+    packages = {
+        path.name for path in (ROOT / "heterog").iterdir() if (path / "__init__.py").exists()
+    }
+    missing = {name for name in packages if f"**`{name}`**" not in text_of("ARCHITECTURE.md")}
+    assert not missing, f"ARCHITECTURE.md says nothing of {sorted(missing)}"
