@@ -1,0 +1,131 @@
+"""Graph networks of torch_geometric: batches of graphs, and one graph whose nodes are shared out."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric import nn as pyg
+from torch_geometric.utils import add_self_loops
+
+from families.family import BATCH, Batch, family, sgd
+from heterog.graph.workload import Workload
+
+NODES = 5
+EDGES = 12
+WIDTH = 6
+
+
+def edges_of_batch() -> Tensor:
+    """Edges of a batch of graphs of equal size, ``[2, batch * edges]``: numbers of the whole."""
+    ends = torch.randint(0, NODES, (2, BATCH, EDGES))
+    return (ends + NODES * torch.arange(BATCH)[None, :, None]).flatten(1)
+
+
+def graph_batch() -> Batch:
+    """Node features of all graphs one after another, edges, and a class of each graph."""
+    return (
+        torch.randn(BATCH * NODES, WIDTH, dtype=torch.float64),
+        edges_of_batch(),
+        torch.randint(0, 3, (BATCH,)),
+    )
+
+
+class GraphClassifier(nn.Module):
+    """Two layers of messages, the mean over the nodes of each graph, a class."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, edges: Tensor, classes: Tensor) -> Tensor:
+        x = torch.relu(self.first(x, edges))
+        x = torch.tanh(self.second(x, edges))
+        graph = torch.arange(BATCH, device=x.device).repeat_interleave(NODES)
+        pooled = pyg.global_mean_pool(x, graph, BATCH)
+        return functional.cross_entropy(self.head(pooled), classes)
+
+
+def of_layers(layer: Any, *, inner: int = 8, **options: Any) -> Workload:
+    """A classifier of graphs with a kind of layer."""
+
+    def model() -> nn.Module:
+        return GraphClassifier(layer(WIDTH, 8, **options), layer(inner, 8, **options)).double()
+
+    return sgd(model, graph_batch)
+
+
+@family("pyg_gcn")
+def gcn() -> Workload:
+    """GCN: self loops and symmetric normalisation."""
+    return of_layers(pyg.GCNConv)
+
+
+@family("pyg_gat")
+def gat() -> Workload:
+    """GAT: attention over neighbours, self loops."""
+    return of_layers(pyg.GATConv, heads=2, concat=False)
+
+
+@family("pyg_sage", is_quick=True)
+def sage() -> Workload:
+    """GraphSAGE: the mean of neighbours."""
+    return of_layers(pyg.SAGEConv)
+
+
+@family("pyg_gin")
+def gin() -> Workload:
+    """GIN: a small network after the sum."""
+
+    def layer(width_in: int, width: int) -> nn.Module:
+        inner = nn.Sequential(nn.Linear(width_in, 8), nn.ReLU(), nn.Linear(8, width))
+        made: nn.Module = pyg.GINConv(inner, train_eps=True)
+        return made
+
+    return of_layers(layer)
+
+
+@family("pyg_gatv2_given_loops")
+def gatv2() -> Workload:
+    """GATv2 with self loops that the batch brings along."""
+
+    def batch() -> Batch:
+        x, edges, classes = graph_batch()
+        looped, _ = add_self_loops(edges, num_nodes=BATCH * NODES)
+        return x, looped, classes
+
+    def model() -> nn.Module:
+        return GraphClassifier(
+            pyg.GATv2Conv(WIDTH, 8, add_self_loops=False),
+            pyg.GATv2Conv(8, 8, add_self_loops=False),
+        ).double()
+
+    return sgd(model, batch, batch_dims={0: None, 1: None, 2: 0})
+
+
+@family("dense_graph")
+def dense_graph() -> Workload:
+    """Graphs of equal size with dense adjacency: each sample is a graph."""
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = pyg.DenseGCNConv(WIDTH, 8)
+            self.second = pyg.DenseSAGEConv(8, 8)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+            x = torch.relu(self.first(x, adjacency))
+            found: Tensor = self.head(self.second(x, adjacency).mean(1))
+            return found
+
+    def batch() -> Batch:
+        adjacency = (torch.rand(BATCH, NODES, NODES, dtype=torch.float64) > 0.5).double()
+        return (
+            torch.randn(BATCH, NODES, WIDTH, dtype=torch.float64),
+            adjacency,
+            torch.randint(0, 3, (BATCH,)),
+        )
+
+    return sgd(lambda: Network().double(), batch, loss=functional.cross_entropy)

@@ -1,0 +1,380 @@
+"""Causal and sequence-to-sequence language models and encoders of ``transformers``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from families.family import BATCH, BFLOAT16, Batch, FLOAT32, family, sgd
+from heterog.graph.workload import Workload
+
+VOCABULARY = 50
+TOKENS = 6
+PADDING = 1
+
+
+def tokens(length: int = TOKENS) -> Tensor:
+    """Token numbers ``[batch, length]`` without the special ones."""
+    return torch.randint(5, VOCABULARY, (BATCH, length))
+
+
+def labels_of(length: int = TOKENS) -> Tensor:
+    """Labels of which unevenly many samples ignore some."""
+    found = tokens(length)
+    keep = torch.ones(BATCH, length, dtype=torch.bool)
+    keep[:3, 1:4] = False
+    keep[5, 2:] = False
+    return torch.where(keep, found, torch.full_like(found, -100))
+
+
+def causal_batch() -> Batch:
+    """Tokens and labels, as a data collator for language models makes them."""
+    return {"input_ids": tokens(), "labels": labels_of()}
+
+
+def padded_batch() -> Batch:
+    """The same with an attention mask: some samples are shorter."""
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.long)
+    mask[2:4, 4:] = 0
+    mask[6, 3:] = 0
+    return {"input_ids": tokens(), "attention_mask": mask, "labels": labels_of()}
+
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.2,
+    "pad_token_id": PADDING,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+}
+"""What most configurations call their sizes."""
+NO_DROPOUT = {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "classifier_dropout": 0.0,
+    "dropout": 0.0,
+    "activation_dropout": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+
+
+def small(kind: str, **options: Any) -> Any:
+    """A configuration of ``transformers`` in small."""
+    config: type = getattr(transformers, f"{kind}Config")
+    return config(**(SIZES | NO_DROPOUT | options))
+
+
+def hugging_face(
+    config: Callable[[], Any],
+    head: str,
+    batch: Callable[[], Batch],
+    *,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> Workload:
+    """The workload of a model of ``transformers`` with its own loss."""
+
+    def model() -> nn.Module:
+        made: nn.Module = getattr(transformers, head)(config())
+        return made.to(dtype)
+
+    return sgd(model, batch, **options)
+
+
+def causal(kind: str, *, head: str = "", batch: Callable[[], Batch] = causal_batch,
+           dtype: torch.dtype = torch.float64, **options: Any) -> Workload:
+    """A causal language model."""  # fmt: skip
+    return hugging_face(lambda: small(kind, **options), head or f"{kind}ForCausalLM", batch,
+                        dtype=dtype)  # fmt: skip
+
+
+@family("gpt2", is_quick=True)
+def gpt2() -> Workload:
+    """GPT-2: tied embedding, learned positions, Conv1D instead of Linear."""
+    return hugging_face(
+        lambda: transformers.GPT2Config(
+            **NO_DROPOUT, vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32,
+            initializer_range=0.2, bos_token_id=2, eos_token_id=3,
+        ),
+        "GPT2LMHeadModel",
+        causal_batch,
+    )  # fmt: skip
+
+
+@family("llama", tolerance=FLOAT32)
+def llama() -> Workload:
+    """Llama: rotary positions, grouped-query attention, gated feed-forward."""
+    return causal("Llama", num_key_value_heads=1)
+
+
+@family("qwen2", tolerance=FLOAT32)
+def qwen2() -> Workload:
+    """Qwen2 with padding: biases in attention."""
+    return causal("Qwen2", num_key_value_heads=1, batch=padded_batch)
+
+
+@family("qwen3", tolerance=FLOAT32)
+def qwen3() -> Workload:
+    """Qwen3: queries and keys are normalised."""
+    return causal("Qwen3", num_key_value_heads=1, head_dim=8)
+
+
+@family("mistral", tolerance=FLOAT32)
+def mistral() -> Workload:
+    """Mistral with a sliding window."""
+    return causal("Mistral", num_key_value_heads=1, sliding_window=3)
+
+
+@family("gemma2", tolerance=FLOAT32)
+def gemma2() -> Workload:
+    """Gemma 2: soft caps, norms before and after, tied embedding."""
+    return causal("Gemma2", num_key_value_heads=1, head_dim=8, sliding_window=4)
+
+
+@family("phi", tolerance=FLOAT32)
+def phi() -> Workload:
+    """Phi: attention and feed-forward side by side, partly rotary."""
+    return causal("Phi")
+
+
+@family("opt")
+def opt() -> Workload:
+    """OPT: positions from the cumulated attention mask."""
+    return causal("OPT", ffn_dim=32, word_embed_proj_dim=16, batch=padded_batch)
+
+
+@family("bloom")
+def bloom() -> Workload:
+    """BLOOM: linear biases of distance instead of positions."""
+    return causal("Bloom", n_layer=2, n_head=2)
+
+
+@family("gpt_neox", tolerance=FLOAT32)
+def gpt_neox() -> Workload:
+    """GPT-NeoX: parallel residual."""
+    return causal("GPTNeoX")
+
+
+@family("gptj", tolerance=FLOAT32)
+def gptj() -> Workload:
+    """GPT-J: rotary positions in pairs."""
+    return causal("GPTJ", n_embd=16, n_layer=2, n_head=2, n_positions=32, rotary_dim=4)
+
+
+@family("falcon", tolerance=FLOAT32)
+def falcon() -> Workload:
+    """Falcon: one key and value for all heads."""
+    return causal("Falcon")
+
+
+@family("olmo2", tolerance=FLOAT32)
+def olmo2() -> Workload:
+    """OLMo 2: norms after attention and feed-forward."""
+    return causal("Olmo2")
+
+
+@family("stablelm", tolerance=FLOAT32)
+def stablelm() -> Workload:
+    """StableLM."""
+    return causal("StableLm", num_key_value_heads=1)
+
+
+@family("mixtral", tolerance=FLOAT32)
+def mixtral() -> Workload:
+    """Mixtral: sparse experts, picked by value."""
+    return causal("Mixtral", num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2,
+                  dtype=torch.float32)  # fmt: skip
+
+
+@family("mixtral_grouped", tolerance=FLOAT32, is_quick=True)
+def mixtral_grouped() -> Workload:
+    """Mixtral with experts by grouped matrix products, in single precision."""
+    return causal("Mixtral", num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2,
+                  experts_implementation="grouped_mm", dtype=torch.float32)  # fmt: skip
+
+
+@family("qwen2_moe_dense", tolerance=FLOAT32)
+def qwen2_moe_dense() -> Workload:
+    """Qwen2-MoE with shared experts, every expert by batched products."""
+    return causal("Qwen2Moe", num_key_value_heads=1, num_experts=4, num_experts_per_tok=2,
+                  moe_intermediate_size=16, shared_expert_intermediate_size=16,
+                  experts_implementation="batched_mm", dtype=torch.float32)  # fmt: skip
+
+
+@family("mamba", tolerance=FLOAT32)
+def mamba() -> Workload:
+    """Mamba: a selective state space, scanned token by token."""
+    return causal("Mamba", head="MambaForCausalLM", state_size=4, time_step_rank=4,
+                  use_mambapy=False)  # fmt: skip
+
+
+@family("llama_bf16", tolerance=BFLOAT16)
+def llama_bf16() -> Workload:
+    """Llama with weights in bf16."""
+    return causal("Llama", num_key_value_heads=1, dtype=torch.bfloat16)
+
+
+def seq2seq_batch() -> Batch:
+    """Sources and labels; decoder inputs are the labels shifted by the model."""
+    return {"input_ids": tokens(), "labels": labels_of(5)}
+
+
+@family("t5", tolerance=FLOAT32)
+def t5() -> Workload:
+    """T5: relative positions shared by the layers, tied embeddings."""
+    return hugging_face(
+        lambda: transformers.T5Config(
+            vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
+            dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+        ),
+        "T5ForConditionalGeneration",
+        seq2seq_batch,
+    )  # fmt: skip
+
+
+ENCODER_DECODER = {
+    "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32, "max_position_embeddings": 32, "dropout": 0.0,
+    "attention_dropout": 0.0, "activation_dropout": 0.0, "init_std": 0.2, "pad_token_id": 1,
+    "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 3, "forced_eos_token_id": 3,
+}  # fmt: skip
+
+
+@family("bart")
+def bart() -> Workload:
+    """BART: one embedding for encoder, decoder and head."""
+    return hugging_face(lambda: transformers.BartConfig(**ENCODER_DECODER),
+                        "BartForConditionalGeneration", seq2seq_batch)  # fmt: skip
+
+
+@family("pegasus")
+def pegasus() -> Workload:
+    """Pegasus: fixed positions."""
+    return hugging_face(lambda: transformers.PegasusConfig(**ENCODER_DECODER),
+                        "PegasusForConditionalGeneration", seq2seq_batch)  # fmt: skip
+
+
+@family("bert_mlm")
+def bert_mlm() -> Workload:
+    """BERT, masked language model: tied head."""
+    return hugging_face(lambda: small("Bert"), "BertForMaskedLM", padded_batch)
+
+
+@family("roberta_mlm")
+def roberta_mlm() -> Workload:
+    """RoBERTa: positions from the tokens that are not padding."""
+    return hugging_face(lambda: small("Roberta"), "RobertaForMaskedLM", padded_batch)
+
+
+@family("deberta_v2", tolerance=FLOAT32)
+def deberta_v2() -> Workload:
+    """DeBERTa: content and position attend to each other."""
+    return hugging_face(
+        lambda: small("DebertaV2", relative_attention=True, position_buckets=4,
+                      max_relative_positions=8, pos_att_type=["p2c", "c2p"],
+                      norm_rel_ebd="layer_norm", share_att_key=True),
+        "DebertaV2ForMaskedLM",
+        padded_batch,
+    )  # fmt: skip
+
+
+@family("electra")
+def electra() -> Workload:
+    """ELECTRA's discriminator: which tokens were replaced."""
+
+    def batch() -> Batch:
+        return {"input_ids": tokens(), "labels": torch.randint(0, 2, (BATCH, TOKENS))}
+
+    return hugging_face(lambda: small("Electra", embedding_size=8), "ElectraForPreTraining", batch)
+
+
+@family("modernbert", tolerance=FLOAT32)
+def modernbert() -> Workload:
+    """ModernBERT: local and global attention, masks made by ``where``."""
+    return hugging_face(
+        lambda: small("ModernBert", local_attention=4, global_attn_every_n_layers=2,
+                      cls_token_id=2, sep_token_id=3, mlp_dropout=0.0, embedding_dropout=0.0),
+        "ModernBertForMaskedLM",
+        padded_batch,
+    )  # fmt: skip
+
+
+@family("albert")
+def albert() -> Workload:
+    """ALBERT: all layers share their weights."""
+    return hugging_face(lambda: small("Albert", embedding_size=8), "AlbertForMaskedLM",
+                        padded_batch)  # fmt: skip
+
+
+@family("distilbert_qa")
+def distilbert_qa() -> Workload:
+    """DistilBERT for questions: two classifications over positions."""
+
+    def batch() -> Batch:
+        ends = torch.randint(0, TOKENS, (2, BATCH))
+        return {"input_ids": tokens(), "start_positions": ends[0], "end_positions": ends[1]}
+
+    return hugging_face(lambda: small("DistilBert", dim=16, n_layers=2, n_heads=2, hidden_dim=32,
+                                      qa_dropout=0.0),
+                        "DistilBertForQuestionAnswering", batch)  # fmt: skip
+
+
+@family("bert_classifier_dropout", is_random=True, is_quick=True)
+def bert_classifier_dropout() -> Workload:
+    """BERT for classification with dropout outside attention."""
+
+    def batch() -> Batch:
+        return {"input_ids": tokens(), "labels": torch.randint(0, 3, (BATCH,))}
+
+    return hugging_face(
+        lambda: small("Bert", num_labels=3, hidden_dropout_prob=0.3, classifier_dropout=0.5),
+        "BertForSequenceClassification",
+        batch,
+    )
+
+
+@family("xlnet", tolerance=FLOAT32)
+def xlnet() -> Workload:
+    """XLNet: two-stream relative attention."""
+    return hugging_face(
+        lambda: transformers.XLNetConfig(vocab_size=VOCABULARY, d_model=16, n_layer=2, n_head=2,
+                                         d_inner=32, dropout=0.0, summary_last_dropout=0.0,
+                                         initializer_range=0.2),
+        "XLNetLMHeadModel",
+        causal_batch,
+    )  # fmt: skip
+
+
+@family("t5_encoder_regression", tolerance=FLOAT32)
+def t5_encoder_regression() -> Workload:
+    """A regression on a T5 encoder: squared error of the model's own head."""
+
+    class Regression(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = transformers.T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32,
+                                           num_layers=2, num_heads=2, dropout_rate=0.0)  # fmt: skip
+            self.encoder = transformers.T5EncoderModel(config)
+            self.head = nn.Linear(16, 1)
+
+        def forward(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            hidden = self.encoder(input_ids=input_ids).last_hidden_state
+            found: Tensor = ((self.head(hidden.mean(1)).squeeze(-1) - scores) ** 2).mean()
+            return found
+
+    def batch() -> Batch:
+        return {"input_ids": tokens(), "scores": torch.randn(BATCH)}
+
+    return sgd(Regression, batch)

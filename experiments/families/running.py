@@ -1,0 +1,248 @@
+"""Runs a family: captures it, plans it, executes the plans on ranks, compares.
+
+A family runs in a process of its own that has three ranks: one that hangs or dies takes nothing
+else with it. All of them are forks of this process, which has imported everything already.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from families.family import Family
+from families.reference import STEPS, Trained, train_on_one_device
+from families.strategies import NUM_RANKS, strategies
+from heterog.errors import HeterogError
+from heterog.graph.capture import CapturedStep, capture_step
+from heterog.planners.plan import Plan
+from heterog.runtime.deploy import deploy
+
+_FORK = multiprocessing.get_context("fork")
+_END_S = 20
+"""Seconds that ranks have to end by themselves."""
+_STEP_TIMEOUT = timedelta(seconds=60)
+
+
+class Row(NamedTuple):
+    """What became of a family.
+
+    Attributes:
+        family: its name.
+        strategies: error of each strategy that was executed, relative to how far weights moved.
+        equal: whether at least three were executed and all of them came out equal.
+        refused: what was refused and why: by strategy, or under ``capture``.
+        failed: what went wrong otherwise, the same way.
+    """
+
+    family: str
+    strategies: dict[str, float]
+    equal: bool
+    refused: dict[str, str]
+    failed: dict[str, str]
+
+
+def run_family(family: Family, limit_s: float) -> Row:
+    """Run a family in a process of its own, for a limited time."""
+    here, there = _FORK.Pipe()
+    process = _FORK.Process(target=_family_process, args=(family, there))
+    process.start()
+    there.close()
+    row = None
+    told: dict[str, Any] = {"strategies": {}, "refused": {}, "failed": {}}
+    end = f"no answer within {limit_s:g} s"
+    try:
+        while here.poll(limit_s):
+            kind, key, value = here.recv()
+            if kind == "done":
+                row = True
+                break
+            told[kind][key] = value
+    except EOFError:
+        end = "its process died"
+    if not row:
+        told["failed"]["process"] = end
+    _end(process)
+    worst = max(told["strategies"].values(), default=0.0)
+    equal = len(told["strategies"]) >= 3 and worst <= family.tolerance and not told["failed"]
+    return Row(family.name, told["strategies"], equal, told["refused"], told["failed"])
+
+
+def _end(process: BaseProcess) -> None:
+    """End a family's process and its ranks, which are in its process group."""
+    process.join(_END_S if process.exitcode is None else 0)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+
+
+def _family_process(family: Family, pipe: Connection) -> None:
+    os.setpgid(0, 0)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    try:
+        _run(family, lambda kind, key, value: pipe.send((kind, key, value)))
+    except HeterogError as error:
+        pipe.send(("refused", "capture", str(error)))
+    except Exception:
+        pipe.send(("failed", "capture", traceback.format_exc()))
+    pipe.send(("done", "", ""))
+    pipe.close()
+    os._exit(0)
+
+
+def _run(family: Family, tell: Callable[[str, str, Any], None]) -> None:
+    captured = capture_step(family.workload())
+    ranks: Ranks | None = None
+    plans = strategies(captured.graph)
+    while True:
+        try:
+            name, plan = next(plans)
+        except StopIteration:
+            break
+        except HeterogError as error:
+            tell("refused", "searched", str(error))
+            break
+        try:
+            ranks = ranks or Ranks(family, captured)
+            wanted = train_on_one_device(family, captured, plan)
+            tell("strategies", name, error_of(family, ranks.train(plan), wanted))
+        except HeterogError as error:
+            tell("refused", name, str(error))
+        except NotImplementedError:
+            continue  # nothing to compare with
+        except Exception:
+            tell("failed", name, traceback.format_exc())
+            if ranks:
+                ranks.close()
+            ranks = None
+    if ranks:
+        ranks.close()
+
+
+def error_of(family: Family, results: list[Trained], wanted: Trained) -> float:
+    """Largest error of a loss or weight.
+
+    That of a weight is relative to how far the weights of its tensor moved at most, or a
+    thousandth of how far any did: gradients that are zero in theory are rounding in practice. That
+    of a loss is relative to itself.
+    """
+    start = family.workload().make_model().state_dict()
+    weights = results[0].weights
+    assert set(weights) == set(wanted.weights), set(weights) ^ set(wanted.weights)
+    moved = {
+        name: float((value - start[name]).abs().max())
+        for name, value in wanted.weights.items()
+        if value.is_floating_point() and value.numel()
+    }
+    farthest = max(moved.values())
+    assert farthest > 0, "nothing was trained"
+    worst = 0.0
+    for result in results:
+        for loss, target in zip(result.losses, wanted.losses, strict=True):
+            worst = max(worst, _not_nan(abs(loss - target) / max(abs(target), 1e-3)))
+    for name, target in wanted.weights.items():
+        if name not in moved:
+            assert torch.equal(weights[name], target), name
+            continue
+        error = float((weights[name] - target).abs().max())
+        worst = max(worst, _not_nan(error / max(moved[name], 1e-3 * farthest)))
+    return worst
+
+
+def _not_nan(error: float) -> float:
+    return float("inf") if error != error else error
+
+
+class Ranks:
+    """Three processes that form a process group and train what they are given."""
+
+    def __init__(self, family: Family, captured: CapturedStep) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._pipes = []
+        self._processes = []
+        for rank in range(NUM_RANKS):
+            here, there = _FORK.Pipe()
+            process = _FORK.Process(target=_rank, args=(rank, store, family, captured, there))
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def train(self, plan: Plan) -> list[Trained]:
+        """What each rank has after some steps; weights are those of rank 0.
+
+        Raises:
+            HeterogError: a rank refused the plan.
+            RuntimeError: a rank failed.
+        """
+        for pipe in self._pipes:
+            pipe.send(plan)
+        answers = [pipe.recv() for pipe in self._pipes]
+        refusals = [answer for answer in answers if isinstance(answer, HeterogError)]
+        if refusals:
+            raise refusals[0]
+        # The first that failed by itself says more than those that lost it.
+        failures = [answer for answer in answers if isinstance(answer, str)]
+        failures.sort(key=lambda text: "gloo" in text or "Connection" in text)
+        if failures:
+            raise RuntimeError(failures[0])
+        return answers
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):
+                pipe.send(None)  # closing would not do: later ranks have inherited this end
+        for process in self._processes:
+            process.join(_END_S)
+            process.kill()
+        self._folder.cleanup()
+
+
+def _rank(
+    rank: int, store: str, family: Family, captured: CapturedStep, pipe: Connection
+) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=NUM_RANKS,
+        timeout=_STEP_TIMEOUT,
+    )
+    while True:
+        plan = pipe.recv()
+        if plan is None:
+            os._exit(0)
+        answer: Any
+        try:
+            answer = _train(family, captured, plan)
+        except HeterogError as error:
+            answer = error
+        except BaseException:
+            answer = traceback.format_exc()
+        pipe.send(answer)
+
+
+def _train(family: Family, captured: CapturedStep, plan: Plan) -> Trained:
+    # Every rank would capture the same; this process has done it before it became three.
+    with mock.patch("heterog.runtime.deploy.capture_step", lambda workload: captured):
+        step = deploy(family.workload(), plan)
+    losses = [float(step(family.batch(number))) for number in range(STEPS)]
+    weights = step.state_dict() or {}
+    step.close()
+    return Trained(losses, weights)

@@ -1,0 +1,147 @@
+"""Unlike strategies for three unequal devices, for any graph."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from heterog.cluster import Cluster
+from heterog.cluster.spec import parse_cluster
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.model_parallel import balanced_chain
+from heterog.planners.plan import Plan, make_plan, plan_from_rows
+from heterog.planners.planner import Candidate, MethodRow
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layer_shardings import layer_shardings
+from heterog.strategy.lowering import lower
+from heterog.strategy.program import TaskKind
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync, split_evenly
+from heterog.strategy.tables import graph_tables
+from heterog.strategy.tensor_parallel import merge_rules
+
+ALL = (0, 1, 2)
+NUM_RANKS = len(ALL)
+SEARCH = "60e"
+"""Budget of the plan that is searched: enough for every method to answer."""
+# So slow that sharing models of a few thousand weights out is worth its while.
+_CLUSTER = "schema_version: 1\nname: three_kinds\nhosts:" + "".join(
+    f"""
+  - name: {name}
+    devices:
+      - type: {{name: kind_{name}, peak_flops: {{float32: {rate} MFLOP/s}}, memory: 8 GiB,
+               memory_bandwidth: {rate} MB/s, launch_overhead: 1 us}}
+    nic: {{line_rate: {network} Gbit/s, latency: 1 us}}"""
+    for name, rate, network in (("a", 50, 10), ("b", 30, 10), ("c", 20, 1))
+)
+
+
+@cache
+def cluster() -> Cluster:
+    """Three machines with one device each, of three speeds."""
+    return parse_cluster(_CLUSTER, Path("three_kinds.yaml"))
+
+
+def shares_of(graph: OpGraph, *weights: int) -> tuple[int, ...]:
+    """Samples in proportion to weights; the first device takes what rounding leaves."""
+    rest = [graph.batch_size * weight // sum(weights) for weight in weights[1:]]
+    return graph.batch_size - sum(rest), *rest
+
+
+def strategies(graph: OpGraph) -> Iterator[tuple[str, Plan]]:
+    """A plan of every kind that the graph has, by name."""
+    for name, make in (
+        ("parameter_servers", _servers),
+        ("pipeline", _pipeline),
+        ("zero3", _zero),
+        ("op_rules", _rules),
+    ):
+        strategy = make(graph)
+        if strategy is not None:
+            yield name, _plan_of(graph, strategy)
+    yield "searched", make_plan(graph, cluster(), budget=SEARCH)
+
+
+def _plan_of(graph: OpGraph, strategy: Strategy) -> Plan:
+    """A plan of a strategy that nobody searched for, first come, first served."""
+    evaluator = Evaluator(graph, cluster())
+    evaluation = evaluator.referee(strategy, Order.FIFO)
+    row = MethodRow(
+        method="by hand",
+        stage="baseline",
+        outcome=str(evaluation.outcome),
+        step_time_s=evaluation.step_time_s,
+        order="fifo",
+        peak_memory_bytes=evaluation.peak_memory_bytes,
+        num_evaluations=1,
+        search_seconds=0.0,
+        candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
+    )
+    return plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+
+
+def _strategy(graph: OpGraph, decisions: list[Decision], homes: tuple[int, ...] = ()) -> Strategy:
+    return Strategy(
+        graph=graph.fingerprint,
+        cluster=cluster().fingerprint(),
+        decisions=tuple(decisions),
+        homes=homes or (REPLICATED,) * len(graph.updates),
+    )
+
+
+def _servers(graph: OpGraph) -> Strategy:
+    """Uneven shares; parameters live on all devices in turn; no barrier between steps."""
+    decision = Decision(
+        devices=ALL, shares=shares_of(graph, 4, 3, 1), sync=Sync.PARAMETER_SERVER
+    )
+    homes = tuple(index % NUM_RANKS for index in range(len(graph.updates)))
+    made = _strategy(graph, [decision] * group_ops(graph).num_groups, homes)
+    return replace(made, step_barrier=False)
+
+
+def _pipeline(graph: OpGraph) -> Strategy:
+    """The first half on one device, the second on two, with two micro-batches."""
+    groups = group_ops(graph)
+    work = np.zeros(groups.num_groups)
+    for op, group in zip(graph.ops, groups.group, strict=True):
+        if group >= 0:
+            work[group] += op.flops + op.bytes_read
+    none = np.zeros((groups.num_groups, 2))
+    stages = balanced_chain(np.repeat(work[:, None], 2, axis=1), none, np.ones(2))
+    if len(set(stages)) < 2:
+        stages[-1] = 1
+    halves = (
+        Decision(devices=(0,), shares=(graph.batch_size,)),
+        Decision(devices=(1, 2), shares=shares_of(graph, 5, 3), sync=Sync.RING),
+    )
+    micro = (split_evenly(graph.batch_size, 2), (0, 0), (0, 0))
+    whole = _strategy(graph, [halves[stage] for stage in stages])
+    cut = replace(whole, micro_batches=micro)
+    # An op that needs the whole batch would see a micro-batch only.
+    return whole if _needs_whole_batch(graph, cut) else cut
+
+
+def _zero(graph: OpGraph) -> Strategy:
+    """Parameters, gradients and optimizer state in uneven slices, and buckets."""
+    decision = Decision(
+        devices=ALL, shares=shares_of(graph, 5, 2, 1), sync=Sync.ZERO3, slices=(1, 5, 2)
+    )
+    made = _strategy(graph, [decision] * group_ops(graph).num_groups)
+    return replace(made, bucket_bytes=4096)
+
+
+def _rules(graph: OpGraph) -> Strategy | None:
+    """Every layer split by columns, rows, heads or experts where the graph allows it."""
+    decision = Decision(devices=ALL, shares=shares_of(graph, 2, 1, 1), sync=Sync.RING)
+    made = _strategy(graph, [decision] * group_ops(graph).num_groups)
+    places = [place for each in layer_shardings(graph) for place in each.places]
+    return replace(made, op_rules=merge_rules(*places)) if places else None
+
+
+def _needs_whole_batch(graph: OpGraph, strategy: Strategy) -> bool:
+    program = lower(graph, cluster(), strategy, num_steps=1)
+    gathers = bool((program.kind == TaskKind.GATHER_VALUE).any())
+    return gathers or bool(graph_tables(graph).batch_is_whole)

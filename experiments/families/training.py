@@ -1,0 +1,459 @@
+"""Ways to train: adapters, adversaries, teachers, triplets, masks, physics, own gradients."""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+from families.family import BATCH, Batch, FLOAT32, family, sgd
+from families.language import causal_batch, labels_of, small, tokens
+from heterog.graph.workload import Workload
+
+WIDTH = 6
+
+
+def numbers(*shape: int) -> Tensor:
+    """Normal numbers ``[batch, *shape]`` in double precision."""
+    return torch.randn(BATCH, *shape, dtype=torch.float64)
+
+
+def network(*widths: int) -> nn.Sequential:
+    """A multilayer perceptron."""
+    layers: list[nn.Module] = []
+    for width_in, width in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(width_in, width), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Lora(nn.Module):
+    """A frozen linear layer and a change of low rank."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) * 0.3)
+        self.up = nn.Parameter(torch.randn(base.out_features, rank) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base(x) + 2.0 * (x @ self.down.T) @ self.up.T
+        return found
+
+
+@family("lora_llama", tolerance=FLOAT32)
+def lora_llama() -> Workload:
+    """Adapters in the attention of a frozen Llama."""
+
+    def model() -> nn.Module:
+        made = transformers.LlamaForCausalLM(small("Llama", num_key_value_heads=1))
+        made.requires_grad_(False)
+        for layer in made.model.layers:
+            layer.self_attn.q_proj = Lora(layer.self_attn.q_proj, 2)
+            layer.self_attn.v_proj = Lora(layer.self_attn.v_proj, 2)
+        adapted: nn.Module = made.double()
+        return adapted
+
+    return sgd(model, causal_batch)
+
+
+@family("frozen_backbone")
+def frozen_backbone() -> Workload:
+    """A new head on a frozen encoder with BatchNorm in evaluation."""
+
+    def model() -> nn.Module:
+        body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2)
+        )
+        body.requires_grad_(False)
+        made = nn.Sequential(body, nn.Flatten(), nn.Linear(32, 5)).double()
+        body.eval()
+        return made
+
+    return sgd(model, lambda: (numbers(3, 8, 8), torch.randint(0, 5, (BATCH,))),
+               loss=functional.cross_entropy)  # fmt: skip
+
+
+@family("gan_generator")
+def gan_generator() -> Workload:
+    """The generator's step through a frozen discriminator."""
+
+    class Generator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = network(4, 8, WIDTH)
+            self.discriminator = network(WIDTH, 8, 1).requires_grad_(False)
+
+        def forward(self, noise: Tensor) -> Tensor:
+            score = self.discriminator(self.generator(noise))
+            return functional.softplus(-score).mean()
+
+    return sgd(lambda: Generator().double(), lambda: (numbers(4),))
+
+
+@family("gan_both")
+def gan_both() -> Workload:
+    """Both players in one step: the discriminator sees a detached forgery."""
+
+    class Game(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator, self.discriminator = network(4, 8, WIDTH), network(WIDTH, 8, 1)
+
+        def forward(self, noise: Tensor, real: Tensor) -> Tensor:
+            forged = self.generator(noise)
+            frozen = {k: v.detach() for k, v in self.discriminator.named_parameters()}
+            score = torch.func.functional_call(self.discriminator, frozen, (forged,))
+            honest, caught = self.discriminator(real), self.discriminator(forged.detach())
+            told = functional.binary_cross_entropy_with_logits
+            return (
+                functional.softplus(-score).mean()
+                + told(honest, torch.ones_like(honest))
+                + told(caught, torch.zeros_like(caught))
+            )
+
+    return sgd(lambda: Game().double(), lambda: (numbers(4), numbers(WIDTH)))
+
+
+@family("distillation")
+def distillation() -> Workload:
+    """A student learns a frozen teacher's soft answers and the labels."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = network(WIDTH, 16, 16, 5).requires_grad_(False)
+            self.student = network(WIDTH, 8, 5)
+
+        def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+            with torch.no_grad():
+                soft = functional.softmax(self.teacher(x) / 2, -1)
+            found = self.student(x)
+            near = functional.kl_div(
+                functional.log_softmax(found / 2, -1), soft, reduction="batchmean"
+            )
+            return 4 * near + functional.cross_entropy(found, classes, label_smoothing=0.1)
+
+    return sgd(lambda: Pair().double(), lambda: (numbers(WIDTH), torch.randint(0, 5, (BATCH,))))
+
+
+@family("triplet")
+def triplet() -> Workload:
+    """Siamese networks: an anchor is nearer to the same than to another."""
+
+    class Siamese(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network(WIDTH, 8, 4)
+
+        def forward(self, anchor: Tensor, same: Tensor, other: Tensor) -> Tensor:
+            return functional.triplet_margin_loss(
+                self.body(anchor), self.body(same), self.body(other), margin=2.0
+            )
+
+    return sgd(lambda: Siamese().double(), lambda: (numbers(6), numbers(6), numbers(6)))
+
+
+@family("siamese_cosine")
+def siamese_cosine() -> Workload:
+    """Pairs that are alike or not, by the angle between their embeddings."""
+
+    class Siamese(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network(WIDTH, 8, 4)
+
+        def forward(self, left: Tensor, right: Tensor, alike: Tensor) -> Tensor:
+            return functional.cosine_embedding_loss(self.body(left), self.body(right), alike, 0.2)
+
+    return sgd(lambda: Siamese().double(),
+               lambda: (numbers(6), numbers(6), torch.randint(0, 2, (BATCH,)) * 2.0 - 1.0))  # fmt: skip
+
+
+@family("simclr")
+def simclr() -> Workload:
+    """Contrastive learning: two views, all others of both are wrong, targets from ``arange``."""
+
+    class Contrast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network(WIDTH, 8, 4)
+
+        def forward(self, one: Tensor, two: Tensor) -> Tensor:
+            z = functional.normalize(torch.cat([self.body(one), self.body(two)]), dim=1)
+            count = one.shape[0]
+            itself = torch.eye(2 * count, dtype=torch.bool, device=z.device)
+            scores = (z @ z.T / 0.5).masked_fill(itself, float("-inf"))
+            target = torch.arange(2 * count, device=z.device).roll(count)
+            return functional.cross_entropy(scores, target)
+
+    return sgd(lambda: Contrast().double(), lambda: (numbers(WIDTH), numbers(WIDTH)))
+
+
+class _Round(torch.autograd.Function):
+    """Rounds, and passes the gradient on as if it had not, where the input was near zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.round(x * 4) / 4
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return gradient * (x.abs() < 1)
+
+
+@family("custom_autograd")
+def custom_autograd() -> Workload:
+    """A quantised network with an autograd function of its own."""
+
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = _Round.apply(torch.tanh(self.first(x)))
+            out: Tensor = self.second(hidden)
+            return out
+
+    return sgd(lambda: Quantised().double(), lambda: (numbers(WIDTH), numbers(4)),
+               loss=functional.mse_loss)  # fmt: skip
+
+
+class TokenModel(nn.Module):
+    """An embedding, a layer that mixes positions, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(8, 50)
+
+    def scores(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        out: Tensor = self.head(x + torch.tanh(self.mix(x.transpose(1, 2)).transpose(1, 2)))
+        return out
+
+
+@family("where_masked_target", is_quick=True)
+def where_masked_target() -> Workload:
+    """The target is masked by ``torch.where`` inside the model."""
+
+    class Masked(TokenModel):
+        def forward(self, words: Tensor, labels: Tensor, keep: Tensor) -> Tensor:
+            target = torch.where(keep, labels, torch.full_like(labels, -100))
+            return functional.cross_entropy(self.scores(words).flatten(0, 1), target.flatten())
+
+    def batch() -> Batch:
+        keep = torch.rand(BATCH, 6) > 0.4
+        keep[:, 0] = True
+        return tokens(), tokens(), keep
+
+    return sgd(lambda: Masked().double(), batch)
+
+
+@family("shifted_labels")
+def shifted_labels() -> Workload:
+    """Labels one word later, flattened: ``labels[:, 1:].reshape(-1)``."""
+
+    class Shifted(TokenModel):
+        def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+            scores = self.scores(words)[:, :-1].reshape(-1, 50)
+            return functional.cross_entropy(scores, labels[:, 1:].reshape(-1))
+
+    return sgd(lambda: Shifted().double(), lambda: (tokens(), labels_of()))
+
+
+@family("weighted_classes")
+def weighted_classes() -> Workload:
+    """Class weights, ignored labels, and an auxiliary loss over fewer positions."""
+
+    class Weighted(TokenModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weights", torch.linspace(0.5, 2.0, 50))
+
+        def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+            scores = self.scores(words).transpose(1, 2)
+            main = functional.cross_entropy(scores, labels, weight=self.weights)
+            return main + 0.3 * functional.cross_entropy(scores[:, :, -1], words[:, 0])
+
+    return sgd(lambda: Weighted().double(), lambda: (tokens(), labels_of()))
+
+
+@family("hand_masked_mean")
+def hand_masked_mean() -> Workload:
+    """Unreduced losses, divided by how many positions of the whole batch count."""
+
+    class Masked(TokenModel):
+        def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+            counts = labels != -100
+            found = functional.cross_entropy(
+                self.scores(words).flatten(0, 1), labels.flatten().clamp(min=0), reduction="none"
+            )
+            return (found * counts.flatten()).sum() / counts.sum()
+
+    return sgd(lambda: Masked().double(), lambda: (tokens(), labels_of()))
+
+
+@family("vae", is_random=True)
+def vae() -> Workload:
+    """A variational autoencoder: noise in the middle of the step."""
+
+    class Vae(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = network(WIDTH, 8, 6), network(3, 8, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mean, spread = self.encoder(x).chunk(2, -1)
+            hidden = mean + torch.randn_like(mean) * torch.exp(0.5 * spread)
+            divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).sum(-1).mean()
+            return functional.mse_loss(self.decoder(hidden), x) + 0.1 * divergence
+
+    return sgd(lambda: Vae().double(), lambda: (numbers(WIDTH),))
+
+
+@family("dropout_adam", is_random=True)
+def dropout_adam() -> Workload:
+    """Dropout in a network trained by Adam with weight decay."""
+    return sgd(
+        lambda: nn.Sequential(
+            nn.Linear(WIDTH, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 8),
+            nn.Dropout(0.2), nn.Linear(8, 4),
+        ).double(),
+        lambda: (numbers(WIDTH), numbers(4)),
+        loss=functional.l1_loss,
+        optimizer=torch.optim.AdamW,
+        optimizer_options={"lr": 1e-2, "weight_decay": 0.1},
+    )  # fmt: skip
+
+
+@family("physics_informed")
+def physics_informed() -> Workload:
+    """The loss is a differential equation: gradients by the input inside the step."""
+
+    class Heat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network(2, 12, 12, 1)
+
+        def forward(self, place: Tensor) -> Tensor:
+            place = place.detach().requires_grad_(True)
+            found = self.body(place)
+            slope = torch.autograd.grad(found.sum(), place, create_graph=True)[0]
+            bend = torch.autograd.grad(slope[:, 0].sum(), place, create_graph=True)[0][:, 0]
+            return (slope[:, 1] - 0.1 * bend).square().mean() + found.square().mean()
+
+    return sgd(lambda: Heat().double(), lambda: (numbers(2),))
+
+
+@family("gradient_penalty")
+def gradient_penalty() -> Workload:
+    """A critic whose gradient by its input should have length one."""
+
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network(WIDTH, 8, 1)
+
+        def forward(self, real: Tensor, forged: Tensor) -> Tensor:
+            between = (0.3 * real + 0.7 * forged).detach().requires_grad_(True)
+            score = self.body(between).sum()
+            (slope,) = torch.autograd.grad(score, between, create_graph=True)
+            penalty = (slope.norm(2, dim=1) - 1).square().mean()
+            return self.body(forged).mean() - self.body(real).mean() + 10 * penalty
+
+    return sgd(lambda: Critic().double(), lambda: (numbers(WIDTH), numbers(WIDTH)))
+
+
+@family("recomputed_layers")
+def recomputed_layers() -> Workload:
+    """Layers under ``torch.utils.checkpoint``."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(network(WIDTH, 12, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return x
+
+    return sgd(lambda: Deep().double(), lambda: (numbers(WIDTH), numbers(WIDTH)),
+               loss=functional.huber_loss)  # fmt: skip
+
+
+@family("multi_task")
+def multi_task() -> Workload:
+    """Three heads with weights that are learned from their uncertainty."""
+
+    class Tasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network(WIDTH, 8, 8)
+            self.heads = nn.ModuleList(nn.Linear(8, width) for width in (3, 2, 1))
+            self.spread = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor, classes: Tensor, marks: Tensor, value: Tensor) -> Tensor:
+            hidden = self.body(x)
+            found = [head(hidden) for head in self.heads]
+            losses = torch.stack([
+                functional.cross_entropy(found[0], classes),
+                functional.multilabel_soft_margin_loss(found[1], marks),
+                functional.mse_loss(found[2].squeeze(-1), value),
+            ])  # fmt: skip
+            return (losses * torch.exp(-self.spread) + self.spread).sum()
+
+    def batch() -> Batch:
+        marks = torch.randint(0, 2, (BATCH, 2)).double()
+        return numbers(WIDTH), torch.randint(0, 3, (BATCH,)), marks, numbers()
+
+    return sgd(lambda: Tasks().double(), batch)
+
+
+@family("ctc_speech")
+def ctc_speech() -> Workload:
+    """Speech to text by connectionist temporal classification."""
+
+    class Speech(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Conv1d(4, 8, 3, padding=1)
+            self.head = nn.Linear(8, 6)
+
+        def forward(self, sound: Tensor, text: Tensor) -> Tensor:
+            scores = self.head(torch.relu(self.body(sound)).transpose(1, 2))
+            likely = scores.log_softmax(-1).transpose(0, 1)
+            lengths = (12,) * len(sound), (3,) * len(sound)
+            return functional.ctc_loss(likely, text, *lengths)
+
+    return sgd(lambda: Speech().double(),
+               lambda: (numbers(4, 12), torch.randint(1, 6, (BATCH, 3))))  # fmt: skip
+
+
+@family("actor_critic")
+def actor_critic() -> Workload:
+    """Policy gradients: log-probabilities of the actions taken, entropy, a value."""
+
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.policy, self.value = network(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+
+        def forward(self, seen: Tensor, action: Tensor, reward: Tensor) -> Tensor:
+            hidden = torch.tanh(self.body(seen))
+            likely = torch.distributions.Categorical(
+                logits=self.policy(hidden), validate_args=False
+            )
+            value = self.value(hidden).squeeze(-1)
+            gain = (reward - value).detach()
+            gain = (gain - gain.mean()) / (gain.std() + 1e-5)
+            actor = -(likely.log_prob(action) * gain).mean()
+            return actor + 0.5 * (reward - value).square().mean() - 0.01 * likely.entropy().mean()
+
+    return sgd(lambda: Agent().double(),
+               lambda: (numbers(4), torch.randint(0, 3, (BATCH,)), numbers()))  # fmt: skip

@@ -1,0 +1,60 @@
+"""Does what was planned run, and is it equal to plain PyTorch? Model families beyond the zoo.
+
+    python experiments/model_families.py --json
+    python experiments/model_families.py --only gpt2,clip
+
+Every family is captured, planned, and trained for three steps on three ranks with uneven shares,
+under parameter servers, a pipeline with micro-batches, ZeRO-3, op rules, and the plan that
+``heterog plan`` finds for three unlike GPUs. Losses and all weights are compared with the same
+steps on one device; see ``families/reference.py`` for BatchNorm and random numbers.
+"""
+
+import argparse
+import json
+import sys
+import time
+
+import torch
+from families import FAMILIES
+from families.running import Row, run_family
+
+from heterog.simulator.compile_kernels import main as compile_kernels
+
+
+def main() -> int:
+    """Run families and print a table, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="names of families, separated by commas")
+    parser.add_argument("--limit-s", type=float, default=180.0, help="seconds between answers")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else list(FAMILIES)
+    unknown = [name for name in names if name not in FAMILIES]
+    if unknown:
+        parser.error(f"no family is called {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
+    torch.set_num_threads(1)
+    compile_kernels()
+    rows = []
+    for number, name in enumerate(names):
+        begin = time.monotonic()
+        rows.append(run_family(FAMILIES[name], options.limit_s))
+        seconds = time.monotonic() - begin
+        print(f"{number + 1}/{len(names)} {_line(rows[-1])} ({seconds:.0f} s)", file=sys.stderr)
+    equal = sum(row.equal for row in rows)
+    if options.json:
+        record = {"rows": [row._asdict() for row in rows], "equal": equal, "families": len(rows)}
+        print(json.dumps(record, indent=1))
+    else:
+        print(f"{equal} of {len(rows)} families run and are equal")
+    return 0 if equal == len(rows) else 1
+
+
+def _line(row: Row) -> str:
+    ran = ", ".join(f"{name} {error:.0e}" for name, error in row.strategies.items())
+    not_run = [f"{name} refused: {why}" for name, why in row.refused.items()]
+    not_run += [f"{name} FAILED: {why}" for name, why in row.failed.items()]
+    return "; ".join([f"{row.family}: {'equal' if row.equal else 'NOT equal'} ({ran})", *not_run])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
