@@ -52,7 +52,9 @@ def main() -> int:
 def _line(row: Row) -> str:
     ran = ", ".join(f"{name} {error:.0e}" for name, error in row.strategies.items())
     not_run = [f"{name} refused: {why}" for name, why in row.refused.items()]
-    not_run += [f"{name} FAILED: {why}" for name, why in row.failed.items()]
+    not_run += [
+        f"{name} FAILED: {why.strip().splitlines()[-1]}" for name, why in row.failed.items()
+    ]
     return "; ".join([f"{row.family}: {'equal' if row.equal else 'NOT equal'} ({ran})", *not_run])
 
 

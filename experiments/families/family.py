@@ -18,7 +18,7 @@ FLOAT64 = 1e-6
 FLOAT32 = 2e-3
 """The same in single precision: sums over other groups of samples round differently."""
 BFLOAT16 = 0.15
-"""The same for bf16, whose numbers have three digits: sums in another order differ in the third."""
+"""The same for bf16: a sum in another order differs in the third digit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

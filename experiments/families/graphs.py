@@ -1,4 +1,4 @@
-"""Graph networks of torch_geometric: batches of graphs, and one graph whose nodes are shared out."""
+"""Graph networks of torch_geometric: batches of graphs."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def edges_of_batch() -> Tensor:
     return (ends + NODES * torch.arange(BATCH)[None, :, None]).flatten(1)
 
 
-def graph_batch() -> Batch:
+def graph_batch() -> tuple[Tensor, Tensor, Tensor]:
     """Node features of all graphs one after another, edges, and a class of each graph."""
     return (
         torch.randn(BATCH * NODES, WIDTH, dtype=torch.float64),
@@ -92,7 +92,7 @@ def gatv2() -> Workload:
 
     def batch() -> Batch:
         x, edges, classes = graph_batch()
-        looped, _ = add_self_loops(edges, num_nodes=BATCH * NODES)
+        looped: Tensor = add_self_loops(edges, num_nodes=BATCH * NODES)[0]
         return x, looped, classes
 
     def model() -> nn.Module:

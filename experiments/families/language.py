@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from families.family import BATCH, BFLOAT16, Batch, FLOAT32, family, sgd
+from families.family import BATCH, BFLOAT16, FLOAT32, Batch, family, sgd
 from heterog.graph.workload import Workload
 
 VOCABULARY = 50
@@ -69,10 +69,14 @@ NO_DROPOUT = {
 }
 
 
+def config_of(kind: str, **options: Any) -> Any:
+    """A configuration of ``transformers``."""
+    return getattr(transformers, f"{kind}Config")(**options)
+
+
 def small(kind: str, **options: Any) -> Any:
-    """A configuration of ``transformers`` in small."""
-    config: type = getattr(transformers, f"{kind}Config")
-    return config(**(SIZES | NO_DROPOUT | options))
+    """A configuration of ``transformers`` whose sizes have their usual names, in small."""
+    return config_of(kind, **(SIZES | NO_DROPOUT | options))
 
 
 def hugging_face(
@@ -92,8 +96,14 @@ def hugging_face(
     return sgd(model, batch, **options)
 
 
-def causal(kind: str, *, head: str = "", batch: Callable[[], Batch] = causal_batch,
-           dtype: torch.dtype = torch.float64, **options: Any) -> Workload:
+def causal(
+    kind: str,
+    *,
+    head: str = "",
+    batch: Callable[[], Batch] = causal_batch,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> Workload:
     """A causal language model."""  # fmt: skip
     return hugging_face(lambda: small(kind, **options), head or f"{kind}ForCausalLM", batch,
                         dtype=dtype)  # fmt: skip
@@ -103,8 +113,9 @@ def causal(kind: str, *, head: str = "", batch: Callable[[], Batch] = causal_bat
 def gpt2() -> Workload:
     """GPT-2: tied embedding, learned positions, Conv1D instead of Linear."""
     return hugging_face(
-        lambda: transformers.GPT2Config(
-            **NO_DROPOUT, vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32,
+        lambda: config_of(
+            "GPT2", **NO_DROPOUT, vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2,
+            n_positions=32,
             initializer_range=0.2, bos_token_id=2, eos_token_id=3,
         ),
         "GPT2LMHeadModel",
@@ -234,8 +245,8 @@ def seq2seq_batch() -> Batch:
 def t5() -> Workload:
     """T5: relative positions shared by the layers, tied embeddings."""
     return hugging_face(
-        lambda: transformers.T5Config(
-            vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
+        lambda: config_of(
+            "T5", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
             dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
         ),
         "T5ForConditionalGeneration",
@@ -255,14 +266,14 @@ ENCODER_DECODER = {
 @family("bart")
 def bart() -> Workload:
     """BART: one embedding for encoder, decoder and head."""
-    return hugging_face(lambda: transformers.BartConfig(**ENCODER_DECODER),
+    return hugging_face(lambda: config_of("Bart", **ENCODER_DECODER),
                         "BartForConditionalGeneration", seq2seq_batch)  # fmt: skip
 
 
 @family("pegasus")
 def pegasus() -> Workload:
     """Pegasus: fixed positions."""
-    return hugging_face(lambda: transformers.PegasusConfig(**ENCODER_DECODER),
+    return hugging_face(lambda: config_of("Pegasus", **ENCODER_DECODER),
                         "PegasusForConditionalGeneration", seq2seq_batch)  # fmt: skip
 
 
@@ -349,7 +360,7 @@ def bert_classifier_dropout() -> Workload:
 def xlnet() -> Workload:
     """XLNet: two-stream relative attention."""
     return hugging_face(
-        lambda: transformers.XLNetConfig(vocab_size=VOCABULARY, d_model=16, n_layer=2, n_head=2,
+        lambda: config_of("XLNet", vocab_size=VOCABULARY, d_model=16, n_layer=2, n_head=2,
                                          d_inner=32, dropout=0.0, summary_last_dropout=0.0,
                                          initializer_range=0.2),
         "XLNetLMHeadModel",
@@ -364,8 +375,10 @@ def t5_encoder_regression() -> Workload:
     class Regression(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            config = transformers.T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32,
-                                           num_layers=2, num_heads=2, dropout_rate=0.0)  # fmt: skip
+            config = config_of(
+                "T5", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2,
+                num_heads=2, dropout_rate=0.0,
+            )  # fmt: skip
             self.encoder = transformers.T5EncoderModel(config)
             self.head = nn.Linear(16, 1)
 

@@ -1,14 +1,21 @@
 """Architectures in plain torch: recurrent, recommenders, sets, state spaces, experts."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from families.family import BATCH, Batch, FLOAT32, family, sgd
+from families.family import BATCH, FLOAT32, Batch, family, sgd
 from families.language import VOCABULARY, labels_of, tokens
 from heterog.graph.workload import Workload
 
 TOKENS = 6
+
+
+def flat_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of scores ``[batch * tokens, vocabulary]``."""
+    return functional.cross_entropy(scores, labels.flatten())
 
 
 class Recurrent(nn.Module):
@@ -17,7 +24,7 @@ class Recurrent(nn.Module):
     def __init__(self, kind: str, *, both_ways: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 8)
-        layer: type[nn.RNNBase] = getattr(nn, kind)
+        layer: Any = getattr(nn, kind)
         self.layers = layer(8, 12, num_layers=2, batch_first=True, bidirectional=both_ways)
         self.head = nn.Linear(12 * (1 + both_ways), VOCABULARY)
 
@@ -128,7 +135,7 @@ def two_tower() -> Workload:
             return functional.cross_entropy(left @ right.T / 0.2, target)
 
     return sgd(lambda: Network().double(),
-               lambda: (torch.randint(0, 30, (BATCH,)), torch.randint(0, 30, (BATCH,))))  # fmt: skip
+               lambda: tuple(torch.randint(0, 30, (2, BATCH))))  # fmt: skip
 
 
 class StateSpace(nn.Module):
@@ -250,8 +257,7 @@ def soft_experts() -> Workload:
             mixed = torch.einsum("bte,bed->btd", scores.softmax(2), out)
             return self.head(x + mixed).flatten(0, 1)
 
-    return sgd(lambda: Network().double(), lambda: (tokens(), labels_of()),
-               loss=lambda scores, labels: functional.cross_entropy(scores, labels.flatten()))  # fmt: skip
+    return sgd(lambda: Network().double(), lambda: (tokens(), labels_of()), loss=flat_loss)
 
 
 @family("top1_experts_float32", tolerance=FLOAT32)
@@ -314,5 +320,4 @@ def tied_frozen_shared() -> Workload:
                 x = x + torch.tanh(self.shared(self.frozen(x)))
             return self.head(x).flatten(0, 1)
 
-    return sgd(lambda: Network().double(), lambda: (tokens(), labels_of()),
-               loss=lambda scores, labels: functional.cross_entropy(scores, labels.flatten()))  # fmt: skip
+    return sgd(lambda: Network().double(), lambda: (tokens(), labels_of()), loss=flat_loss)

@@ -15,6 +15,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import Special
 from heterog.planners.plan import Plan
+from heterog.runtime.buffer_owners import buffer_owners
 from heterog.runtime.local_op import LocalOp
 from heterog.runtime.placed import cut, join
 from heterog.runtime.random_stream import RandomStream
@@ -40,7 +41,7 @@ class Part(NamedTuple):
     """Samples that one device normalises together: first, number, and the device."""
 
     begin: int
-    count: int
+    size: int
     device: int
 
 
@@ -75,7 +76,8 @@ def train_on_one_device(family: Family, captured: CapturedStep, plan: Plan) -> T
         optimizer.step()
     weights = {name: value.detach() for name, value in model.state_dict().items()}
     if groups:
-        weights |= {k: v for k, v in buffers[0].items() if k in weights}
+        owners = buffer_owners(captured.graph, plan.strategy)
+        weights |= {k: buffers[owners.get(k, 0)][k] for k in buffers[0] if k in weights}
     return Trained(losses, weights)
 
 
@@ -90,18 +92,18 @@ def _in_groups(
     """Gradients of a mean loss whose samples are normalised group by group."""
     workload = family.workload()
     total = 0.0
-    for begin, count, device in groups:
+    for begin, size, device in groups:
 
         def run(*args: Any, _device: int = device, **keywords: Any) -> Any:
             state = {**dict(model.named_parameters()), **buffers[_device]}
             return torch.func.functional_call(model, state, args, keywords)
 
-        def own(value: Any, _begin: int = begin, _count: int = count) -> Any:
+        def own(value: Any, _begin: int = begin, _count: int = size) -> Any:
             whole = isinstance(value, Tensor) and value.dim() and len(value) == graph.batch_size
             return value[_begin : _begin + _count] if whole else value
 
         part: Batch = pytree.tree_map(own, batch)
-        loss = workload.step_loss(run, part) * (count / graph.batch_size)
+        loss = workload.step_loss(run, part) * (size / graph.batch_size)
         torch.autograd.backward(loss)
         total += float(loss.detach())
     return total
@@ -144,26 +146,24 @@ class Draws(TorchDispatchMode):
         random = (Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM)
         self._left = [i for i, special in enumerate(part.plan.specials) if special in random]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace what a random op returns."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         op = self._left.pop(0)
         drawn = self._draw(op, args[0])
         if func._schema.name.endswith("_"):
-            return args[0].copy_(drawn)
-        return drawn
+            return args[0].copy_(drawn[0])
+        return drawn if len(drawn) > 1 else drawn[0]
 
-    def _draw(self, op: int, like: Any) -> Tensor:
+    def _draw(self, op: int, like: Any) -> tuple[Tensor, ...]:
         """What all ranks draw for an op, put together."""
         part, special = self._part, self._part.plan.specials[op]
         local_op = LocalOp(self._graph, part.plan, op, self._nodes[op], torch.device("cpu"))
         inputs = [like] if local_op.call.inputs else []
         if special == Special.SHARED_RANDOM_STREAM:
             with RandomStream(0, 0, torch.device("cpu")).drawing(self._step, op, 0, shared=True):
-                return local_op(inputs, local_op.units)[0]
+                return tuple(local_op(inputs, local_op.units))
         layout = part.layout_of_op(op)
         assert layout is not None
         place: Placement = part.plan.needed[op][0]
@@ -177,5 +177,5 @@ class Draws(TorchDispatchMode):
                 own = [cut(each, place, local_op.units, first, count) for each in inputs]
                 stream = RandomStream(0, device, torch.device("cpu"))
                 with stream.drawing(self._step, op, micro, shared=False):
-                    drawn.append(local_op(own, count)[0])
-        return join(drawn, place)
+                    drawn.append(local_op(own, count))
+        return tuple(join(parts, place) for parts in zip(*drawn, strict=True))

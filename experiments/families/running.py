@@ -137,8 +137,9 @@ def error_of(family: Family, results: list[Trained], wanted: Trained) -> float:
     """Largest error of a loss or weight.
 
     That of a weight is relative to how far the weights of its tensor moved at most, or a
-    thousandth of how far any did: gradients that are zero in theory are rounding in practice. That
-    of a loss is relative to itself.
+    thousandth of how far any did (gradients that are zero in theory are rounding in practice), or
+    the rounding of the largest weight, which is more in bf16. That of a loss is relative to
+    itself.
     """
     start = family.workload().make_model().state_dict()
     weights = results[0].weights
@@ -154,12 +155,15 @@ def error_of(family: Family, results: list[Trained], wanted: Trained) -> float:
     for result in results:
         for loss, target in zip(result.losses, wanted.losses, strict=True):
             worst = max(worst, _not_nan(abs(loss - target) / max(abs(target), 1e-3)))
-    for name, target in wanted.weights.items():
+    for name, weight in wanted.weights.items():
         if name not in moved:
-            assert torch.equal(weights[name], target), name
+            # BatchNorm counts steps; on one device every local group was a step of its own.
+            same = name.endswith("num_batches_tracked") or torch.equal(weights[name], weight)
+            assert same, f"{name} differs"
             continue
-        error = float((weights[name] - target).abs().max())
-        worst = max(worst, _not_nan(error / max(moved[name], 1e-3 * farthest)))
+        error = float((weights[name] - weight).abs().max())
+        rounding = torch.finfo(weight.dtype).eps * float(weight.abs().max())
+        worst = max(worst, _not_nan(error / max(moved[name], 1e-3 * farthest, rounding)))
     return worst
 
 
@@ -214,9 +218,7 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _rank(
-    rank: int, store: str, family: Family, captured: CapturedStep, pipe: Connection
-) -> None:
+def _rank(rank: int, store: str, family: Family, captured: CapturedStep, pipe: Connection) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -240,7 +242,7 @@ def _rank(
 
 def _train(family: Family, captured: CapturedStep, plan: Plan) -> Trained:
     # Every rank would capture the same; this process has done it before it became three.
-    with mock.patch("heterog.runtime.deploy.capture_step", lambda workload: captured):
+    with mock.patch("heterog.runtime.deploy.capture_step", return_value=captured):
         step = deploy(family.workload(), plan)
     losses = [float(step(family.batch(number))) for number in range(STEPS)]
     weights = step.state_dict() or {}

@@ -9,6 +9,7 @@ import numpy as np
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
+from heterog.graph.batch_plan import ops_of_the_whole_batch
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.model_parallel import balanced_chain
@@ -17,10 +18,7 @@ from heterog.planners.planner import Candidate, MethodRow
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layer_shardings import layer_shardings
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync, split_evenly
-from heterog.strategy.tables import graph_tables
 from heterog.strategy.tensor_parallel import merge_rules
 
 ALL = (0, 1, 2)
@@ -94,9 +92,7 @@ def _strategy(graph: OpGraph, decisions: list[Decision], homes: tuple[int, ...] 
 
 def _servers(graph: OpGraph) -> Strategy:
     """Uneven shares; parameters live on all devices in turn; no barrier between steps."""
-    decision = Decision(
-        devices=ALL, shares=shares_of(graph, 4, 3, 1), sync=Sync.PARAMETER_SERVER
-    )
+    decision = Decision(devices=ALL, shares=shares_of(graph, 4, 3, 1), sync=Sync.PARAMETER_SERVER)
     homes = tuple(index % NUM_RANKS for index in range(len(graph.updates)))
     made = _strategy(graph, [decision] * group_ops(graph).num_groups, homes)
     return replace(made, step_barrier=False)
@@ -121,7 +117,7 @@ def _pipeline(graph: OpGraph) -> Strategy:
     whole = _strategy(graph, [halves[stage] for stage in stages])
     cut = replace(whole, micro_batches=micro)
     # An op that needs the whole batch would see a micro-batch only.
-    return whole if _needs_whole_batch(graph, cut) else cut
+    return whole if ops_of_the_whole_batch(graph) else cut
 
 
 def _zero(graph: OpGraph) -> Strategy:
@@ -139,9 +135,3 @@ def _rules(graph: OpGraph) -> Strategy | None:
     made = _strategy(graph, [decision] * group_ops(graph).num_groups)
     places = [place for each in layer_shardings(graph) for place in each.places]
     return replace(made, op_rules=merge_rules(*places)) if places else None
-
-
-def _needs_whole_batch(graph: OpGraph, strategy: Strategy) -> bool:
-    program = lower(graph, cluster(), strategy, num_steps=1)
-    gathers = bool((program.kind == TaskKind.GATHER_VALUE).any())
-    return gathers or bool(graph_tables(graph).batch_is_whole)

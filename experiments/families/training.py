@@ -1,5 +1,6 @@
 """Ways to train: adapters, adversaries, teachers, triplets, masks, physics, own gradients."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from families.family import BATCH, Batch, FLOAT32, family, sgd
+from families.family import BATCH, FLOAT32, Batch, family, sgd
 from families.language import causal_batch, labels_of, small, tokens
 from heterog.graph.workload import Workload
 
@@ -22,7 +23,7 @@ def numbers(*shape: int) -> Tensor:
 def network(*widths: int) -> nn.Sequential:
     """A multilayer perceptron."""
     layers: list[nn.Module] = []
-    for width_in, width in zip(widths, widths[1:], strict=False):
+    for width_in, width in pairwise(widths):
         layers += [nn.Linear(width_in, width), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
@@ -167,7 +168,7 @@ def siamese_cosine() -> Workload:
             return functional.cosine_embedding_loss(self.body(left), self.body(right), alike, 0.2)
 
     return sgd(lambda: Siamese().double(),
-               lambda: (numbers(6), numbers(6), torch.randint(0, 2, (BATCH,)) * 2.0 - 1.0))  # fmt: skip
+               lambda: (numbers(6), numbers(6), numbers().sign()))  # fmt: skip
 
 
 @family("simclr")
@@ -199,7 +200,7 @@ class _Round(torch.autograd.Function):
         return torch.round(x * 4) / 4
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return gradient * (x.abs() < 1)
 
@@ -277,7 +278,7 @@ def weighted_classes() -> Workload:
 
         def forward(self, words: Tensor, labels: Tensor) -> Tensor:
             scores = self.scores(words).transpose(1, 2)
-            main = functional.cross_entropy(scores, labels, weight=self.weights)
+            main = functional.cross_entropy(scores, labels, weight=self.get_buffer("weights"))
             return main + 0.3 * functional.cross_entropy(scores[:, :, -1], words[:, 0])
 
     return sgd(lambda: Weighted().double(), lambda: (tokens(), labels_of()))
@@ -428,8 +429,8 @@ def ctc_speech() -> Workload:
         def forward(self, sound: Tensor, text: Tensor) -> Tensor:
             scores = self.head(torch.relu(self.body(sound)).transpose(1, 2))
             likely = scores.log_softmax(-1).transpose(0, 1)
-            lengths = (12,) * len(sound), (3,) * len(sound)
-            return functional.ctc_loss(likely, text, *lengths)
+            lengths = [torch.full((len(sound),), length) for length in (12, 3)]
+            return functional.ctc_loss(likely, text, lengths[0], lengths[1])
 
     return sgd(lambda: Speech().double(),
                lambda: (numbers(4, 12), torch.randint(1, 6, (BATCH, 3))))  # fmt: skip
@@ -457,3 +458,23 @@ def actor_critic() -> Workload:
 
     return sgd(lambda: Agent().double(),
                lambda: (numbers(4), torch.randint(0, 3, (BATCH,)), numbers()))  # fmt: skip
+
+
+@family("penalised_weights", is_quick=True)
+def penalised_weights() -> Workload:
+    """A penalty on the weights beside the loss of the samples, and an entropy bonus."""
+
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network(WIDTH, 8, 4)
+
+        def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+            scores = self.body(x)
+            penalty = sum(weight.square().sum() for weight in self.body.parameters())
+            likely = scores.softmax(-1)
+            entropy = -(likely * likely.clamp(min=1e-6).log()).sum(-1).mean()
+            return functional.cross_entropy(scores, classes) + 0.1 * penalty - 0.05 * entropy
+
+    return sgd(lambda: Penalised().double(),
+               lambda: (numbers(WIDTH), torch.randint(0, 4, (BATCH,))))  # fmt: skip

@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from families.family import BATCH, Batch, FLOAT32, family, sgd
-from families.language import NO_DROPOUT, VOCABULARY, hugging_face, tokens
+from families.family import BATCH, FLOAT32, Batch, family, sgd
+from families.language import NO_DROPOUT, VOCABULARY, config_of, hugging_face, tokens
 from heterog.graph.workload import Workload
 
 SIZE = 32
@@ -33,8 +32,7 @@ TRANSFORMER = {
 
 def classifier(kind: str, head: str = "", **options: Any) -> Workload:
     """An image classifier of ``transformers`` with its own loss."""
-    config: type = getattr(transformers, f"{kind}Config")
-    return hugging_face(lambda: config(**(TRANSFORMER | options)),
+    return hugging_face(lambda: config_of(kind, **(TRANSFORMER | options)),
                         head or f"{kind}ForImageClassification", images)  # fmt: skip
 
 
@@ -74,8 +72,9 @@ def resnet_hf() -> Workload:
 @family("mobilevit")
 def mobilevit() -> Workload:
     """MobileViT: convolutions with BatchNorm around attention over unfolded patches."""
-    return classifier("MobileViT", hidden_sizes=[8, 12, 16], neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 16],
-                      patch_size=2, image_size=64, mlp_ratio=2.0)  # fmt: skip
+    return classifier("MobileViT", hidden_sizes=[8, 12, 16],
+                      neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 16], patch_size=2,
+                      image_size=64, mlp_ratio=2.0)  # fmt: skip
 
 
 @family("segformer")
@@ -90,8 +89,9 @@ def segformer() -> Workload:
         }
 
     return hugging_face(
-        lambda: transformers.SegformerConfig(
-            hidden_sizes=[8, 16], depths=[1, 1], num_encoder_blocks=2, sr_ratios=[2, 1],
+        lambda: config_of(
+            "Segformer", hidden_sizes=[8, 16], depths=[1, 1], num_encoder_blocks=2,
+            sr_ratios=[2, 1],
             num_attention_heads=[1, 2], patch_sizes=[7, 3], strides=[4, 2], mlp_ratios=[2, 2],
             decoder_hidden_size=16, num_labels=LABELS, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0, drop_path_rate=0.0,
@@ -116,8 +116,8 @@ def clip() -> Workload:
         }
 
     return hugging_face(
-        lambda: transformers.CLIPConfig(
-            text_config={**side, "vocab_size": VOCABULARY, "max_position_embeddings": 16,
+        lambda: config_of(
+            "CLIP", text_config={**side, "vocab_size": VOCABULARY, "max_position_embeddings": 16,
                          "eos_token_id": VOCABULARY - 1},
             vision_config={**side, "image_size": 16, "patch_size": 8},
             projection_dim=8,
@@ -138,8 +138,9 @@ def wav2vec2() -> Workload:
         }
 
     return hugging_face(
-        lambda: transformers.Wav2Vec2Config(
-            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        lambda: config_of(
+            "Wav2Vec2", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2,
+            num_attention_heads=2,
             intermediate_size=32, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3),
             num_feat_extract_layers=2, num_conv_pos_embeddings=4,
             num_conv_pos_embedding_groups=2, hidden_dropout=0.0, attention_dropout=0.0,
@@ -163,8 +164,8 @@ def whisper() -> Workload:
         }
 
     return hugging_face(
-        lambda: transformers.WhisperConfig(
-            vocab_size=VOCABULARY, num_mel_bins=8, d_model=16, encoder_layers=1,
+        lambda: config_of(
+            "Whisper", vocab_size=VOCABULARY, num_mel_bins=8, d_model=16, encoder_layers=1,
             decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
             encoder_ffn_dim=32, decoder_ffn_dim=32, max_source_positions=10,
             max_target_positions=16, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
@@ -207,7 +208,7 @@ class DiffusionUNet(nn.Module):
         self.register_buffer("alphas", torch.linspace(0.99, 0.1, 20).cumprod(0))
 
     def forward(self, image: Tensor, time: Tensor, noise: Tensor) -> Tensor:
-        alpha = self.alphas[time][:, None, None, None]
+        alpha = self.get_buffer("alphas")[time][:, None, None, None]
         noisy = alpha.sqrt() * image + (1 - alpha).sqrt() * noise
         rates = torch.exp(-torch.arange(4, device=image.device, dtype=image.dtype))
         angles = time[:, None].to(image.dtype) * rates

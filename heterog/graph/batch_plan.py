@@ -13,8 +13,8 @@ from functools import lru_cache
 import numpy as np
 
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase, TensorKind
-from heterog.graph.placement import Placement, R, S
-from heterog.graph.sharding_rules import Special, propagate
+from heterog.graph.placement import L, P, Placement, R, S
+from heterog.graph.sharding_rules import RuleResult, Special, propagate
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES, MEAN, NO_REDUCTION
 
 
@@ -116,6 +116,9 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
             graph, index, _follows_batch(graph, specials)
         ):
             result = None
+        if result is not None and op.kind in _SUMS and {given[0], given[-1]} == {P, R}:
+            # A penalty on the weights, say, beside the loss of the samples.
+            result = RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
         if result is None:
             if any(place.kind != "R" for place in given):
                 unruled.append(index)
@@ -127,6 +130,47 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
         placements.extend(result.outputs)
         specials.append(result.special)
     return placements, needed, specials, unruled
+
+
+_SUMS = frozenset({"add.Tensor", "sub.Tensor"})
+"""Sums of a part that is spread over devices and one that all have: it enters once."""
+
+
+def ops_of_the_whole_batch(graph: OpGraph) -> list[int]:
+    """Ops that would compute something else if they saw one micro-batch at a time.
+
+    They need a tensor whole of which each device has some samples or a part of a sum, such as the
+    mean over the batch by which something is divided; or they make a gradient that every
+    micro-batch would make alike, so that it would count several times; or they step a buffer of
+    the model, as spectral norm does once a step (BatchNorm's statistics are local anyway). The
+    number of labels that count is known before the step and is no such tensor.
+    """
+    plan = batch_plan(graph)
+    found = []
+    for index, op in enumerate(graph.ops):
+        if op.phase == Phase.UPDATE:
+            if plan.placements[op.inputs[1]] == R and graph.producer[op.inputs[1]] >= 0:
+                found.append(int(graph.producer[op.inputs[1]]))
+            continue
+        steps_buffer = op.kind == "copy_.default" and not graph.is_constant[index]
+        if steps_buffer and L not in plan.needed[index]:
+            found.append(index)
+        for tensor, needed in zip(op.inputs, plan.needed[index], strict=True):
+            given = plan.placements[tensor]
+            if given.kind in "SP" and given != needed and not _counts_labels(graph, plan, tensor):
+                found.append(index)
+                break
+    return sorted(set(found))
+
+
+def _counts_labels(graph: OpGraph, plan: BatchPlan, tensor: int) -> bool:
+    """Whether a tensor is the weight of all labels, which is there before the first op runs."""
+    maker = int(graph.producer[tensor])
+    return (
+        maker >= 0
+        and plan.specials[maker] == Special.NLL_GLOBAL_WEIGHT
+        and tensor == graph.outputs(maker)[1]
+    )
 
 
 def _follows_batch(graph: OpGraph, specials: Sequence[str | None]) -> list[bool]:

@@ -18,6 +18,8 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -38,6 +40,7 @@ from heterog.graph.op_costs import (
     bytes_read_and_written,
     convolution_flops,
     elementwise_flops,
+    grouped_product_flops,
 )
 from heterog.graph.op_graph import (
     GraphOp,
@@ -174,15 +177,46 @@ def _clear_errors(workload: Workload, modules: "_OpenModules | None") -> Iterato
         if isinstance(error, _DATA_DEPENDENT):
             raise CaptureError(
                 f"workload '{workload.name}': {module} depends on tensor values at {where}. "
-                "A plan needs static shapes: avoid .item(), .tolist(), nonzero and `if` on "
-                "tensors there (torch.where instead), or choose eager attention or dense experts "
-                "in the model's config."
+                f"A plan needs static shapes: {_way_out(frame)}"
             ) from error
         message = str(error).strip().splitlines()
         raise CaptureError(
             f"workload '{workload.name}': the training step fails in {module} at {where}: "
             f"{type(error).__name__}: {message[0] if message else 'no message'}"
         ) from error
+
+
+_WAYS_OUT = (
+    (
+        "/torch_geometric/utils/loop.py",
+        "how many self loops a graph has is such a value. Add them to the data once "
+        "(torch_geometric.transforms.AddSelfLoops) and build the layer with "
+        "add_self_loops=False.",
+    ),
+    (
+        "/torch_geometric/",
+        "pass the number of nodes or graphs where it is counted otherwise (size, dim_size, "
+        "num_nodes), and drop nodes or edges from the data, not in the model.",
+    ),
+    (
+        "/transformers/",
+        "choose eager attention or dense experts in the model's config, and leave out what "
+        "masks or drops at random (SpecAugment, LayerDrop).",
+    ),
+)
+"""What to do instead, by the library whose line cannot be captured; first match."""
+
+
+def _way_out(frame: traceback.FrameSummary | None) -> str:
+    """Advice for code whose shapes depend on values."""
+    path = frame.filename.replace("\\", "/") if frame else ""
+    for folder, advice in _WAYS_OUT:
+        if folder in path:
+            return advice
+    return (
+        "avoid .item(), .tolist(), nonzero, masks as indices (x[mask]) and `if` on tensors there; "
+        "torch.where or a product with the mask usually does the same."
+    )
 
 
 def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
@@ -256,6 +290,13 @@ def _trace(
             )
         setup_stacktrace_preservation_hooks([loss.grad_fn])
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        for name, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise CaptureError(
+                    f"workload '{workload.name}': the gradient of '{name}' is sparse; leave out "
+                    "sparse=True where it is looked up. Modules need not be changed: their "
+                    "gradients are made dense."
+                )
         return loss.detach(), list(gradients), list(buffers.values())
 
     # oneDNN's fused RNN kernel cannot be replayed from a graph; the plain one can.
@@ -264,6 +305,8 @@ def _trace(
         mode,
         torch.backends.mkldnn.flags(enabled=False),
         fx_traceback.preserve_node_meta(),
+        _dense_gradients(model),
+        _grouped_products_of_any_dtype(),
         _OpenModules(model) as modules,
         _clear_errors(workload, modules),
     ):
@@ -277,6 +320,58 @@ def _trace(
         traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
     traced.graph.eliminate_dead_code()
     return traced
+
+
+@contextmanager
+def _dense_gradients(model: nn.Module) -> Iterator[None]:
+    """Embeddings make dense gradients inside: sums over devices need them, the update is equal.
+
+    A sparse gradient is a dense one whose other rows are zero; optimizers that accept both (SGD,
+    Adagrad) then change a weight in the same way.
+    """
+    sparse = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    ]
+    for module in sparse:
+        module.sparse = False
+    try:
+        yield
+    finally:
+        for module in sparse:
+            module.sparse = True
+
+
+@contextmanager
+def _grouped_products_of_any_dtype() -> Iterator[None]:
+    """Fake grouped matrix products take the dtypes that the CPU's kernel takes.
+
+    torch's own shape function knows the GPU's kernel only, and refuses all but bf16.
+    """
+    make: Callable[..., Tensor] = _create_grouped_mm_output_tensor
+
+    def product(
+        mode: FakeTensorMode,
+        func: object,
+        mat_a: Tensor,
+        mat_b: Tensor,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        with mode:
+            return make(mat_a, mat_b, offs, out_dtype)
+
+    op = torch.ops.aten._grouped_mm.default
+    before = op_implementations_dict.get(op)
+    op_implementations_dict[op] = product
+    try:
+        yield
+    finally:
+        del op_implementations_dict[op]
+        if before is not None:
+            op_implementations_dict[op] = before
 
 
 def _drop_unused_placeholders(module: fx.GraphModule) -> None:
@@ -396,8 +491,15 @@ class _Reader:
             for value, dim in zip(values, dims, strict=True)
             if dim is not None
         }
+        shapes = ", ".join(str(tuple(value.shape)) for value in values)
+        if not sizes:
+            raise CaptureError(
+                f"workload '{self.workload.name}': no tensor of the batch ({shapes}) has a batch "
+                "dimension, so there is nothing to share out. By default it is the first "
+                "dimension of the first tensor; where Workload.batch_dims says None for a tensor, "
+                "every device gets all of it. Leave one out of batch_dims, or give its dimension."
+            )
         if len(sizes) != 1:
-            shapes = ", ".join(str(tuple(value.shape)) for value in values)
             raise CaptureError(
                 f"workload '{self.workload.name}': the batch tensors ({shapes}) have "
                 f"{len(sizes)} different batch sizes; state them with Workload.batch_dims."
@@ -594,9 +696,9 @@ def _flops(node: fx.Node, call: OpCall) -> float:
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     counter = flop_registry.get(target.overloadpacket) or flop_registry.get(target)
-    convolution = convolution_flops(call)
-    if convolution is not None:
-        return convolution
+    for flops in (convolution_flops(call), grouped_product_flops(call)):
+        if flops is not None:
+            return flops
     if counter is None and call.kind in _ATTENTION_ARGS:
         return _attention_flops(call)
     if counter is None:
@@ -634,6 +736,11 @@ def optimizer_state_ratio(
     except TypeError as error:
         raise CaptureError(
             f"optimizer {optimizer.__name__} needs a closure, which a plan cannot run: {error}"
+        ) from error
+    except RuntimeError as error:
+        raise CaptureError(
+            f"optimizer {optimizer.__name__} cannot step a dense gradient of a matrix ({error}); "
+            "all gradients of a plan are dense. SGD, Adagrad and Adam can."
         ) from error
     state = sum(
         value.nbytes

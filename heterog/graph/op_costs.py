@@ -84,6 +84,29 @@ def convolution_flops(call: OpCall) -> float | None:
     return product * sum(bool(each) for each in wanted[:2])
 
 
+def grouped_product_flops(call: OpCall) -> float | None:
+    """FLOPs of products of rows with the matrix of their group; ``None`` for other ops.
+
+    2 m k n, where the groups share out m rows (or, for the gradient of the matrices, k).
+
+    >>> from heterog.graph.placement import TensorMeta, TensorRef
+    >>> rows, matrices = TensorMeta((6, 4), "float32"), TensorMeta((3, 4, 8), "float32")
+    >>> args = {"self": TensorRef(0), "mat2": TensorRef(1)}
+    >>> grouped_product_flops(
+    ...     OpCall(kind="_grouped_mm.default", args=args, inputs=(rows, matrices),
+    ...            outputs=(TensorMeta((6, 8), "float32"),))
+    ... ) == 2 * 6 * 4 * 8
+    True
+    """
+    if call.kind != "_grouped_mm.default":
+        return None
+    left, right = _input(call, "self").shape, _input(call, "mat2").shape
+    made = call.outputs[0].num_elements
+    if len(left) == len(right) == 2:
+        made //= call.outputs[0].shape[0]
+    return 2.0 * made * left[-1]
+
+
 def _input(call: OpCall, name: str) -> TensorMeta:
     reference = call.args[name]
     assert isinstance(reference, TensorRef)

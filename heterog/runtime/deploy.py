@@ -17,6 +17,7 @@ from heterog.graph.op_graph import TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
+from heterog.runtime.buffer_owners import buffer_owners
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets
 from heterog.runtime.placed import cut, join
@@ -217,7 +218,8 @@ class DeployedStep:
     def state_dict(self) -> dict[str, Tensor] | None:
         """All parameters and buffers on rank 0, ``None`` on the others.
 
-        A replicated parameter comes from its first replica, BatchNorm statistics from rank 0.
+        A replicated parameter comes from its first replica, BatchNorm statistics from the first
+        one with samples.
         """
         self.flush()
         graph = self.captured.graph
@@ -234,13 +236,10 @@ class DeployedStep:
             owner = self._owner(row)
             if owner == 0 or row in sliced:
                 continue
-            value = named[name].detach()
-            if self.rank == owner:
-                dist.send(value.contiguous(), 0)
-            elif self.rank == 0:
-                received = torch.empty_like(value)
-                dist.recv(received, owner)
-                state[name] = received
+            self._bring(state, name, named[name].detach(), owner)
+        for name, owner in buffer_owners(graph, self.plan.strategy).items():
+            if owner and name in state and name not in named:
+                self._bring(state, name, state[name], owner)
         for bucket in self.buckets:
             if bucket.stage == 3:
                 self._collect(bucket, state)
@@ -249,6 +248,14 @@ class DeployedStep:
         for name, twin in _tied_names(self._model).items():
             state[name] = state[twin]
         return state
+
+    def _bring(self, state: dict[str, Tensor], name: str, own: Tensor, owner: int) -> None:
+        """Bring the owner's copy of a tensor to rank 0."""
+        if self.rank == owner:
+            dist.send(own.contiguous(), 0)
+        elif self.rank == 0:
+            state[name] = torch.empty_like(own)
+            dist.recv(state[name], owner)
 
     def _collect(self, bucket: SlicedBucket, state: dict[str, Tensor]) -> None:
         """Bring the slices of a bucket together on rank 0."""
@@ -422,7 +429,16 @@ def _make_optimizer(workload: Workload, updated: list[nn.Parameter]) -> torch.op
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Names of the state dict that are other names of a parameter."""
+    """Names of the state dict that are other names of a parameter or buffer."""
     first: dict[int, str] = {id(value): name for name, value in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(value)] for name, value in every if first[id(value)] != name}
+    first |= {id(value): name for name, value in model.named_buffers()}
+    every = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    kept = model.state_dict().keys()
+    return {
+        name: first[id(value)]
+        for name, value in every
+        if first[id(value)] != name and name in kept
+    }

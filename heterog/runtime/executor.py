@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from heterog.errors import StrategyError
+from heterog.graph.batch_plan import ops_of_the_whole_batch
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.placement import Placement
@@ -328,7 +329,8 @@ class StepExecutor:
             layout=layout,
             begin=begin,
             num_units=count,
-            is_first=layout is None or layout.first(micro) == self.rank,
+            # The micro-batches of a step are summed up like its devices.
+            is_first=layout is None or (layout.first(micro) == self.rank and micro == 0),
             near=part.near(task),
             inputs=[
                 (tensor, needed, self._values.is_whole_needed(tensor, needed, layout))
@@ -350,11 +352,15 @@ class StepExecutor:
 
 
 def _check(part: RankProgram) -> None:
-    gathers = any(part.program.kind == TaskKind.GATHER_VALUE) or part.tables.batch_is_whole
-    if part.num_micro > 1 and gathers:
+    if part.num_micro == 1:
+        return
+    whole = ops_of_the_whole_batch(part.graph)
+    if whole:
+        op = part.graph.ops[whole[0]]
         raise StrategyError(
             f"{part.num_micro} micro-batches cannot be combined with ops that need the whole "
-            "batch (they would see a micro-batch only); plan without micro-batches."
+            f"batch (they would see a micro-batch only): {len(whole)}, the first is '{op.kind}' "
+            f"in module '{op.module or '(root)'}'; plan without micro-batches."
         )
 
 

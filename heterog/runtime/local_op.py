@@ -10,7 +10,7 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan
 from heterog.graph.capture import ATTENTION_ALIASES
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.placement import Arg, OpCall, TensorRef
+from heterog.graph.placement import Arg, OpCall, R, TensorRef
 from heterog.graph.sharding_rules import RuleResult, Special, local_args, local_shape
 from heterog.graph.sharding_rules.table import positions
 from heterog.runtime.attention import ATTENTION
@@ -95,8 +95,7 @@ class LocalOp:
             )
             return [inputs[0].reshape(shape)]
         if self.rule.special == Special.BIAS_ON_ONE_RANK and not is_first:
-            name = "bias" if "bias" in self.call.args else "self"
-            (summand,) = positions(self.call, name)
+            summand = self._summand()
             inputs = [*inputs[:summand], torch.zeros_like(inputs[summand]), *inputs[summand + 1 :]]
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
@@ -114,6 +113,13 @@ class LocalOp:
         if self.rule.special == Special.MEAN_TO_SUM:
             kept = [output * (samples / self.units) for output in kept]
         return kept
+
+    def _summand(self) -> int:
+        """The input that must enter a sum over devices once."""
+        if "other" in self.call.args:
+            return self.rule.inputs.index(R)  # of two that are added, the one that all have
+        (summand,) = positions(self.call, "bias" if "bias" in self.call.args else "self")
+        return summand
 
     def _template(self, samples: int) -> list[tuple[str, Any, bool]]:
         """Arguments in schema order for a number of samples, tensors still as references."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heterog.graph.batch_plan import batch_plan
+from heterog.graph.batch_plan import batch_plan, ops_of_the_whole_batch
 from heterog.graph.capture import capture
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
@@ -99,6 +99,56 @@ def test_an_op_over_the_whole_batch_costs_a_gather() -> None:
 
     graph = captured(Ranked, torch.zeros(8, 6), torch.zeros(8, 4))
     assert "cumsum.default" in conversions(graph)
+
+
+def penalised(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """The output carries the penalty on the weights in its first entry."""
+    scores, penalty = output
+    return functional.mse_loss(scores, target) + penalty
+
+
+class Penalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), 0.1 * self.linear.weight.square().sum()
+
+
+def test_a_penalty_on_the_weights_leaves_the_loss_and_its_gradients_sums() -> None:
+    graph = captured(Penalised, torch.zeros(8, 6), torch.zeros(8, 4), penalised)
+    plan = batch_plan(graph)
+    assert plan.placements[graph.loss].kind == "P"
+    assert {plan.placements[gradient].kind for _, _, gradient in graph.updates} == {"P"}
+    assert conversions(graph) == []
+    assert ops_of_the_whole_batch(graph) == []
+
+
+class Scaled(nn.Module):
+    """Divides by a mean over the batch, or by the power iteration of spectral norm."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        linear = nn.Linear(6, 4)
+        self.linear = nn.utils.parametrizations.spectral_norm(linear) if how == "norm" else linear
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.linear(x)
+        if self.how == "mean":
+            return out / x.square().mean(), out.new_zeros(())
+        return out, self.scale.square() if self.how == "gradient" else out.new_zeros(())
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("mean", "div.Tensor"), ("norm", "copy_.default"), ("gradient", "mul.Tensor")],
+)
+def test_ops_that_micro_batches_would_change_are_found(how: str, kind: str) -> None:
+    graph = captured(lambda: Scaled(how), torch.zeros(8, 6), torch.zeros(8, 4), penalised)
+    assert kind in {graph.ops[op].kind for op in ops_of_the_whole_batch(graph)}
 
 
 def test_batch_norm_statistics_stay_local_and_in_one_group() -> None:

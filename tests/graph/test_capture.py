@@ -1,5 +1,7 @@
 """Capture: structure, phases, modules, costs and errors on small models."""
 
+import re
+import traceback
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.errors import CaptureError
-from heterog.graph.capture import capture, capture_step, optimizer_state_ratio
+from heterog.graph.capture import _way_out, capture, capture_step, optimizer_state_ratio
 from heterog.graph.op_costs import VIEW_KINDS
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.workload import Workload
@@ -264,6 +266,75 @@ def test_code_that_depends_on_values_is_refused_with_module_line_and_advice() ->
     assert "\n" not in text
 
 
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/site-packages/torch_geometric/utils/loop.py", "AddSelfLoops"),
+        ("/site-packages/torch_geometric/nn/pool/glob.py", "num_nodes"),
+        ("/site-packages/transformers/models/bert/modeling_bert.py", "eager attention"),
+        ("/home/me/model.py", r"masks as indices \(x\[mask\]\)"),
+    ],
+)
+def test_advice_belongs_to_the_library_whose_line_it_is(path: str, text: str) -> None:
+    frame = traceback.FrameSummary(path, 1, "forward", line="x = x[mask]")
+    assert re.search(text, _way_out(frame))
+
+
+class Looked(nn.Module):
+    """Sums rows of a table that asks for sparse gradients."""
+
+    def __init__(self, *, in_module: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4, sparse=in_module)
+        self.bag = nn.EmbeddingBag(7, 4, mode="sum", sparse=in_module)
+        self.in_module = in_module
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.in_module:
+            out: Tensor = self.table(rows).sum(1) + self.bag(rows)
+            return out
+        return functional.embedding(rows, self.table.weight, sparse=True).sum(1)
+
+
+def test_sparse_embeddings_are_captured_with_dense_gradients_and_left_as_they_were() -> None:
+    model = Looked(in_module=True)
+    graph = capture(workload(model, torch.zeros(8, 3).long(), torch.zeros(8, 4)))
+    assert [graph.tensors[gradient].shape for _, _, gradient in graph.updates] == [(7, 4)] * 2
+    assert model.table.sparse
+    assert model.bag.sparse
+
+
+def test_a_sparse_gradient_that_no_module_asks_for_is_refused() -> None:
+    batch = (torch.zeros(8, 3).long(), torch.zeros(8, 4))
+    with pytest.raises(CaptureError, match=r"'table.weight' is sparse; leave out sparse=True"):
+        capture(workload(lambda: Looked(in_module=False), *batch))
+
+
+def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"SparseAdam cannot step a dense gradient.*Adagrad"):
+        optimizer_state_ratio(torch.optim.SparseAdam, {})
+
+
+class GroupedExperts(nn.Module):
+    """Each row is multiplied with the matrix of its group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.grouped_mm(x, self.weight, offs=torch.tensor([3, 8], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_are_captured_in_every_dtype_of_the_cpu(dtype: torch.dtype) -> None:
+    batch = (torch.zeros(8, 8, dtype=dtype)[:, :4], torch.zeros(8, 8, dtype=dtype))
+    graph = capture(workload(lambda: GroupedExperts().to(dtype), *batch))
+    products = [op for op in graph.ops if op.kind == "_grouped_mm.default"]
+    # Forward and gradient of the matrices: every row meets one matrix of 4 x 8.
+    assert [op.flops for op in products] == [2 * 8 * 4 * 8] * 2
+
+
 def test_a_failing_model_names_its_line() -> None:
     model = lambda: nn.Linear(5, 4)  # noqa: E731
     with pytest.raises(CaptureError, match=r"the training step fails in .* RuntimeError"):
@@ -286,6 +357,12 @@ def test_a_batch_without_one_size_is_refused() -> None:
     batch = (torch.zeros(8, 6), torch.zeros(8, 4))
     with pytest.raises(CaptureError, match=r"2 different batch sizes.*batch_dims"):
         capture(workload(lambda: nn.Linear(6, 4), *batch, batch_dims={1: 1}))
+
+
+def test_a_batch_of_which_nothing_can_be_shared_out_is_refused() -> None:
+    batch = (torch.zeros(8, 6), torch.zeros(8, 4))
+    with pytest.raises(CaptureError, match=r"no tensor of the batch .* has a batch dimension"):
+        capture(workload(lambda: nn.Linear(6, 4), *batch, batch_dims={0: None, 1: None}))
 
 
 def test_views_are_what_torch_calls_views() -> None:

@@ -460,6 +460,7 @@ def view_calls(make: Make) -> Iterator[Call]:
         yield kind, (x, make.real(5, 6, 4), make.real(5, 6, 4)), -1
         yield kind, (x, make.real(5, 12, 4)), 1
         yield kind, (x, make.real(5, 7, 4)), 1
+        yield kind, (make.real(0), x), 1
     yield "stack.default", (x, make.real(5, 6, 4)), 1
     yield "stack.default", (x, make.real(5, 6, 4)), -1
     for kind in ("split.Tensor", "unsafe_split.Tensor"):

@@ -231,6 +231,14 @@ class WeightedLabels(OwnLoss):
         return loss * scale + functional.cross_entropy(logits, labels.flatten(), reduction="sum")
 
 
+class Penalty(OwnLoss):
+    """A penalty on the weights beside the loss: it counts once, however the batch is cut."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        penalty = torch.stack([each.square().sum() for each in self.model.parameters()]).sum()
+        return functional.cross_entropy(self.model(tokens), labels.flatten()) + 0.01 * penalty
+
+
 def token_loss(output: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(output, labels.flatten())
 
@@ -253,6 +261,7 @@ OWN_LOSS: dict[str, Any] = {
     "contrastive": (Contrastive, None),
     "pseudo-labels": (PseudoLabels, None),
     "weighted labels": (WeightedLabels, None),
+    "penalty": (Penalty, None),
 }
 EVERY = MODELS | NORMALISED | GATHERED | OWN_LOSS
 IMAGES = ("residual", *NORMALISED)

@@ -27,9 +27,10 @@ class Special(StrEnum):
             ``reduction = 2`` (sum); output 1 is then the local total weight, a P. All-reduce it,
             and divide output 0 by the result: that is a P whose sum is the mean over all labels
             that are not ignored. The backward needs no change, only the all-reduced total weight.
-        BIAS_ON_ONE_RANK: the outputs are summed over devices, so the summand must enter once:
-            replace it by zeros on all devices but one. The summand is the argument ``bias``
-            (convolution, linear) or ``self`` (every other op).
+        BIAS_ON_ONE_RANK: the outputs are summed over devices and micro-batches, so the summand
+            must enter once: replace it by zeros on all devices but one, and in all micro-batches
+            but the first. The summand is the argument ``bias`` (convolution, linear), the input
+            that is R (``add``, ``sub``), or ``self`` (every other op).
         LOCAL_STATISTICS: BatchNorm over the local part, as data-parallel training does it. Run
             the op unchanged; the result is that of each part alone, not of the whole batch.
         AS_RESHAPE: a squeeze that would also drop the split dimension on a device whose part of

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from math import prod
 
-from heterog.graph.placement import OpCall, Placement, S
+from heterog.graph.placement import OpCall, Placement, R, S
 from heterog.graph.sharding_rules.table import (
     Axis,
     RuleResult,
@@ -112,7 +112,12 @@ def _pad(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Rul
 def _cat(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     count, rank = len(call.inputs), len(call.outputs[0].shape)
     along = dimension(call, "dim", rank)
-    axes = [Axis((d,) * count, (d,)) for d in range(rank) if d != along]
+    # A tensor of shape [0] joins anything (caches start with one) and has nothing to split.
+    axes = [
+        Axis(tuple(d if len(meta.shape) == rank else R for meta in call.inputs), (d,))
+        for d in range(rank)
+        if d != along
+    ]
     extra = _cat_of_splits(call, placements, axis_size, along)
     return choose(call, placements, axis_size, axes, [range(count)], extra=extra)
 

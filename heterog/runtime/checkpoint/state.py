@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from heterog.errors import StrategyError
-from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import TensorKind
+from heterog.runtime.buffer_owners import buffer_owners
 from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, dtype_name
 from heterog.runtime.checkpoint.slices import begun_here, name_and_shape
 from heterog.runtime.deploy import DeployedStep
@@ -119,21 +118,11 @@ def _in_slices(step: DeployedStep) -> set[str]:
 
 def _owners(step: DeployedStep) -> dict[str, int]:
     """Rank that saves each tensor of the model; rank 0 saves what is the same everywhere."""
-    graph = step.captured.graph
-    group = group_ops(graph).group
-    decisions = step.plan.strategy.decisions
-    # A replica without samples has no statistics.
-    sampled = [
-        [device for device, share in zip(each.devices, each.shares, strict=True) if share]
-        for each in decisions
-    ]
-    owners = {f"model.{name}": step._owner(row) for row, name in enumerate(_names(step))}
-    for op, node in enumerate(graph.ops):
-        # What depends on no sample (counters) is computed wherever there are any.
-        having = sampled[group[op]] if group[op] >= 0 else [min(map(min, sampled))]
-        for tensor in node.inputs:
-            if graph.tensors[tensor].kind == TensorKind.BUFFER:
-                owners.setdefault(f"model.{graph.tensors[tensor].name}", having[0])
+    owners = {
+        f"model.{name}": owner
+        for name, owner in buffer_owners(step.captured.graph, step.plan.strategy).items()
+    }
+    owners |= {f"model.{name}": step._owner(row) for row, name in enumerate(_names(step))}
     parts = {f"model.{name}" for name in _in_slices(step)}
     return {name: owners.get(name, 0) for name in _model_tensors(step) if name not in parts}
 
