@@ -105,6 +105,8 @@ class _Propagation:
             for op, rule in op_rules
             if not _is_done_everywhere(graph, op, rule)
         }
+        # Axes are told apart by their units alone: rules over 12 heads anywhere in the model share
+        # one axis, so that what one op leaves split by heads the next one takes as it is.
         units = [_axis_units(rule) for rule, _ in self.rules.values()]
         self.axes = tuple(dict.fromkeys([graph.batch_size, *units]))
         self.axis_of = {units: axis for axis, units in enumerate(self.axes)}
@@ -155,6 +157,7 @@ class _Propagation:
         )
 
     def _units(self, op: int) -> int:
+        """Units to divide an op's work by; ops that run everywhere are not divided."""
         return max(self.axes[self.op_axis[op]], 1)
 
     def _add(
@@ -213,7 +216,7 @@ class _Propagation:
             readers = list(self._readers(parameter))
             units = {self.rules[op][0].units if op in self.rules else None for op, _, _ in readers}
             if len(units) != 1 or None in units:
-                continue
+                continue  # a reader follows the batch and needs the whole, or two axes are wanted
             (size,) = units
             assert size is not None
             shape = self.graph.tensors[parameter].shape
@@ -225,6 +228,7 @@ class _Propagation:
                 if size * outer and shape[dim] % (size * outer) == 0
             ]
             for place in options:
+                # A slice whose gradient came out whole or as a sum could not be updated alone.
                 if self._all_need(parameter, place, size) and (
                     self._gradient(gradient, size) == place
                 ):

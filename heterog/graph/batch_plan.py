@@ -105,7 +105,7 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
             placements.append(R)
             specials.append(None)
             continue
-        if op.rule is not None:
+        if op.rule is not None:  # graphs made elsewhere say themselves how their ops split
             inputs, outputs = op.rule
             needed.append(inputs)
             placements.extend(outputs)
@@ -120,6 +120,7 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
             # A penalty on the weights, say, beside the loss of the samples.
             result = RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
         if result is None:
+            # Always right, never fast: every device gathers the inputs and does all of the op.
             if any(place.kind != "R" for place in given):
                 unruled.append(index)
             needed.append(tuple(R for _ in given))
@@ -218,6 +219,9 @@ def _split_at_birth(
         op = graph.ops[index]
         if op.num_outputs != 1 or op.phase == Phase.UPDATE:
             continue
+        # Where every device has the whole tensor and each reader takes only the rows of its own
+        # samples, the op can make just these rows. Tensors like that are noted in ``split``, ops
+        # that can do so in ``seeds``: only an expansion does not care how many rows it makes.
         if graph.is_constant[index] and not graph.is_view[index]:
             continue  # runs whole on every device: what it reads and makes is whole, too
         tensor = graph.outputs(index)[0]
@@ -238,7 +242,7 @@ def _split_at_birth(
         if place.kind != "S" or place.dim >= len(shape):
             continue
         if shape[place.dim] % graph.batch_size:
-            continue
+            continue  # of that size by chance, or split along something else
         split[tensor] = place
         if op.kind == "expand.default" and place.outer == 1:
             source = graph.tensors[op.inputs[0]].shape

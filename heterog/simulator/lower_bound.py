@@ -48,6 +48,7 @@ from heterog.strategy.strategy import ELEMENTWISE_OPTIMIZERS
 _ROUNDING = 1e-9
 # Shares are tried one by one up to twice this number, then in steps of this part of themselves.
 _FINEST_STEP = 1024
+# Parts of an op down to 1/2048: below that a launch is all that is left of any op.
 _HALVINGS = 12
 
 
@@ -189,6 +190,7 @@ def device_weights(whole: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArr
     Returns:
         w, of one device each; they add up to 1 over all devices.  # [num_types]
     """
+    # Of k equal ops one that takes k times as long is as good: a repeated layer is one row.
     rows, multiplicity = np.unique(whole, axis=0, return_counts=True)
     times = rows * multiplicity[:, None]
     times = times[times.max(axis=1) > 0.0]
@@ -231,7 +233,10 @@ def device_weights(whole: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArr
 
 
 def heaviest_path(graph: OpGraph, weight: FloatArray) -> float:
-    """The largest sum of weights along a chain of ops that read from one another."""
+    """The largest sum of weights along a chain of ops that read from one another.
+
+    Ops come in program order, makers before readers, so one pass is enough.
+    """
     done = np.zeros(len(graph.tensors))
     heaviest = 0.0
     for index, op in enumerate(graph.ops):

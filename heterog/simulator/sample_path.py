@@ -52,11 +52,13 @@ from heterog.simulator.lower_bound import (
     share_ranges,
 )
 
-_ROUNDING = 1e-9
-_FINEST_STEP = 256
+_ROUNDING = 1e-9  # as in ``lower_bound``
+_FINEST_STEP = 256  # as in ``lower_bound``; coarser, as each bound asks for all of them
+# Parts of an op that may be split along any axis: each range of 1 % is priced by its small end, so
+# the bound is lower by at most that, down to where a launch is all that is left.
 _PART_RATIO = 0.99
 _SMALLEST_PART = 2.0**-12
-_EVALUATIONS = 200
+_EVALUATIONS = 200  # of a search in as many dimensions as there are types of devices
 _HALVINGS = 24
 
 
@@ -119,6 +121,7 @@ def sample_path_s(
         return float(np.exp(point[0])), weights / float(counts @ weights)
 
     # Any point is a valid bound, so it does not matter whether this finds the very best one.
+    # It begins with a path that weighs a twentieth of the devices, whose weights are those of (a).
     begin = np.append(np.log(0.05), np.zeros(len(types) - 1))
     # scipy's stubs do not know all the options of this method.
     found = scipy.optimize.minimize(  # type: ignore[call-overload]

@@ -78,6 +78,7 @@ def assign_steps(theory: Theory) -> list[int]:
             step[number] = number
             continue
         made_by = [maker[read.value] for read in row.reads if read.value in maker]
+        # Cotangents that it reads: it cannot be visited before they are made.
         late = [m for m in made_by if graph.ops[rows[m].op].phase != Phase.FORWARD]
         bound = min((step[m] for m in late), default=last)
         saved = [
@@ -89,7 +90,7 @@ def assign_steps(theory: Theory) -> list[int]:
         if row.is_update:
             step[number] = bound
             continue
-        if not saved:
+        if not saved:  # it only sums up a gradient: its parameter says where it belongs
             saved = [updated[write] for write in row.writes if write in updated]
         step[number] = _twin(theory, row, saved, touching, bound)
     return step
@@ -168,6 +169,7 @@ def fold_in_order(
                 awaited=tuple(made_at.get(value, -1) > place for value in mine),
             )
         )
+        # What this row touched goes to the end, in its order: segments that are alike carry alike.
         carried = (
             *(value for value in carried if value not in mine),
             *(value for value, stay in zip(mine, stays, strict=True) if stay),

@@ -280,7 +280,12 @@ class Prices:
         return latency, per_byte * num_bytes * len(self.devices)
 
     def synchronise_s(self, num_bytes: int) -> float:
-        """Gradient of a replicated parameter, in buckets, as far as it is not hidden."""
+        """Gradient of a replicated parameter, in buckets, as far as it is not hidden.
+
+        Ring or hierarchical, whichever is better, whatever ``collectives`` says: that is about
+        conversions of values.
+        """
+        # A gradient that fills a tenth of a bucket pays a tenth of the bucket's latency.
         filled = min(num_bytes / DEFAULT_BUCKET_BYTES, 1.0)
         best = np.inf
         for kind in ("ring", "hierarchical"):
@@ -354,7 +359,7 @@ class Delivery:
     def __init__(self, conversions: Sequence[Sequence[float]]) -> None:
         self.conversions = price = [list(row) for row in conversions]
         forms = range(len(price))
-        for k in forms:
+        for k in forms:  # Floyd and Warshall's shortest paths
             for i in forms:
                 for j in forms:
                     price[i][j] = min(price[i][j], price[i][k] + price[k][j])
@@ -393,6 +398,7 @@ class Delivery:
                 grown = reached | 1 << form
                 if grown != reached:
                     cost[grown] = min(cost[grown], so_far + step[form])
+        # A set costs no more than any set that holds it: forms on the way are not asked for.
         for form in range(count):
             for forms in range(1 << count):
                 if not forms >> form & 1:

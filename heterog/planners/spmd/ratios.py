@@ -62,7 +62,8 @@ def best_ratios(work: Work, prices: Prices, triples: Sequence[int]) -> tuple[flo
 
     Args:
         work: of the program's theory.
-        prices: at the ratios so far; only its collectives are used.
+        prices: at any ratios; only its devices and its padded gather, which do not depend on
+            them, are used.
         triples: the program.
     """
     classes = device_classes(prices.evaluator, prices.devices)

@@ -18,7 +18,13 @@ Need = tuple[int, int]  # (position among the touched values, form)
 
 @dataclass(frozen=True, slots=True)
 class LocalTriple:
-    """A triple over positions of touched values instead of values."""
+    """A triple over positions of touched values instead of values.
+
+    Attributes:
+        needs: (position, form) of everything that it reads.
+        makes: (position, form) of its outputs.
+        units: axis along which its work is divided; 0 if every device does all of it.
+    """
 
     needs: tuple[Need, ...]
     makes: tuple[Need, ...]
@@ -50,7 +56,13 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What can still happen to a carried value."""
+    """What can still happen to a carried value.
+
+    Attributes:
+        value_class: number of its class, which prices its conversions.
+        wanted: forms (bit set) that later rows may need.
+        awaited: whether a later row makes it.
+    """
 
     value_class: int
     wanted: int
@@ -156,6 +168,8 @@ class Segments:
         mine = {value for visit in visits for value in visit.touched}
         carried = tuple(value for value in before if value in mine)
         inlets = tuple(place for place, value in enumerate(before) if value in mine)
+        # From here on values are places in the tuple of what is carried: layers whose values have
+        # other numbers, but the same places, get the same steps and so the same signature.
         kind_of = {value: -1 for value in carried}
         steps = []
         for visit in visits:

@@ -84,7 +84,12 @@ class Triple:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """An input of a row: a value, seen through views (view op, which of its outputs)."""
+    """An input of a row: a value, seen through views.
+
+    Attributes:
+        value: number of the value.
+        views: (view op, which of its outputs), from the value to the row.
+    """
 
     value: int
     views: tuple[tuple[int, int], ...]
@@ -343,7 +348,7 @@ class _Builder:
         return found
 
     def _triple(self, row: Row, rule: RuleResult, units: int, explicit: OpRule | None) -> Triple:
-        needs: dict[tuple[int, int], None] = {}
+        needs: dict[tuple[int, int], None] = {}  # an op may read one value twice
         for read, place in zip(row.reads, rule.inputs, strict=True):
             value = self.values[read.value]
             if value.role == Role.FREE or place.kind == "L":
