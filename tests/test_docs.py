@@ -277,6 +277,16 @@ def test_names_in_docstrings_exist() -> None:
     assert not wrong, sorted(wrong)
 
 
+def test_code_in_docstrings_has_double_backticks() -> None:
+    wrong = {
+        f"{path.relative_to(ROOT)}: `{span}`"
+        for path in CODE
+        for _, doc in docstrings(path)
+        for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", doc)
+    }
+    assert not wrong, sorted(wrong)
+
+
 def resolve(dotted: str) -> object:
     """The module, or what is in it, that a dotted name means."""
     parts = dotted.split(".")

@@ -17,7 +17,7 @@
         nic: {line_rate: 50 Gbit/s}
         testbed: {cpu_quota: 0.8}       # only for ranks that are throttled processes
 
-`nic` may be left out where there is one host, `intra` where each host has one device.
+``nic`` may be left out where there is one host, ``intra`` where each host has one device.
 """
 
 import os
@@ -74,7 +74,7 @@ def _shown(value: object) -> str:
 
 
 def _reading(parse: Callable[[Any], Any]) -> BeforeValidator:
-    """Lets pydantic report what `parse` says about a value, with the place of that value."""
+    """Lets pydantic report what ``parse`` says about a value, with the place of that value."""
 
     def read(value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -184,7 +184,7 @@ def _name_or_mapping(value: object) -> str:
 
 
 class DeviceSpec(_Spec):
-    """Some equal devices of a host; fields other than `type` and `count` override the type's."""
+    """Some equal devices of a host; most fields override the type's number of that name."""
 
     type: Annotated[
         Annotated[Name, Tag("name")] | Annotated[TypeSpec, Tag("mapping")],
@@ -202,7 +202,7 @@ class DeviceSpec(_Spec):
 
 
 class HostSpec(_Spec):
-    """One host, or with `count` several equal ones, named with 0, 1, ... behind the name."""
+    """One host, or with ``count`` several equal ones, named with 0, 1, ... behind the name."""
 
     name: Name
     count: Count | None = None
@@ -242,7 +242,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def load_cluster(source: str | Path) -> Cluster:
-    """Reads a preset by its name, or a file by its path; see `Cluster.load`."""
+    """Reads a preset by its name, or a file by its path; see ``Cluster.load``."""
     if isinstance(source, str) and source in preset_names():
         text = (_PRESETS / f"{source}.yaml").read_text(encoding="utf-8")
         return parse_cluster(text, Path(f"{source}.yaml"))
@@ -266,7 +266,7 @@ def parse_cluster(text: str, path: Path) -> Cluster:
 
     Args:
         text: YAML.
-        path: Where it was read; named in errors, and `calibration` is relative to its folder.
+        path: Where it was read; named in errors, and ``calibration`` is relative to its folder.
 
     Raises:
         InputFileError: Names file, line and field.
@@ -571,7 +571,7 @@ def _merged(peaks: Mapping[str, float], given: Mapping[_Dtype, float] | None) ->
 
 
 def _overridden(base: DeviceType, entry: DeviceSpec) -> DeviceType:
-    """The type with the entry's numbers; `base` itself where that changes nothing."""
+    """The type with the entry's numbers; ``base`` itself where that changes nothing."""
     given = {
         "peak_flops_per_s": _merged(base.peak_flops_per_s, entry.peak_flops),
         "memory_bandwidth_bytes_per_s": entry.memory_bandwidth,
@@ -586,7 +586,7 @@ def _overridden(base: DeviceType, entry: DeviceSpec) -> DeviceType:
 
 
 def _throttled(kind: DeviceType, quota: float) -> DeviceType:
-    """A core that runs only `quota` of the time: everything takes 1 / quota as long."""
+    """A core that runs only ``quota`` of the time: everything takes 1 / quota as long."""
     if quota == 1:
         return kind
     return replace(
@@ -599,7 +599,7 @@ def _throttled(kind: DeviceType, quota: float) -> DeviceType:
 
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
-    """Writes a cluster file; see `Cluster.save`."""
+    """Writes a cluster file; see ``Cluster.save``."""
     text = yaml.dump(
         _file_record(cluster, path), sort_keys=False, default_flow_style=None, width=99
     )

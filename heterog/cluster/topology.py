@@ -55,7 +55,7 @@ class DeviceType:
         peak_flops_per_s: Peak by dtype name; "float32" (without TF32) is always there, another
             dtype only where the hardware has it.
         memory_bandwidth_bytes_per_s: Peak of the data sheet.
-        memory_bytes: Whole size; what a job may use is `Device.usable_memory_bytes`.
+        memory_bytes: Whole size; what a job may use is ``Device.usable_memory_bytes``.
         source: Where the numbers come from.
         compute_efficiency: Share of the peak FLOP/s that a large kernel reaches.
         memory_efficiency: Share of the peak memory bandwidth that a large kernel reaches.
@@ -120,7 +120,7 @@ class Device:
     Attributes:
         name: Unique in the cluster, for example "A:0".
         type: Its kind.
-        host_index: Position of its host in `Cluster.hosts`.
+        host_index: Position of its host in ``Cluster.hosts``.
         usable_memory_bytes: Memory size less what contexts and communication buffers take.
     """
 
@@ -147,7 +147,7 @@ class Host:
 
     Attributes:
         name: Unique in the cluster.
-        nic_line_rate_bytes_per_s: Line rate per direction; `Cluster.efficiency` of it is usable.
+        nic_line_rate_bytes_per_s: Line rate per direction; ``Cluster.efficiency`` of it is usable.
         nic_latency_s: Time of an empty transfer to another host.
         intra: The link between the devices of this host.
         cpu_quota: Share of one core that each rank gets on a testbed; None where unlimited.
@@ -192,8 +192,8 @@ class Cluster:
         efficiency: Usable share of every NIC's line rate.
         calibration: Path of the measured cost tables, if any.
         device_types: The distinct types by value, in order of first appearance.
-        type_index: Position in `device_types`, per device.
-        host_of: Position in `hosts`, per device.
+        type_index: Position in ``device_types``, per device.
+        host_of: Position in ``hosts``, per device.
         resources: Everything that a transfer can occupy.
 
     >>> cluster = Cluster.load("paper_8gpu")
@@ -272,7 +272,7 @@ class Cluster:
         return self.hosts[host_index].nic_line_rate_bytes_per_s * self.efficiency
 
     def route(self, src: int, dst: int) -> tuple[int, ...]:
-        """Indices of the resources that a transfer from device `src` to device `dst` uses.
+        """Indices of the resources that a transfer from device ``src`` to device ``dst`` uses.
 
         Empty for a device and itself. Devices of one host never use the NIC.
         """
@@ -305,7 +305,7 @@ class Cluster:
         return self._fingerprint
 
     def describe_difference(self, other: "Cluster") -> str | None:
-        """The first host or device that differs from `other`, or None if there is none.
+        """The first host or device that differs from ``other``, or None if there is none.
 
         None exactly where the fingerprints are equal.
         """
@@ -333,7 +333,7 @@ class Cluster:
         return load_cluster(source)
 
     def save(self, path: str | Path) -> None:
-        """Writes a YAML file from which `load` makes an equal cluster.
+        """Writes a YAML file from which ``load`` makes an equal cluster.
 
         Raises:
             InputFileError: The file cannot be written.
@@ -364,7 +364,7 @@ class Cluster:
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "Cluster":
-        """The inverse of `to_dict`.
+        """The inverse of ``to_dict``.
 
         Raises:
             ClusterError: A field is missing, unknown or makes no sense.

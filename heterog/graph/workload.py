@@ -29,7 +29,7 @@ class Workload:
         model: a module, or a function without arguments that makes one. Prefer the function:
             capture then never allocates a weight.
         example_batch: a tuple or dict of tensors, or a function without arguments that makes it.
-            Only shapes and dtypes matter.
+            A plan depends on shapes and dtypes only; ``heterog run`` trains on the values.
         loss: ``loss(output, target) -> scalar``; a mean over the batch or a sum.
         optimizer: the ``torch.optim`` class that updates the parameters.
         optimizer_options: its keyword arguments.

@@ -57,8 +57,9 @@ class Ingredients:
         solve_ratios: ratios by linear program; otherwise even shares.
         sufficient_factors: gradients of replicated weights may be computed whole on every device
             from gathered factors.
-        collectives: algorithms that the search may price a conversion by; only padded gathers and
-            ring all-reduces are what a program runs today.
+        collectives: algorithms that the search may price a conversion by, one search for each
+            set. A program runs all-reduces (by hosts where several devices of a host take part)
+            and gathers; the other algorithms are the paper's.
         exposed: parts of the synchronisation that are counted, one search each; the paper's is 1.
         width: states kept by the beam.
         num_programs: programs kept of each search.

@@ -105,7 +105,8 @@ class Candidate:
 
     Attributes:
         strategy: the decisions.
-        orders: the orders that the method allows; the best of them counts.
+        orders: that the method allows. Of a baseline the best of them counts; a search's
+            candidates are judged in all orders of its task.
     """
 
     strategy: Strategy

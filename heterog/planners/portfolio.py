@@ -1,9 +1,10 @@
 """Runs methods side by side on one graph and cluster; ``auto`` is the portfolio of all of them.
 
-Every method is judged in the same way: the referee re-scores each of its candidates in each order
-that the method allows, and the best counts. Methods that search start from the strategies of the
-baselines, so none of them is worse than a baseline by its own measure, and ``auto``, which also
-looks at the baselines' rows, is never worse by the referee's.
+Every method is judged in the same way: the referee re-scores each of its candidates, a baseline's
+in the orders of its definition, a search's in all orders that are allowed, and the best counts.
+Searches are given the strategies that earlier methods found, to start from (``local_search``
+does). ``auto`` looks at all rows, the baselines' too, so it is never worse than any of them by the
+referee.
 """
 
 import math

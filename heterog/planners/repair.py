@@ -249,7 +249,7 @@ class _Repair:
     def _saved_per_sample(self) -> FloatArray:
         """Bytes that each group lets go per sample if it recomputes.  # [num_groups]
 
-        What it makes again and nobody else reads.
+        That is what the group makes again and no other group reads.
         """
         tables = self.evaluator.tables
         saved = np.zeros(tables.num_groups)

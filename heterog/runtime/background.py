@@ -182,7 +182,7 @@ class LowPriorityThread(threading.Thread):
     Args:
         trainer: the job.
         device: the rank's.
-        governor: told about the rank's steps by the rank.
+        governor: the rank tells it how long each of its steps took.
     """
 
     def __init__(self, trainer: Trainer, device: torch.device, governor: Governor) -> None:

@@ -2,8 +2,8 @@
 
 Ranks issue communication in the plan's order, so they cannot deadlock. What gloo gets wrong is
 avoided: waiting twice on a point-to-point work hangs, blocking sends rendezvous, list collectives
-with uneven shapes fail (uneven slices travel by all-to-all), and coalescing silently drops later
-work.
+with uneven shapes fail (uneven slices travel as sends and receives), and coalescing silently drops
+later work.
 """
 
 import queue
@@ -25,7 +25,7 @@ class Pending:
     Args:
         work: the communication, ``None`` if there is nothing to wait for.
         finish: makes the tensor once the communication is done.
-        waited: hears of the wait: when it began and when it was over.
+        waited: called after the wait with its begin and its end, seconds of the process's clock.
     """
 
     __slots__ = ("_finish", "_value", "_waited", "_work")
@@ -165,7 +165,7 @@ class Communicator:
         device_sets: every set of devices that communicates; the same on all ranks.
 
     Attributes:
-        recorder: hears of every wait; ``None`` where nobody asks.
+        recorder: notified of every wait, if set.
     """
 
     def __init__(self, rank: int, device_sets: Iterable[tuple[int, ...]]) -> None:
@@ -378,14 +378,14 @@ class Communicator:
         return Pending(work, finish, self.recorder.waiting() if self.recorder else None)
 
     def hold(self, pending: Pending) -> None:
-        """Keep what is on its way and nobody here reads until ``flush``.
+        """Keep a receive that no task of this rank reads, until ``flush``.
 
         gloo's connection hangs if the memory of a receive that is under way is let go.
         """
         self._unread.append(pending)
 
     def flush(self) -> None:
-        """Wait for everything that was sent, and for what nobody reads."""
+        """Wait for everything that was sent, and for receives that no task reads."""
         for pending in self._unread:
             pending.wait()
         self._unread.clear()

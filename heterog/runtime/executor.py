@@ -141,7 +141,7 @@ class StepExecutor:
 
     @property
     def recorder(self) -> Recorder | None:
-        """Told about every task of the next steps; ``None`` where nobody asks."""
+        """Notified of every task of the next steps, if set."""
         return self._updates.recorder
 
     @recorder.setter

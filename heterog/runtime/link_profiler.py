@@ -46,7 +46,7 @@ def profile_links(
         payloads: bytes of each transfer.
         num_done: leave out that many at the beginning; the same on all ranks.
         quota: share of a core that this process may use.
-        tell: hears about progress.
+        tell: called with progress in words.
     """
     num_ranks = dist.get_world_size()
     communicator = Communicator(dist.get_rank(), _device_sets(num_ranks))

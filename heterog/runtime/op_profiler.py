@@ -2,7 +2,7 @@
 
 Ops are measured inside a real training step, not alone in a loop: caches hold what they will hold.
 The step is the executor's own, of a device with a part of the batch in data parallelism, with a
-communicator that talks to nobody.
+communicator that sends nothing.
 """
 
 import math
@@ -47,7 +47,7 @@ class LoopbackCommunicator(Communicator):
         super().__init__(0, ())
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        """Nobody hears."""
+        """Nothing is sent."""
 
     def receive(self, like: Tensor, src: int, tag: int) -> Pending:
         """Whatever ``like`` holds."""
@@ -96,7 +96,7 @@ class _Clock:
         """The optimizer ends."""
 
     def waiting(self) -> None:
-        """Nobody waits: the communicator talks to nobody."""
+        """Nothing is waited for: the communicator sends nothing."""
 
     def seconds(self) -> dict[int, list[float]]:
         """Seconds of every call by task."""
@@ -320,7 +320,7 @@ def _step_row(
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:
-    """Mean without the highest tenth: interrupts belong to nobody."""
+    """Mean without the highest tenth, which interrupts have made longer."""
     kept = sorted(values)[: math.ceil(0.9 * len(values))]
     return sum(kept) / len(kept)
 

@@ -56,7 +56,7 @@ class Updates:
         slices: that this rank owns.
 
     Attributes:
-        recorder: told about every call of the optimizer.
+        recorder: notified of every call of the optimizer, if set.
         norm: of the gradients of the step that was clipped last.
     """
 

@@ -72,7 +72,7 @@ class Journal:
         of: whose measurements these are.
 
     Raises:
-        InputFileError: the file is somebody else's journal.
+        InputFileError: the file is no journal, or one of other measurements.
     """
 
     def __init__(self, path: Path, of: str) -> None:
@@ -118,7 +118,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def remove_journal(folder: Path) -> None:
-    """Remove a folder of journals; whatever else somebody put there stays."""
+    """Remove the journals of a folder, and the folder if nothing else is in it."""
     for path in [*folder.glob("rank*.jsonl"), folder / _CLUSTER_FILE, folder / _RESULT_FILE]:
         path.unlink(missing_ok=True)
     with suppress(OSError):
@@ -148,13 +148,13 @@ def profile_local(
         batch_size: of the workloads; their own by default.
         quota: share of a core that this process may use.
         of: whose measurements the journal holds; by default those of the device type.
-        tell: hears about progress.
+        tell: called with progress in words.
 
     Returns:
         The rows of these models.
 
     Raises:
-        InputFileError: the journal is somebody else's.
+        InputFileError: the journal is of other measurements.
     """
     done = Journal(journal, of or f"a {device_type}, torch {torch.__version__}")
     distinct = list(dict.fromkeys(sources))
@@ -243,7 +243,7 @@ def profile_here(
         journal: folder of what is done.
         device_type: what cluster files call this device.
         batch_size: of the workloads; their own by default.
-        tell: hears about progress.
+        tell: called with progress in words.
 
     Raises:
         HeterogError: the type is a GPU's, and there is none.
@@ -282,7 +282,7 @@ def profile_cluster(
         batch_size: of the workloads; their own by default.
         timeout_s: of the whole job.
         testbed: build the testbed; otherwise plain processes on this machine.
-        tell: hears what rank 0 does.
+        tell: called with what rank 0 does, in words.
     """
     arguments = ["-m", "heterog.runtime.profiler", *sources, "--journal", str(journal.resolve())]
     arguments += ["--timeout", str(timeout_s)]
@@ -327,7 +327,7 @@ def profile_as_rank(
         batch_size: of the workloads; their own by default.
         timeout_s: after which a rank gives up on the others.
         throttled: ranks have the CPU quotas of the cluster's testbed.
-        tell: hears about progress.
+        tell: called with progress in words.
 
     Raises:
         HeterogError: there is not one rank per device.

@@ -1,4 +1,4 @@
-"""Who wants to hear what a rank does, and one who writes down when."""
+"""What a rank reports about its tasks while it runs them, and a recorder of their times."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from heterog.strategy.program import FloatArray
 
 
 class Recorder(Protocol):
-    """Hears when a rank begins and ends its tasks."""
+    """Is notified when a rank begins and ends its tasks."""
 
     def begin_task(self, task: int) -> None:
         """A task of the program is about to run."""
@@ -27,13 +27,13 @@ class Recorder(Protocol):
         """It has stepped them."""
 
     def waiting(self) -> Callable[[float, float], None] | None:
-        """What is to be told when somebody has waited for the communication issued now."""
+        """What to call, with begin and end, after a wait for the communication issued now."""
 
 
 class TaskTimes:
     """Writes down when this rank ran each task of one step.
 
-    Seconds are those of ``time.perf_counter`` after ``begin``. What a task waited for at its
+    Seconds are those of ``time.perf_counter`` since this was made. What a task waited for at its
     beginning belongs to the communication it waited for. Communication ends when a reader has
     waited for it, at the latest.
 

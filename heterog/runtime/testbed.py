@@ -1,8 +1,8 @@
 """A testbed: a small heterogeneous cluster of real processes on one Linux machine.
 
-Each host of a cluster file becomes a network namespace, each of its devices a rank: a process
-that may use `cpu_quota` of one core (cgroup) and whose traffic leaves and enters at the effective
-rate of the host's NIC (`tc tbf` on both ends of a veth pair). All hosts meet on a bridge in a
+Each host of a cluster file becomes a network namespace, each of its devices a rank: a process that
+may use ``cpu_quota`` of one core (cgroup) and whose traffic leaves and enters at the effective
+rate of the host's NIC (``tc tbf`` on both ends of a veth pair). All hosts meet on a bridge in a
 namespace of its own, so that nothing is added to the machine's own network.
 
     with Testbed(load_testbed("skew_both")) as testbed:
@@ -137,11 +137,11 @@ class Testbed:
     """A cluster of throttled processes, there while the context is open.
 
     Transfers between ranks of one host go over its loopback, unshaped. Delays of the network are
-    those of the machine, unless the file gives a NIC more than 1 ms and the kernel has `netem`:
+    those of the machine, unless the file gives a NIC more than 1 ms and the kernel has ``netem``:
     then a packet waits half of the sender's and half of the receiver's latency.
 
-    A host without `cpu_quota` leaves its ranks unthrottled. Each rank is pinned to one core, such
-    that the most loaded core has as little to do as possible.
+    A host without ``cpu_quota`` leaves its ranks unthrottled. Each rank is pinned to one core,
+    such that the most loaded core has as little to do as possible.
 
     Attributes:
         cluster: What is built.
@@ -202,9 +202,9 @@ class Testbed:
         self._close()
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """The command line that runs `argv` as this rank: in its namespace, cgroup and core.
+        """The command line that runs ``argv`` as this rank: in its namespace, cgroup and core.
 
-        The process keeps its id through all of it, so signals sent to it reach `argv`.
+        The process keeps its id through all of it, so signals sent to it reach ``argv``.
 
         Raises:
             TestbedError: There is no such rank, or the testbed is not open.
@@ -341,7 +341,7 @@ class CpuController:
             (self.root / name / "cpu.shares").write_text(str(_LARGEST_SHARES))
 
     def make_rank_group(self, folder: Path, quota: float | None) -> None:
-        """Makes a group that may use the share `quota` of one core; None is not limited."""
+        """Makes a group that may use the share ``quota`` of one core; None is not limited."""
         folder.mkdir()
         if quota is None:
             return
@@ -452,7 +452,7 @@ def _shape(namespace: str, interface: str, rate_bytes_per_s: float, delay_s: flo
 
 
 def _emulates_delay(cluster: Cluster, namespace: str) -> bool:
-    """Whether `netem` can and must delay packets; warns where it must and cannot."""
+    """Whether ``netem`` can and must delay packets; warns where it must and cannot."""
     slowest = max(cluster.hosts, key=lambda host: host.nic_latency_s)
     if slowest.nic_latency_s <= _LEAST_NETEM_DELAY_S:
         return False

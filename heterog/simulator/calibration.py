@@ -320,8 +320,8 @@ class Calibration:
         name: shown with every prediction.
         types: by device type name.
         links: of the cluster that was measured.
-        held_out_error: mean absolute relative error on ops that were left out of a first fit, by
-            device type: of an op on average, and of all their seconds together.
+        held_out_error: by device type, errors on what a first fit has not seen: of ops, and of
+            whole models; see the function ``held_out_error``.
     """
 
     name: str
@@ -518,9 +518,14 @@ def fit_type(rows: Sequence[OpMeasurement]) -> TypeFit:
 def held_out_error(rows: Sequence[OpMeasurement], *, folds: int = 5) -> tuple[float, float]:
     """(error of ops, error of whole models) on measurements that the fit has not seen.
 
-    Both are relative: sum of |predicted - measured| over sum of measured seconds. For the first,
-    a fold leaves out a fifth of the ops, by signature, in turn; for the second each model is left
-    out whole, and only the sum over its ops at a share counts. NaN where there is only one.
+    For the first, each fold leaves out a part of the ops, by signature, and the error is the sum
+    of |predicted - measured| over the sum of measured seconds. For the second each model is left
+    out whole, and the error is the mean, over models and shares, of that of the sum over a model's
+    ops. NaN where there is only one op or model.
+
+    Args:
+        rows: measurements of one device type.
+        folds: parts that the ops are divided into.
     """
     rows = [row for row in rows if row.kind != _COPY]
     pairs = [

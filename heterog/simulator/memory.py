@@ -4,8 +4,8 @@ A buffer is alive from the start of the task that makes it to the end of its las
 issues communication and lets go of it between two ops only, so what arrives or has left while an
 op runs is there for as long as this op. What stays for the whole step (parameters, optimizer
 state, batch, room for the largest weight that a kernel reorders) comes from
-``strategy.lowering.resident_bytes``. Other workspaces, fragmentation and the device's context are
-not modelled; a cluster's ``reserved_memory`` stands for them.
+``strategy.lowering.resident_bytes``. Small workspaces and the rounding of allocators are covered
+by the evaluator's ``MEMORY_MARGIN``, the device's context by a cluster's ``reserved_memory``.
 """
 
 import numpy as np

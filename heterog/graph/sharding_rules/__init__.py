@@ -1,7 +1,7 @@
 """What each ATen op does to placements: the sharding rules along one mesh axis.
 
-`propagate` answers for the placements at hand, `legal_rules` lists all ways to run an op, and
-`local_args` rewrites the sizes among an op's arguments for one device. The table `RULES` is
+``propagate`` answers for the placements at hand, ``legal_rules`` lists all ways to run an op, and
+``local_args`` rewrites the sizes among an op's arguments for one device. The table ``RULES`` is
 filled by one module per family of ops; the rules know shapes and arguments only, and no torch.
 """
 

@@ -1,7 +1,7 @@
 """Losses: a sum or mean over the batch becomes a partial sum.
 
 The divisors that autograd bakes into backward nodes are global already; only ops that count
-their own elements need a `Special`.
+their own elements need a ``Special``.
 """
 
 from heterog.graph.placement import OpCall, P, Placement, R

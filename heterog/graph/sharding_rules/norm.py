@@ -1,7 +1,7 @@
 """Normalisation layers: what they normalise over cannot be split, all else can.
 
-BatchNorm is the exception: a split batch is normalised part by part (`Special.LOCAL_STATISTICS`),
-and the statistics are L.
+BatchNorm is the exception: a split batch is normalised part by part
+(``Special.LOCAL_STATISTICS``), and the statistics are L.
 """
 
 from heterog.graph.placement import L, OpCall, P, Placement, R

@@ -4,7 +4,7 @@ A rule names the *axes* of its op: the indices that may be split, and where each
 input and output. ``mm`` (``[m, k] x [k, n]``) has three: ``m`` is dimension 0 of the first input
 and of the output, ``n`` dimension 1 of the second and of the output, ``k`` is summed away, so
 splitting it leaves a partial sum. Which axis is used follows from the placements at hand:
-`choose` takes the one that needs the fewest elements moved.
+``choose`` takes the one that needs the fewest elements moved.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -73,7 +73,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*kinds: str) -> Callable[[Rule], Rule]:
-    """Enter the decorated function in `RULES` under every one of ``kinds``."""
+    """Enter the decorated function in ``RULES`` under every one of ``kinds``."""
 
     def enter(function: Rule) -> Rule:
         for kind in kinds:
@@ -95,7 +95,7 @@ class Axis:
     Attributes:
         inputs: per tensor input, the dimension that carries the index, or R (or L).
         outputs: per output likewise; P where the index was summed away.
-        special: see `Special`.
+        special: see ``Special``.
         units: a count that must be cut evenly as well, such as the groups of a convolution.
     """
 
@@ -113,7 +113,7 @@ def axis(
     /,
     **inputs: Entry,
 ) -> Axis:
-    """An `Axis` with inputs by argument name; those not named, or absent from the call, are R.
+    """An ``Axis`` with inputs by argument name; those not named, or absent from the call, are R.
 
     ``outputs`` may list one entry for each output the op can have: those masked out by the
     call's ``output_mask`` are dropped.
