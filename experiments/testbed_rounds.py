@@ -22,7 +22,7 @@ def seconds_in_turn(
     Args:
         contenders: what to call, by name; the same names in the same order on all ranks.
         num_rounds: after one to warm up.
-        every: contenders that take part in every so manyth round only.
+        every: contenders that are slow, and in how many rounds they take part once.
     """
     names = list(contenders)
     seconds: dict[str, list[float]] = {name: [] for name in names}

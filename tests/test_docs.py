@@ -34,11 +34,16 @@ from heterog.envs.registration import ONE_SHOT, STEP_BY_STEP, register_envs
 from heterog.envs.reward import BOUND
 from heterog.envs.spaces import Padding, pair_space
 from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
+from heterog.explain.explanation import SUFFICES
+from heterog.export import TARGETS
 from heterog.graph.sharding_rules.table import RULES
 from heterog.planners.planner import planners
 from heterog.planners.portfolio import EQUALLY_GOOD, NUM_DRAWS
+from heterog.runtime.launch import ALONE_STEPS
+from heterog.runtime.profiler import SHARES
 from heterog.runtime.testbed import shipped_testbeds
 from heterog.simulator.evaluator import MEMORY_MARGIN, UNROLLED_STEPS
+from heterog.simulator.noise import SPREAD
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 from heterog.units import GIB, MIB
 from heterog.zoo import names as zoo_names
@@ -138,7 +143,7 @@ def known_values() -> dict[str, set[str]]:
         "--method": methods, "--methods": methods, "--models": set(zoo_names()),
         "--background": set(zoo_names()), "--policy": set(shipped_policies()),
         "--algorithm": {str(each) for each in Algorithm}, "--encoder": set(ENCODERS),
-        "--to": {"ddp", "torchrun", "slurm", "kubernetes", "deepspeed", "TARGET"},
+        "--to": set(TARGETS),
     }  # fmt: skip
 
 
@@ -427,6 +432,14 @@ NUMBERS: list[tuple[str, str, object]] = [
     ("docs/guide.md", r"reserved_memory: ([\d.]+) GiB", default("reserved_memory") / GIB),
     ("docs/guide.md", r"the same (\d+) draws", NUM_DRAWS),
     ("docs/planners.md", r"under noise is taken \((\d+) draws", NUM_DRAWS),
+    ("docs/guide.md", r"slower by about (\d+) %", round(100 * SPREAD)),
+    ("docs/planners.md", r"(\d+) % on every device and link", round(100 * SPREAD)),
+    ("README.md", r"device and link may be (\d+) % off", round(100 * SPREAD)),
+    ("README.md", r"is within (\d+) %, that is what is rec", round(100 * SUFFICES)),
+    ("docs/guide.md", r"is within (\d+) %, that is the rec", round(100 * SUFFICES)),
+    ("docs/guide.md", r"first (three) measured steps run alone", {3: "three"}[ALONE_STEPS]),
+    ("docs/planners.md", r"first (three) measured steps run alone", {3: "three"}[ALONE_STEPS]),
+    ("CHANGELOG.md", r"(ten) cluster presets", {10: "ten"}[len(preset_names())]),
     ("docs/planners.md", r"within (half) a percent", {0.005: "half"}[EQUALLY_GOOD]),
     ("docs/planners.md", r"even shares, (\d+) MiB buckets", DEFAULT_BUCKET_BYTES // MIB),
     ("docs/planners.md", r"one pass, at most (\d+) draws", NUM_SAMPLES),
@@ -490,6 +503,21 @@ def test_the_methods_of_the_page_are_those_of_the_registry() -> None:
     ]
     described = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
     assert sorted(described) == sorted(planner.name for planner in planners())
+
+
+def test_the_guide_lists_targets_testbeds_and_shares() -> None:
+    guide = flat("docs/guide.md")
+    for target in TARGETS:
+        assert f"| `{target}` |" in guide
+    named = (
+        ", ".join(f"`{name}`" for name in ("skew_compute", "skew_network")) + " and `skew_both`"
+    )
+    assert f"{named} come with the package" in guide
+    assert set(shipped_testbeds()) == {"skew_compute", "skew_network", "skew_both"}
+    words = {1.0: "whole", 0.5: "half", 0.25: "quarter", 0.125: "eighth", 0.0625: "sixteenth"}
+    said = re.search(r"every op inside them, at (.*?) of it", guide)
+    assert said
+    assert re.findall("|".join(words.values()), said[1]) == [words[share] for share in SHARES]
 
 
 @pytest.mark.parametrize("env", [StrategyOneShotEnv, StrategyEnv])

@@ -23,6 +23,7 @@ import heterog.planners.two_segment
 # isort: split
 # Registered last: it starts from what all others have found.
 import heterog.planners.local_search  # noqa: F401
+from heterog.errors import StrategyError
 from heterog.planners.planner import (
     Budget,
     Candidate,
@@ -203,9 +204,15 @@ def with_noise(evaluator: Evaluator, rows: Sequence[MethodRow]) -> list[MethodRo
 
 
 def best_row(rows: Sequence[MethodRow]) -> MethodRow:
-    """The winner: the shortest step of those that fit; the nearest to fitting if none does."""
+    """The winner: the shortest step of those that fit; the nearest to fitting if none does.
+
+    Raises:
+        StrategyError: no method has a strategy at all; says why of each.
+    """
     applicable = [row for row in rows if row.candidate is not None]
-    assert applicable, "every set of methods holds one that applies"
+    if not applicable:
+        reasons = "; ".join(f"{row.method}: {row.shortage or 'no reason given'}" for row in rows)
+        raise StrategyError(f"no method applies here ({reasons}); ask another one, or auto.")
     return min(applicable, key=lambda row: (row.overflow_bytes, row.step_time_s or 0.0))
 
 

@@ -11,7 +11,13 @@ from torch import nn
 from torch.nn import functional
 
 from heterog.cluster import Cluster
-from heterog.errors import BudgetError, ConformanceError, HeterogError, UnknownNameError
+from heterog.errors import (
+    BudgetError,
+    ConformanceError,
+    HeterogError,
+    StrategyError,
+    UnknownNameError,
+)
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
@@ -133,6 +139,18 @@ def test_a_method_that_breaks_the_contract_is_told_how(wrong: str, text: str) ->
     values = {"name": "a,b", "stage": "later"}
     with pytest.raises(ConformanceError, match=text):
         check_planner(Broken(**{wrong: values.get(wrong, True)}), evaluator())
+
+
+def test_methods_that_do_not_apply_say_why() -> None:
+    """Nothing to choose from is the asker's to mend, not a failed assertion."""
+    planner.register(Broken(empty=True))
+    try:
+        with pytest.raises(
+            StrategyError, match=r"no method applies here \(broken: no reason given"
+        ):
+            best_row(run_methods(evaluator(), ["broken"], budget=Budget(evaluations=5)))
+    finally:
+        del planner._REGISTRY["broken"]
 
 
 def test_a_method_from_a_file(tmp_path: Path) -> None:
