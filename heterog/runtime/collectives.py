@@ -55,7 +55,7 @@ class Pending:
         return self._value
 
 
-class _Sending:
+class Sending:
     """Sends to one rank: holds each tensor until it has been sent.
 
     gloo tells that a send is done only to who waits for it: a thread does, so that what was sent
@@ -141,7 +141,7 @@ class _Works:
     """Several communications that end together."""
 
     def __init__(
-        self, works: Sequence[dist.Work], sends: Sequence[tuple[_Sending, int]] = ()
+        self, works: Sequence[dist.Work], sends: Sequence[tuple[Sending, int]] = ()
     ) -> None:
         self._works = works
         self._sends = sends
@@ -160,6 +160,9 @@ class _Works:
 class Communicator:
     """The process groups of a plan, seen from one rank.
 
+    What leaves the process goes through ``_open``, ``_start_send``, ``_start_receive`` and
+    ``_start_all_reduce``; a subclass may replace these (``rehearsal`` does).
+
     Args:
         rank: this rank; ranks are device indices.
         device_sets: every set of devices that communicates; the same on all ranks.
@@ -172,19 +175,49 @@ class Communicator:
         self.rank = rank
         self.recorder: Recorder | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for devices in sorted(set(device_sets)):
-            # Every rank takes part in making every group.
-            group = dist.new_group(list(devices))
-            if rank in devices:
-                self._groups[devices] = group
-        self._sending: dict[int, _Sending] = {}  # by destination
-        self._sent: dict[int, tuple[_Sending, int]] = {}  # by tag
+        self._known: set[tuple[int, ...]] = set()
+        self.open(device_sets)
+        self._sending: dict[int, Sending] = {}  # by destination
+        self._sent: dict[int, tuple[Sending, int]] = {}  # by tag
         self._unread: list[Pending] = []
+
+    def open(self, device_sets: Iterable[tuple[int, ...]]) -> None:
+        """Make the process groups of device sets that have none yet; every rank has to call it."""
+        for devices in sorted(set(device_sets) - self._known):
+            self._known.add(devices)
+            # Every rank takes part in making every group.
+            group = self._open(devices)
+            if self.rank in devices:
+                self._groups[devices] = group
+
+    def _open(self, devices: tuple[int, ...]) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(list(devices))
+        return group
+
+    def _start_send(
+        self, tensor: Tensor, dst: int, group: dist.ProcessGroup | None = None, tag: int = 0
+    ) -> dist.Work | None:
+        return dist.isend(tensor, dst, group, tag)
+
+    def _start_receive(
+        self, tensor: Tensor, src: int, group: dist.ProcessGroup | None = None, tag: int = 0
+    ) -> dist.Work | None:
+        return dist.irecv(tensor, src, group, tag)
+
+    def _start_all_reduce(
+        self, tensor: Tensor, group: dist.ProcessGroup | None = None
+    ) -> dist.Work | None:
+        work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
+        return work
+
+    def sum_over_all(self, tensor: Tensor) -> Pending:
+        """Sum over all ranks, in place on a contiguous tensor."""
+        return self._pending(self._start_all_reduce(tensor), lambda: tensor)
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         """Send without waiting; ``wait_for_send`` and ``flush`` wait."""
         tensor = tensor.contiguous()
-        self._sent[tag] = self._keep(dist.isend(tensor, dst, tag=tag), tensor, dst)
+        self._sent[tag] = self._keep(self._start_send(tensor, dst, tag=tag), tensor, dst)
 
     def wait_for_send(self, tag: int) -> None:
         """Until what was sent may be let go, if it was sent from here and not waited for yet."""
@@ -196,11 +229,11 @@ class Communicator:
         """Receive into ``like``, a contiguous tensor."""
         for sending in self._sending.values():
             sending.release()
-        return self._pending(dist.irecv(like, src, tag=tag), lambda: like)
+        return self._pending(self._start_receive(like, src, tag=tag), lambda: like)
 
     def all_reduce(self, tensor: Tensor, devices: tuple[int, ...]) -> Pending:
         """Sum over devices, in place on a contiguous tensor."""
-        work = dist.all_reduce(tensor, group=self._groups[devices], async_op=True)
+        work = self._start_all_reduce(tensor, self._groups[devices])
         return self._pending(work, lambda: tensor)
 
     def reduce_scatter(
@@ -361,17 +394,17 @@ class Communicator:
         works = []
         for index in others:
             if received[index].numel():
-                works.append(dist.irecv(received[index], devices[index], group=group))
+                works.append(self._start_receive(received[index], devices[index], group))
         sends = []
         for index in others:
             if sent[index].numel():
                 tensor, dst = sent[index].contiguous(), devices[index]
-                sends.append(self._keep(dist.isend(tensor, dst, group), tensor, dst))
+                sends.append(self._keep(self._start_send(tensor, dst, group), tensor, dst))
         return _Works([work for work in works if work is not None], sends)
 
-    def _keep(self, work: dist.Work | None, tensor: Tensor, dst: int) -> tuple[_Sending, int]:
+    def _keep(self, work: dist.Work | None, tensor: Tensor, dst: int) -> tuple[Sending, int]:
         assert work is not None
-        sending = self._sending.setdefault(dst, _Sending())
+        sending = self._sending.setdefault(dst, Sending())
         return sending, sending.add(work, tensor)
 
     def _pending(self, work: "dist.Work | _Works | None", finish: Callable[[], Tensor]) -> Pending:
@@ -401,6 +434,7 @@ class Communicator:
             dist.destroy_process_group(group)
         self._sending.clear()
         self._groups.clear()
+        self._known.clear()
 
 
 def slice_counts(num_elements: int, parts: Sequence[float]) -> list[int]:

@@ -1,7 +1,6 @@
 """Deployment: a plan and a workload become a step that trains, on every rank."""
 
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -11,22 +10,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture_step
-from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
 from heterog.runtime.buffer_owners import buffer_owners
 from heterog.runtime.collectives import Communicator
-from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets
-from heterog.runtime.placed import cut, join
-from heterog.runtime.rank_program import sharded_parameters
+from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets, local_ops
+from heterog.runtime.model_part import ModelPart
+from heterog.runtime.placed import join
+from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import TaskTimes, gather_task_times
-from heterog.runtime.slices import SlicedBucket, Slices, release, sliced_buckets
+from heterog.runtime.slices import SlicedBucket
+from heterog.runtime.step_order import step_order
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import FloatArray, TaskKind
-from heterog.strategy.strategy import REPLICATED, Decision
 
 
 class DeployedStep:
@@ -43,10 +43,7 @@ class DeployedStep:
         rank: this rank.
         plan: that is run.
         captured: the step, captured on this rank.
-        buckets: of parameters that are updated in slices (ZeRO), all of the plan.
-        slices: what this rank owns of them.
-        sharded: placement and layout of the parameters of which each rank holds its own slice, by
-            row of the graph's updates.
+        part: what of the model lies on this rank.
         optimizer: of the parameters that this rank updates; where there are none it is there all
             the same, so that every rank can make the same scheduler. Its options may be changed at
             any time: an update uses those that held when its own step was called. Its state is up
@@ -84,44 +81,22 @@ class DeployedStep:
         self.device = _device()
         self._model = _one_model(workload, self.device)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
-        self.sharded = sharded_parameters(graph, plan.strategy)
         named = dict(self._model.named_parameters())
-        for row, (place, layout) in self.sharded.items():
-            # A slice of its own memory, so that the whole is given back.
-            value = named[self._names[graph.updates[row][1]]]
-            begin, count = layout.range(0, self.rank)
-            value.data = cut(value.data, place, layout.units, begin, count).clone(
-                memory_format=torch.contiguous_format
-            )
-        held = set(self._held_parameters())
-        for _, tensor, _ in graph.updates:
-            if tensor not in held:
-                release(named[self._names[tensor]])
-        self.buckets = sliced_buckets(graph, plan.strategy, program)
-        self.slices = Slices(
-            self.buckets,
-            self.rank,
-            {row: named[self._names[each]] for row, (_, each, _) in enumerate(graph.updates)},
-        )
-        self._parameters: dict[int, nn.Parameter] = {
-            parameter: named[self._names[parameter]] for parameter in self._held_parameters()
-        }
-        updated = [named[self._names[parameter]] for parameter in self._updated_parameters()]
-        updated += self.slices.stepped()
-        self.optimizer = _make_optimizer(workload, updated)
+        parameters = {tensor: named[self._names[tensor]] for tensor in graph.parameters}
+        self.part = ModelPart(graph, plan.strategy, program, self.rank, parameters)
+        self.optimizer = _make_optimizer(workload, self.part.updated)
         self._is_closed = False
+        seen = RankProgram(graph, plan.strategy, program, self.rank)
         self._executor = StepExecutor(
-            self.captured,
-            plan.strategy,
-            program,
-            plan.task_order,
-            rank=self.rank,
+            seen,
+            step_order(seen, plan.task_order, clips=max_grad_norm is not None),
+            ops=local_ops(self.captured, axis_plan(graph, plan.strategy.op_rules), self.device),
             communicator=Communicator(self.rank, device_sets(program)),
-            parameters=self._parameters,
-            buffers=self._buffers(named),
+            parameters=self.part.parameters,
+            buffers=self._buffers(),
             sent_before=plan.sent_before,
             optimizer=self.optimizer,
-            slices=self.slices,
+            slices=self.part.slices,
             max_grad_norm=max_grad_norm,
             seed=seed,
             device=self.device,
@@ -145,7 +120,7 @@ class DeployedStep:
     def parameters(self) -> dict[int, nn.Parameter]:
         """The parameters that this rank holds, by tensor id."""
         self.flush()
-        return self._parameters
+        return self.part.parameters
 
     def record(self, batch: Any) -> tuple[Tensor, FloatArray, FloatArray]:
         """One training step in which every rank writes down when it runs its tasks.
@@ -225,22 +200,22 @@ class DeployedStep:
         graph = self.captured.graph
         named = dict(self._model.named_parameters())
         state = {name: value.detach().clone() for name, value in self._model.state_dict().items()}
-        sliced = {row for bucket in self.buckets if bucket.stage == 3 for row in bucket.rows}
+        sliced = {row for bucket in self.part.buckets if bucket.stage == 3 for row in bucket.rows}
         for row, (_, parameter, _) in enumerate(graph.updates):
             name = self._names[parameter]
-            if row in self.sharded:
+            if row in self.part.sharded:
                 whole = self._whole(row, named[name].detach())
                 if whole is not None:
                     state[name] = whole
                 continue
-            owner = self._owner(row)
+            owner = self.part.owner(row)
             if owner == 0 or row in sliced:
                 continue
             self._bring(state, name, named[name].detach(), owner)
         for name, owner in buffer_owners(graph, self.plan.strategy).items():
             if owner and name in state and name not in named:
                 self._bring(state, name, state[name], owner)
-        for bucket in self.buckets:
+        for bucket in self.part.buckets:
             if bucket.stage == 3:
                 self._collect(bucket, state)
         if self.rank != 0:
@@ -259,7 +234,7 @@ class DeployedStep:
 
     def _collect(self, bucket: SlicedBucket, state: dict[str, Tensor]) -> None:
         """Bring the slices of a bucket together on rank 0."""
-        own = self.slices.own.get(bucket.number)
+        own = self.part.slices.own.get(bucket.number)
         if self.rank != 0:
             if own is not None and own.numel():
                 dist.send(own.detach(), 0)
@@ -279,7 +254,7 @@ class DeployedStep:
 
     def _whole(self, row: int, own: Tensor) -> Tensor | None:
         """All slices of a sharded parameter together on rank 0, ``None`` on the others."""
-        place, layout = self.sharded[row]
+        place, layout = self.part.sharded[row]
         shape = self.captured.graph.tensors[self.captured.graph.updates[row][1]].shape
         parts = []
         for device in layout.devices:
@@ -295,59 +270,17 @@ class DeployedStep:
                 dist.recv(parts[-1], device)
         return join(parts, place).clone() if self.rank == 0 else None
 
-    def _owner(self, row: int) -> int:
-        """Rank whose copy of a parameter counts."""
-        home = self.plan.strategy.homes[row]
-        if home != REPLICATED:
-            return home
-        return self._decision(row).devices[0]
-
-    def _decision(self, row: int) -> Decision:
-        graph = self.captured.graph
-        group = int(group_ops(graph).group[graph.updates[row][0]])
-        return self.plan.strategy.decisions[group]
-
-    def _holds_replica(self, row: int) -> bool:
-        """Whether this rank has a parameter as a device of its group, or a slice of it."""
-        if row in self.sharded:
-            return self.sharded[row][1].range(0, self.rank)[1] > 0
-        return self.rank in self._decision(row).devices
-
-    def _held_parameters(self) -> list[int]:
-        """Parameters that this rank reads or updates."""
-        graph = self.captured.graph
-        return [
-            parameter
-            for row, (_, parameter, _) in enumerate(graph.updates)
-            if self._holds_replica(row) or self.plan.strategy.homes[row] == self.rank
-        ]
-
-    def _updated_parameters(self) -> list[int]:
-        """Parameters that this rank's optimizer steps whole."""
-        graph = self.captured.graph
-        updated = []
-        sliced = {row for bucket in self.buckets for row in bucket.rows}
-        for row, (_, parameter, _) in enumerate(graph.updates):
-            if row in sliced:
-                continue
-            home = self.plan.strategy.homes[row]
-            if home == self.rank or (home == REPLICATED and self._holds_replica(row)):
-                updated.append(parameter)
-        return updated
-
-    def _buffers(self, named: Mapping[str, nn.Parameter]) -> dict[int, Tensor]:
+    def _buffers(self) -> dict[int, Tensor]:
         """The step's inputs that are neither batch nor trained here: buffers and constants."""
-        graph = self.captured.graph
-        buffers = dict(self._model.named_buffers())
+        graph, module = self.captured.graph, self.captured.module
+        by_name = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
         found: dict[int, Tensor] = {}
-        for tensor in range(graph.num_inputs):
-            kind, name = graph.tensors[tensor].kind, self._names[tensor]
-            if kind == TensorKind.BUFFER:
-                found[tensor] = buffers[name] if name in buffers else named[name].detach()
-            elif kind == TensorKind.CONSTANT:
-                found[tensor] = getattr(self.captured.module, name).to(self.device)
-            elif kind == TensorKind.PARAMETER and tensor not in self._parameters:
-                found[tensor] = named[name].detach()
+        for tensor, name in self._names.items():
+            kind = graph.tensors[tensor].kind
+            if kind == TensorKind.CONSTANT:
+                found[tensor] = getattr(module, name).to(self.device)
+            elif kind != TensorKind.BATCH and tensor not in self.part.parameters:
+                found[tensor] = by_name[name].detach()
         return found
 
 

@@ -6,7 +6,7 @@ once and waited for where its result is needed. ``conversions`` moves values bet
 ``gradients`` and ``optimizer`` make new parameters.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from heterog.errors import StrategyError
+from heterog.graph.axis_plan import AxisPlan
 from heterog.graph.batch_plan import ops_of_the_whole_batch
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import Special
-from heterog.runtime.collectives import Communicator
+from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.conversions import Conversions
 from heterog.runtime.gradients import Gradients
 from heterog.runtime.local_op import LocalOp
@@ -30,10 +31,12 @@ from heterog.runtime.random_stream import RandomStream
 from heterog.runtime.rank_program import Layout, Near, RankProgram
 from heterog.runtime.recorder import Recorder as Recorder
 from heterog.runtime.slices import Slices
-from heterog.runtime.step_order import LOSS, NORM, step_order
+from heterog.runtime.step_order import LOSS, NORM, StepOrder, Turn
 from heterog.runtime.values import Held, Values
 from heterog.strategy.program import Program, TaskKind
-from heterog.strategy.strategy import Strategy
+
+_RECOMPUTE = TaskKind.RECOMPUTE
+_Action = Callable[[int, int, int, StepUpdates], None]
 
 
 class _Call(NamedTuple):
@@ -54,12 +57,10 @@ class StepExecutor:
     """One rank's part of a training step, ready to be run again and again.
 
     Args:
-        captured: the step, captured on this rank.
-        strategy: of the plan.
-        program: lowered from both.
-        task_order: the plan's.
+        part: the program as this rank sees it.
+        order: of all ranks' tasks; with clipping if ``max_grad_norm`` is given.
         sent_before: the plan's; see ``sends_by_op``.
-        rank: this rank; ranks are device indices.
+        ops: the op of every index, see ``local_ops``.
         communicator: process groups of every device set in the program.
         parameters: this rank's parameters by tensor id.
         buffers: the model's buffers and constants by tensor id.
@@ -70,17 +71,16 @@ class StepExecutor:
         device: where this rank computes; all tensors it is given are there.
 
     Attributes:
+        turns: what this rank does in a step, in order.
         num_steps: steps that were called; random ops draw other numbers in each.
     """
 
     def __init__(
         self,
-        captured: CapturedStep,
-        strategy: Strategy,
-        program: Program,
-        task_order: Sequence[int],
+        part: RankProgram,
+        order: StepOrder,
         *,
-        rank: int,
+        ops: Mapping[int, LocalOp],
         communicator: Communicator,
         parameters: Mapping[int, nn.Parameter],
         buffers: Mapping[int, Tensor],
@@ -91,33 +91,27 @@ class StepExecutor:
         seed: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        self.graph = captured.graph
-        self.program = program
-        self.rank = rank
+        self.graph = part.graph
+        self.program = part.program
+        self.rank = part.rank
         self.num_steps = 0
-        self._part = RankProgram(self.graph, strategy, program, rank)
-        _check(self._part)
+        self._part = part
+        _check(part)
         self._communicator = communicator
         self._parameters = parameters
         self._max_grad_norm = max_grad_norm
         device = device or torch.device("cpu")
-        self._random = RandomStream(seed, rank, device)
-        self._ops = {
-            index: LocalOp(self.graph, self._part.plan, index, node, device)
-            for index, node in enumerate(captured.node_of_op)
-        }
-        clips = max_grad_norm is not None
-        self._turns, self._end = step_order(self._part, task_order, clips=clips).for_rank(
-            self._part
-        )
-        self._slices = slices or Slices([], rank, {})
+        self._random = RandomStream(seed, part.rank, device)
+        self._ops = ops
+        self.turns, self._end = order.for_rank(part)
+        self._slices = slices or Slices([], part.rank, {})
         self._updates = Updates(
             self._part, parameters, optimizer, communicator, device, self._slices
         )
         self._values = Values(
             self._part,
             self._ops,
-            [turn.task for turn in self._turns if turn.task >= 0 and not turn.of_step_before],
+            [turn.task for turn in self.turns if turn.task >= 0 and not turn.of_step_before],
             parameters=parameters,
             read_parameter=self._updates.read,
             buffers=buffers,
@@ -129,14 +123,18 @@ class StepExecutor:
         )
         self._sent_before: dict[int, list[int]] = {}
         for send, task in sent_before:
-            if self._part.channel(send).devices[0] == rank:
+            if self._part.channel(send).devices[0] == part.rank:
                 self._sent_before.setdefault(task, []).append(send)
         self._open: StepUpdates | None = None
+        self._before: StepUpdates | None = None
+        self._step: StepUpdates | None = None
+        self._summed_loss: Pending | None = None
         self._calls: dict[int, _Call] = {}
         # As lists: single elements are looked up for every task of every step.
-        self._kind = [TaskKind(kind) for kind in program.kind.tolist()]
-        self._subject: list[int] = program.subject.tolist()
-        self._micro: list[int] = program.micro.tolist()
+        self._kind = [TaskKind(kind) for kind in self.program.kind.tolist()]
+        self._subject: list[int] = self.program.subject.tolist()
+        self._micro: list[int] = self.program.micro.tolist()
+        self._actions = self._actions_by_kind()
         self._op: list[int] = self._part.tables.op_id.tolist()
 
     @property
@@ -165,9 +163,20 @@ class StepExecutor:
         Returns:
             The loss, the same on every rank.
         """
-        waits = self._part.strategy.step_barrier
-        before, self._open = self._open, None
-        if before is not None:
+        with torch.no_grad():
+            self.begin(batch)
+            for turn in self.turns:
+                self.take(turn)
+            return self.end()
+
+    def begin(self, batch: Mapping[int, Tensor]) -> None:
+        """Begin a step: the first part of a call, as ``rehearsal`` goes through it.
+
+        Args:
+            batch: the global batch by tensor id.
+        """
+        self._before, self._open = self._open, None
+        if self._before is not None:
             # What is sent must not change on its way, and a parameter may at the next update.
             self._communicator.flush()
         self._values.begin(batch)
@@ -175,39 +184,56 @@ class StepExecutor:
         gradients = Gradients(
             self._part, self._values, self._parameters, self._communicator, self._slices
         )
-        step = StepUpdates(gradients, self._updates.options())
-        loss_work = None
-        with torch.no_grad():
-            for task, of_step_before in self._turns:
-                if of_step_before:
-                    if before is not None:
-                        self._play(task, before)
-                elif task == LOSS:
-                    if self.program.num_devices > 1:
-                        loss_work = dist.all_reduce(self._losses.total, async_op=True)
-                else:
-                    self._play(task, step)
-                    if task >= 0:
-                        self._values.drop_read_by(task)
-            if waits:
-                self._updates.finish()
-            else:
-                self._updates.step()
-                self._open = step
-        if loss_work is not None:
-            loss_work.wait()
+        self._step = StepUpdates(gradients, self._updates.options())
+        self._summed_loss = None
+
+    def take(self, turn: Turn) -> None:
+        """Take one of ``turns``, in their order."""
+        assert self._step is not None
+        task, of_step_before = turn
+        if of_step_before:
+            if self._before is not None:
+                self._play(task, self._before)
+        elif task == LOSS:
+            if self.program.num_devices > 1:
+                self._summed_loss = self._communicator.sum_over_all(self._losses.total)
+        else:
+            self._play(task, self._step)
+            if task >= 0:
+                self._values.drop_read_by(task)
+
+    def end(self) -> Tensor:
+        """End a step after its last turn; returns the loss."""
+        if self._part.strategy.step_barrier:
+            self._updates.finish()
+        else:
+            self._updates.step()
+            self._open = self._step
+        # With a barrier nobody needs the step's gradients any more.
+        self._before = self._step = None
+        if self._summed_loss is not None:
+            self._summed_loss.wait()
         self.num_steps += 1
         return self._losses.total
 
     def flush(self) -> None:
         """Finish all updates; without a step barrier every rank has to call it."""
-        step, self._open = self._open, None
-        if step is None:
+        if self._open is None:
             return
         with torch.no_grad():
             for task in self._end:
-                self._play(task, step)
-            self._updates.finish()
+                self.take_open(task)
+            self.end_flush()
+
+    def take_open(self, task: int) -> None:
+        """Play a task that the last step has left open; a part of ``flush``."""
+        assert self._open is not None
+        self._play(task, self._open)
+
+    def end_flush(self) -> None:
+        """Finish the updates of the last step, all tasks of which have been played."""
+        self._open = None
+        self._updates.finish()
 
     def close(self) -> None:
         """End all communication once no rank has any under way; every rank has to call it."""
@@ -242,35 +268,47 @@ class StepExecutor:
             recorder.end_task(task)
 
     def _run(self, task: int, step: StepUpdates) -> None:
-        kind, subject, micro = self._kind[task], self._subject[task], self._micro[task]
-        if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
-            for send in self._sent_before.get(task, ()):
-                self._communicator.wait_for_send(send)
-            self._compute(task, subject, micro, step.gradients)
-        elif kind == TaskKind.ACCUMULATE:
-            step.gradients.accumulate(task, subject)
-        elif kind == TaskKind.FLATTEN:
-            step.gradients.flatten(subject, micro)
-        elif kind == TaskKind.SUM:
-            step.gradients.add_pushed(subject)
-        elif kind == TaskKind.PUSH:
-            step.gradients.push(task, subject)
-        elif kind == TaskKind.REDUCE_SCATTER and subject in self._part.sliced:
-            step.gradients.scatter(task, subject, micro)
-        elif kind == TaskKind.GATHER_PARAMETERS:
-            self._gather(task, subject)
-        elif kind in (TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER):
-            step.gradients.synchronise(task, kind, subject)
-        elif kind == TaskKind.UPDATE:
-            self._updates.update(subject, step)
-        elif kind == TaskKind.PULL:
-            self._updates.pull(task, subject)
-        else:
-            self._conversions.run(task, kind, subject, micro)
-            if kind == TaskKind.GATHER_VALUE:
-                step.gradients.keep_gathered(task, self._part.layout_of_slot(subject), micro)
+        kind = self._kind[task]
+        self._actions[kind](task, self._subject[task], self._micro[task], step)
 
-    def _gather(self, task: int, number: int) -> None:
+    def _actions_by_kind(self) -> "dict[TaskKind, _Action]":
+        """How each kind of task is played: called with (task, subject, micro-batch, step)."""
+        updates = self._updates
+        return {
+            TaskKind.COMPUTE: self._compute,
+            TaskKind.RECOMPUTE: self._compute,
+            TaskKind.ACCUMULATE: lambda task, row, _, step: step.gradients.accumulate(task, row),
+            TaskKind.FLATTEN: lambda _, number, micro, step: step.gradients.flatten(number, micro),
+            TaskKind.SUM: lambda _, row, __, step: step.gradients.add_pushed(row),
+            TaskKind.UPDATE: lambda _, row, __, step: updates.update(row, step),
+            TaskKind.PUSH: lambda task, row, _, step: step.gradients.push(task, row),
+            TaskKind.PULL: lambda task, row, _, __: updates.pull(task, row),
+            TaskKind.ALL_REDUCE: self._synchronise,
+            TaskKind.REDUCE_SCATTER: self._synchronise,
+            TaskKind.ALL_GATHER: self._synchronise,
+            TaskKind.GATHER_PARAMETERS: self._gather,
+            **dict.fromkeys(
+                (TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND, TaskKind.REDUCE_VALUE),
+                self._convert,
+            ),
+            TaskKind.GATHER_VALUE: self._gather_value,
+        }
+
+    def _synchronise(self, task: int, bucket: int, micro: int, step: StepUpdates) -> None:
+        kind = self._kind[task]
+        if kind == TaskKind.REDUCE_SCATTER and bucket in self._part.sliced:
+            step.gradients.scatter(task, bucket, micro)
+        else:
+            step.gradients.synchronise(task, kind, bucket)
+
+    def _convert(self, task: int, slot: int, micro: int, step: StepUpdates) -> None:
+        self._conversions.run(task, self._kind[task], slot, micro)
+
+    def _gather_value(self, task: int, slot: int, micro: int, step: StepUpdates) -> None:
+        self._conversions.run(task, TaskKind.GATHER_VALUE, slot, micro)
+        step.gradients.keep_gathered(task, self._part.layout_of_slot(slot), micro)
+
+    def _gather(self, task: int, number: int, micro: int, step: StepUpdates) -> None:
         """Gather the parameters of a bucket: for good, or for the ops that read them next."""
         if self._part.ends_update(task):
             self._updates.gather(number)
@@ -282,13 +320,15 @@ class StepExecutor:
         if whole is not None:
             self._values.held[made[self.rank]] = Held(whole)
 
-    def _compute(self, task: int, row: int, micro: int, gradients: Gradients) -> None:
+    def _compute(self, task: int, row: int, micro: int, step: StepUpdates) -> None:
+        for send in self._sent_before.get(task, ()):
+            self._communicator.wait_for_send(send)
         values = self._values
         call = self._calls.get(task)
         if call is None:
             call = self._calls[task] = self._call(task, row, micro)
         op, local_op, layout, begin, count, is_first, near, wanted, made = call
-        is_again = self._kind[task] == TaskKind.RECOMPUTE
+        is_again = self._kind[task] == _RECOMPUTE
         inputs = [
             values.input(tensor, needed, near, layout, micro, whole=whole)
             for tensor, needed, whole in wanted
@@ -311,7 +351,7 @@ class StepExecutor:
         for buffer, output in zip(made, outputs, strict=True):
             values.held[buffer] = Held(output, begin, count)
         if not is_again:
-            gradients.keep(task, layout, micro)
+            step.gradients.keep(task, layout, micro)
             self._losses.keep(task, op, layout, micro)
         for buffer in made:
             if not values.is_read(buffer):
@@ -351,7 +391,25 @@ class StepExecutor:
         ]
 
 
+def local_ops(captured: CapturedStep, plan: AxisPlan, device: torch.device) -> dict[int, LocalOp]:
+    """The kernels of a captured step, by index of the op.
+
+    Args:
+        captured: the step.
+        plan: its placements along the batch and the axes of a strategy's rules.
+        device: where they run.
+
+    Raises:
+        StrategyError: an op cannot be executed on a part of the batch.
+    """
+    return {
+        index: LocalOp(captured.graph, plan, index, node, device)
+        for index, node in enumerate(captured.node_of_op)
+    }
+
+
 def _check(part: RankProgram) -> None:
+    """Refuse what cannot be executed as it stands."""
     if part.num_micro == 1:
         return
     whole = ops_of_the_whole_batch(part.graph)

@@ -61,7 +61,7 @@ class LocalOp:
                 f"devices yet. {_INSTEAD.get(self.call.kind, 'Use torch.nn.Dropout instead.')}"
             )
         self._target: Callable[..., Any] = target
-        if device.type != "cpu" and self.call.kind in ATTENTION:
+        if device.type not in ("cpu", "meta") and self.call.kind in ATTENTION:
             # Captured as a kernel of the CPU; each kind of device has kernels of its own.
             self._target = ATTENTION[self.call.kind]
         self._schema = target._schema

@@ -1,6 +1,6 @@
 """The loss of the whole batch: each rank's part of it, and the weight of all labels that count."""
 
-from torch import Tensor, ne
+from torch import Tensor, ne, where
 
 from heterog.graph.placement import Placement
 from heterog.runtime.collectives import Pending
@@ -70,7 +70,8 @@ class Losses:
             counts = ne(target, ignored)
             if local_op.call.args.get("weight") is not None:
                 weight = self._known(inputs[2], needed[2], layout, micro)
-                total += weight[target[counts]].sum()
+                # No mask selects elements: their number would be known to the data alone.
+                total += (weight[where(counts, target, 0)] * counts).sum()
             else:
                 total += counts.sum()
         return total

@@ -15,13 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from heterog.cluster.topology import Cluster, Device, DeviceType, Host, Link
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.workload import Workload
 from heterog.runtime.collectives import Communicator, Pending
-from heterog.runtime.executor import StepExecutor, batch_by_tensor
+from heterog.runtime.executor import StepExecutor, batch_by_tensor, local_ops
 from heterog.runtime.peak_memory import peak_during, stored_bytes
+from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.step_order import step_order
 from heterog.simulator.calibration import (
     STEP,
     OpMeasurement,
@@ -151,12 +154,11 @@ def profile_ops(
         elif kind == TensorKind.CONSTANT:
             buffers[tensor] = getattr(captured.module, name).to(device)
     optimizer = workload.optimizer(list(parameters.values()), **dict(workload.optimizer_options))
+    part = RankProgram(graph, _strategy(graph, samples), program, 0)
     executor = StepExecutor(
-        captured,
-        _strategy(graph, samples),
-        program,
-        range(program.num_tasks),
-        rank=0,
+        part,
+        step_order(part, range(program.num_tasks), clips=False),
+        ops=local_ops(captured, axis_plan(graph), device),
         communicator=LoopbackCommunicator(),
         parameters=parameters,
         buffers=buffers,

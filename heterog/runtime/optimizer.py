@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from heterog.runtime.collectives import Communicator, Pending
@@ -179,7 +178,7 @@ class Updates:
         norms = [torch.linalg.vector_norm(part) for part in parts]
         if norms:
             squares += torch.stack([norm.double() for norm in norms]).square().sum()
-        dist.all_reduce(squares)
+        squares = self._communicator.sum_over_all(squares).wait()
         self.norm = squares.sqrt()
         step.scale = (max_norm / (self.norm + _NORM_EPSILON)).clamp(max=1.0)
 

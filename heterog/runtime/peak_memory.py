@@ -57,7 +57,7 @@ def _resident_bytes(step: DeployedStep) -> int:
     """Bytes of what is there between steps."""
     graph = step.captured.graph
     tensors: list[Tensor] = [*step.model.parameters(), *step.model.buffers()]
-    tensors += step.slices.own.values()
+    tensors += step.part.slices.own.values()
     if step.optimizer is not None:
         for state in step.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]

@@ -1,6 +1,9 @@
 """A program as one rank sees it: layouts, buffers and tasks, looked up and fixed at deployment."""
 
+import copy
 from collections.abc import Sequence
+
+import numpy as np
 
 from heterog.graph.axis_plan import BATCH_AXIS, axis_plan
 from heterog.graph.grouping import group_ops
@@ -9,7 +12,7 @@ from heterog.graph.placement import Placement
 from heterog.runtime.slices import SlicedBucket, sliced_buckets
 from heterog.strategy.channels import Channel
 from heterog.strategy.lowering import axis_shares, micro_shares
-from heterog.strategy.program import Program, TaskKind
+from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import graph_tables
 
@@ -135,7 +138,6 @@ class RankProgram:
         self.graph = graph
         self.strategy = strategy
         self.program = program
-        self.rank = rank
         self.plan = axis_plan(graph, strategy.op_rules)
         self.tables = graph_tables(graph, strategy.op_rules)
         self.num_micro = strategy.num_micro_batches
@@ -150,10 +152,6 @@ class RankProgram:
         self.parameters_of_value: dict[int, list[int]] = {}
         for row, value in enumerate(self.tables.parameter_gradient):
             self.parameters_of_value.setdefault(int(value), []).append(row)
-        adds = (program.kind == TaskKind.ACCUMULATE) & (program.device == rank)
-        self.accumulated = frozenset(
-            zip(program.subject[adds].tolist(), program.micro[adds].tolist(), strict=True)
-        )
         self.bucket_members: dict[int, list[int]] = {}
         self.bucket_begin: dict[int, int] = {}
         self._fill_buckets()
@@ -163,10 +161,34 @@ class RankProgram:
         self.sliced_of_tensor: dict[int, SlicedBucket] = {
             graph.updates[row][1]: bucket for bucket in self.sliced.values() for row in bucket.rows
         }
+        # As lists: single elements are looked up for every task.
+        self._read_start: list[int] = program.read_start.tolist()
+        self._read_buffer: list[int] = program.read_buffer.tolist()
         self._buffer_start: list[int] = program.buffer_start.tolist()
         self._reads_of: dict[int, list[int]] = {}
         self._near_of: dict[int, Near] = {}
         self._value_in_buffer: dict[int, tuple[int, bool]] = {}
+        self._look_from(rank)
+
+    def seen_from(self, rank: int) -> "RankProgram":
+        """The same program as another rank sees it; what all ranks see alike is shared."""
+        other = copy.copy(self)
+        other._look_from(rank)
+        return other
+
+    def _look_from(self, rank: int) -> None:
+        """Note what depends on the rank."""
+        program = self.program
+        self.rank = rank
+        adds = (program.kind == TaskKind.ACCUMULATE) & (program.device == rank)
+        self.accumulated = frozenset(
+            zip(program.subject[adds].tolist(), program.micro[adds].tolist(), strict=True)
+        )
+        member = np.array([rank in channel.devices for channel in program.channels], np.bool_)
+        is_mine = np.where(
+            program.kind < FIRST_LINK_KIND, program.device == rank, member[program.channel]
+        )
+        self._takes_part: list[bool] = is_mine.tolist()
 
     def _fill_buckets(self) -> None:
         filled: dict[int, int] = {}
@@ -231,9 +253,7 @@ class RankProgram:
 
     def takes_part(self, task: int) -> bool:
         """Whether this rank has something to do in a task."""
-        if self.program.kind[task] < TaskKind.SEND:
-            return bool(self.program.device[task] == self.rank)
-        return self.rank in self.channel(task).devices
+        return self._takes_part[task]
 
     def channel(self, task: int) -> Channel:
         """Channel of a communication task."""
@@ -258,8 +278,8 @@ class RankProgram:
         """Buffers that a task reads; looked up once."""
         reads = self._reads_of.get(task)
         if reads is None:
-            span = slice(self.program.read_start[task], self.program.read_start[task + 1])
-            reads = self._reads_of[task] = [int(b) for b in self.program.read_buffer[span]]
+            span = slice(self._read_start[task], self._read_start[task + 1])
+            reads = self._reads_of[task] = self._read_buffer[span]
         return reads
 
     def made(self, task: int) -> range:

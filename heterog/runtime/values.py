@@ -15,14 +15,11 @@ from heterog.runtime.placed import cut
 from heterog.runtime.rank_program import Layout, Near, RankProgram, gathered
 from heterog.strategy.program import TaskKind
 
-_READS_VALUES = (
-    TaskKind.COMPUTE,
-    TaskKind.RECOMPUTE,
-    TaskKind.SPLIT,
-    TaskKind.CONCAT,
-    TaskKind.SEND,
-    TaskKind.REDUCE_VALUE,
-    TaskKind.GATHER_VALUE,
+_READS_VALUES = frozenset(
+    {
+        *(TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND),
+        *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
+    }
 )
 
 
@@ -75,11 +72,13 @@ class Values:
         self._num_reads: dict[int, int] = {}
         self._last_op: dict[int, int] = {}  # position of the last op or conversion that reads it
         self._position: dict[int, int] = {}
+        kind: list[int] = part.program.kind.tolist()
         for position, task in enumerate(tasks):
             self._position[task] = position
+            reads_values = kind[task] in _READS_VALUES
             for buffer in part.reads(task):
                 self._num_reads[buffer] = self._num_reads.get(buffer, 0) + 1
-                if part.program.kind[task] in _READS_VALUES:
+                if reads_values:
                     self._last_op[buffer] = position
         # Where parameters lie in their buckets.
         self._span: dict[int, slice] = {}

@@ -373,11 +373,11 @@ def _record(gradients: dict[str, list[Tensor]], model: nn.Module) -> None:
 def _record_slices(gradients: dict[str, list[Tensor]], step: DeployedStep) -> None:
     """What this rank knows of gradients under ZeRO, the rest NaN."""
     graph = step.captured.graph
-    for number, own in step.slices.own.items():
+    for number, own in step.part.slices.own.items():
         if own.grad is None:
             continue
         begin = 0
-        for row, first, last in step.slices.buckets[number].pieces(step.rank):
+        for row, first, last in step.part.slices.buckets[number].pieces(step.rank):
             meta = graph.tensors[graph.updates[row][1]]
             seen = torch.full((meta.meta.num_elements,), math.nan, dtype=own.dtype)
             seen[first:last] = own.grad[begin : begin + last - first]
@@ -534,7 +534,7 @@ def train_without(rank: int, name: str, plan_path: str, kind: str, only: int) ->
     executor = step._executor
     tasks = [int(t) for t in range(executor.program.num_tasks) if _is_of(executor, t, kind)]
     left_out = set(tasks) if only < 0 else {tasks[only]}
-    executor._turns = [turn for turn in executor._turns if turn.task not in left_out]
+    executor.turns = [turn for turn in executor.turns if turn.task not in left_out]
     try:
         return run_steps(step, name)
     except (AssertionError, KeyError, IndexError, RuntimeError):

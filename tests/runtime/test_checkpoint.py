@@ -5,6 +5,7 @@ import os
 import pickle
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -494,7 +495,7 @@ def new_options(*saved: dict[str, Any]) -> list[dict[str, Any]]:
     class Step:
         def __init__(self) -> None:
             self.model = model
-            self.slices = Slices([], 0, {})
+            self.part = SimpleNamespace(slices=Slices([], 0, {}))
             self.optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
 
     states = {

@@ -97,7 +97,7 @@ def memory_of_a_step(rank: int, path: str) -> tuple[int, int, int]:
         if isinstance(value, Tensor) and value.dim()
     )
     kept = {p.untyped_storage().data_ptr(): p for p in step.model.parameters()}
-    kept |= {p.untyped_storage().data_ptr(): p for p in step.slices.own.values()}
+    kept |= {p.untyped_storage().data_ptr(): p for p in step.part.slices.own.values()}
     whole = sum(len(each.untyped_storage()) for each in kept.values())
     return peak_bytes(step, batch), state, whole
 

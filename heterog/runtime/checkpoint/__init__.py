@@ -182,7 +182,7 @@ def load_checkpoint(step: DeployedStep, folder: str | Path) -> dict[str, Any]:
         for name, value in targets.items():
             value.copy_(loaded[name])
         for bucket_number, value in slices.items():
-            step.slices.own[bucket_number].copy_(value)
+            step.part.slices.own[bucket_number].copy_(value)
     states: dict[int, dict[str, Any]] = {}
     for number, (bucket, (name, *_)) in enumerate(stepped):
         if bucket is not None:

@@ -59,7 +59,7 @@ def own_parts(step: DeployedStep) -> Iterator[Part]:
 
 def begun_here(step: DeployedStep, number: int) -> list[str]:
     """Parameters of a bucket that begin in this rank's slice: it saves their counters."""
-    pieces = step.slices.buckets[number].pieces(step.rank)
+    pieces = step.part.slices.buckets[number].pieces(step.rank)
     return [name_and_shape(step, piece.row)[0] for piece in pieces if piece.begin == 0]
 
 
@@ -144,9 +144,9 @@ def _joined(
 
 
 def _own_slices(step: DeployedStep) -> Iterator[tuple[SlicedBucket, torch.nn.Parameter]]:
-    for number, bucket in step.slices.buckets.items():
-        if step.slices.own[number].numel():
-            yield bucket, step.slices.own[number]
+    for number, bucket in step.part.slices.buckets.items():
+        if step.part.slices.own[number].numel():
+            yield bucket, step.part.slices.own[number]
 
 
 def name_and_shape(step: DeployedStep, row: int) -> tuple[str, tuple[int, ...]]:

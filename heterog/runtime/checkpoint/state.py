@@ -21,12 +21,12 @@ def check_whole(step: DeployedStep) -> None:
         StrategyError: names the first of them.
     """
     graph = step.captured.graph
-    if step.sharded:
-        name = graph.tensors[graph.updates[min(step.sharded)][1]].name
+    if step.part.sharded:
+        name = graph.tensors[graph.updates[min(step.part.sharded)][1]].name
         raise StrategyError(
-            f"the plan shards {len(step.sharded)} parameters ('{name}' first) over devices, which "
-            "checkpoints cannot hold yet. Keep step.state_dict() instead, which has them whole on "
-            "rank 0, or plan without op rules."
+            f"the plan shards {len(step.part.sharded)} parameters ('{name}' first) over devices, "
+            "which checkpoints cannot hold yet. Keep step.state_dict() instead, which has them "
+            "whole on rank 0, or plan without op rules."
         )
 
 
@@ -76,7 +76,7 @@ def stepped_parameters(step: DeployedStep) -> list[tuple[int | None, list[str]]]
     name_of = {id(value): name for name, value in step.model.named_parameters()}
     found: list[tuple[int | None, list[str]]] = []
     for value in (value for group in step.optimizer.param_groups for value in group["params"]):
-        bucket = step.slices.of_parameter(value)
+        bucket = step.part.slices.of_parameter(value)
         if bucket is None:
             found.append((None, [name_of[id(value)]]))
         else:
@@ -110,7 +110,7 @@ def _in_slices(step: DeployedStep) -> set[str]:
     """Names of the parameters that no rank has whole."""
     return {
         name_and_shape(step, row)[0]
-        for bucket in step.buckets
+        for bucket in step.part.buckets
         if bucket.stage == 3
         for row in bucket.rows
     }
@@ -122,7 +122,7 @@ def _owners(step: DeployedStep) -> dict[str, int]:
         f"model.{name}": owner
         for name, owner in buffer_owners(step.captured.graph, step.plan.strategy).items()
     }
-    owners |= {f"model.{name}": step._owner(row) for row, name in enumerate(_names(step))}
+    owners |= {f"model.{name}": step.part.owner(row) for row, name in enumerate(_names(step))}
     parts = {f"model.{name}" for name in _in_slices(step)}
     return {name: owners.get(name, 0) for name in _model_tensors(step) if name not in parts}
 

@@ -1,0 +1,107 @@
+"""What of a model lies on one rank: whole parameters, slices of them, buffers."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.runtime.placed import cut
+from heterog.runtime.rank_program import sharded_parameters
+from heterog.runtime.slices import Slices, release, sliced_buckets
+from heterog.strategy.program import Program
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+
+
+class ModelPart:
+    """The part of a model that one rank holds under a strategy.
+
+    Making it takes the model apart: parameters that the rank does not hold give their memory back,
+    and those that live in slices become slices.
+
+    Args:
+        graph: of the step.
+        strategy: of the plan.
+        program: lowered from both.
+        rank: this rank; ranks are device indices.
+        parameters: of the model, all of them by tensor id, on the rank's device.
+
+    Attributes:
+        parameters: that this rank reads or updates, by tensor id.
+        updated: what this rank's optimizer steps: whole parameters and slices.
+        sharded: placement and layout of the parameters of which each rank holds its own slice, by
+            row of ``graph.updates``.
+        buckets: of parameters that are updated in slices (ZeRO), all of the program.
+        slices: what this rank owns of them.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        strategy: Strategy,
+        program: Program,
+        rank: int,
+        parameters: Mapping[int, nn.Parameter],
+    ) -> None:
+        self._graph = graph
+        self._strategy = strategy
+        self._rank = rank
+        self.sharded = sharded_parameters(graph, strategy)
+        for row, (place, layout) in self.sharded.items():
+            # A slice of its own memory, so that the whole is given back.
+            value = parameters[graph.updates[row][1]]
+            begin, count = layout.range(0, rank)
+            value.data = cut(value.data, place, layout.units, begin, count).clone(
+                memory_format=torch.contiguous_format
+            )
+        held = self._held()
+        for _, tensor, _ in graph.updates:
+            if tensor not in held:
+                release(parameters[tensor])
+        self.buckets = sliced_buckets(graph, strategy, program)
+        self.slices = Slices(
+            self.buckets,
+            rank,
+            {row: parameters[tensor] for row, (_, tensor, _) in enumerate(graph.updates)},
+        )
+        self.parameters = {tensor: parameters[tensor] for tensor in held}
+        self.updated = [parameters[tensor] for tensor in self._updated()]
+        self.updated += self.slices.stepped()
+
+    def decision(self, row: int) -> Decision:
+        """The decision of a parameter's group."""
+        group = int(group_ops(self._graph).group[self._graph.updates[row][0]])
+        return self._strategy.decisions[group]
+
+    def owner(self, row: int) -> int:
+        """Rank whose copy of a whole parameter counts."""
+        home = self._strategy.homes[row]
+        return home if home != REPLICATED else self.decision(row).devices[0]
+
+    def holds_replica(self, row: int) -> bool:
+        """Whether this rank has a parameter as a device of its group, or a slice of it."""
+        if row in self.sharded:
+            return self.sharded[row][1].range(0, self._rank)[1] > 0
+        return self._rank in self.decision(row).devices
+
+    def _held(self) -> dict[int, None]:
+        """Parameters that this rank reads or updates, in order."""
+        return {
+            parameter: None
+            for row, (_, parameter, _) in enumerate(self._graph.updates)
+            if self.holds_replica(row) or self._strategy.homes[row] == self._rank
+        }
+
+    def _updated(self) -> list[int]:
+        """Parameters that this rank's optimizer steps whole."""
+        sliced = {row for bucket in self.buckets for row in bucket.rows}
+        return [
+            parameter
+            for row, (_, parameter, _) in enumerate(self._graph.updates)
+            if row not in sliced and self._is_updated_here(row)
+        ]
+
+    def _is_updated_here(self, row: int) -> bool:
+        home = self._strategy.homes[row]
+        return home == self._rank or (home == REPLICATED and self.holds_replica(row))

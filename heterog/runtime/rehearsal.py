@@ -1,0 +1,439 @@
+"""Plays a plan through on all ranks at once, on shapes instead of data, before anybody trusts it.
+
+What every rank would do is done by the code that ranks run (``StepExecutor`` and everything below
+it), on torch's *meta* device, where tensors have shapes and dtypes but no memory. All ranks follow
+their one common order turn by turn, so a rank that would read what it does not have, wait for what
+nobody sends, or give a kernel what it refuses fails here, in words, and not on the cluster.
+
+What data decides is out of sight: values, and the memory that is really needed.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from heterog.errors import StrategyError
+from heterog.graph.axis_plan import AxisPlan, axis_plan
+from heterog.graph.capture import CapturedStep
+from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.graph.sharding_rules import local_shape
+from heterog.runtime.collectives import Communicator, Pending, Sending
+from heterog.runtime.executor import StepExecutor, device_sets, local_ops
+from heterog.runtime.local_op import LocalOp
+from heterog.runtime.model_part import ModelPart
+from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.step_order import LOSS, NORM, step_order
+from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
+from heterog.strategy.strategy import Strategy
+
+META = torch.device("meta")
+_NUM_STEPS = 2
+"""The second step meets what the first one has left open."""
+_BEGIN, _END = -3, -4
+"""Stand for tasks: what every rank does at the begin and at the end of a step."""
+_MOMENTS = {_BEGIN: "begin of the step", _END: "end of the step", LOSS: "loss", NORM: "clipping"}
+_OF_SLOTS = (
+    *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND),
+    *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
+)
+_Key = tuple[int, int, tuple[int, ...] | None, int]
+
+
+class RehearsalError(Exception):
+    """Something that would go wrong between ranks; its text says what."""
+
+
+def rehearse(
+    captured: CapturedStep,
+    strategy: Strategy,
+    program: Program,
+    task_order: Sequence[int],
+    *,
+    sent_before: Sequence[tuple[int, int]] = (),
+    clips: bool = False,
+) -> str:
+    """Play a plan through without data.
+
+    Args:
+        captured: the step.
+        strategy: of the plan.
+        program: lowered from both, for one step.
+        task_order: the plan's.
+        sent_before: the plan's.
+        clips: gradients are clipped.
+
+    Returns:
+        Why the plan cannot be executed; empty if it can.
+    """
+    wrong = _wrong_order(program, task_order)
+    if wrong:
+        return wrong
+    try:
+        stage = _Stage(captured, strategy, program, task_order, sent_before, clips)
+    except StrategyError as error:
+        return str(error)
+    with torch.no_grad():
+        return stage.play()
+
+
+def _wrong_order(program: Program, task_order: Sequence[int]) -> str:
+    """Why an order cannot be followed: not all tasks, or one before what it needs."""
+    num_tasks = program.num_tasks
+    if sorted(task_order) != list(range(num_tasks)):
+        return f"the order lists {len(task_order)} tasks, not each of the {num_tasks} once"
+    place = np.empty(num_tasks, np.int64)
+    place[np.array(task_order)] = np.arange(num_tasks)
+    reader = np.repeat(np.arange(num_tasks), np.diff(program.read_start))
+    maker = program.buffer_maker[program.read_buffer]
+    early = np.flatnonzero(place[maker] > place[reader])
+    if not len(early):
+        return ""
+    return f"task {reader[early[0]]} comes before task {maker[early[0]]}, whose result it needs"
+
+
+class _Stage:
+    """All ranks of a plan, side by side in this process."""
+
+    def __init__(
+        self,
+        captured: CapturedStep,
+        strategy: Strategy,
+        program: Program,
+        task_order: Sequence[int],
+        sent_before: Sequence[tuple[int, int]],
+        clips: bool,
+    ) -> None:
+        graph = self.graph = captured.graph
+        self.strategy = strategy
+        self.program = program
+        self.wire = _Wire()
+        self.now = 0, _BEGIN
+        seen = RankProgram(graph, strategy, program, 0)
+        self.order = step_order(seen, task_order, clips=clips)
+        self.tables = seen.tables
+        ops = _rehearsed_ops(captured, axis_plan(graph, strategy.op_rules))
+        self.batch = {
+            tensor: _empty(graph, tensor) for tensor in graph.inputs_of_kind(TensorKind.BATCH)
+        }
+        self.executors = [
+            self._executor(seen.seen_from(rank), ops, sent_before, clips)
+            for rank in range(program.num_devices)
+        ]
+        self.every_rank = tuple(range(program.num_devices))
+        self.ranks_of_channel = [tuple(dict.fromkeys(c.devices)) for c in program.channels]
+        self.is_local: list[bool] = (program.kind < FIRST_LINK_KIND).tolist()
+        self.device: list[int] = program.device.tolist()
+        self.channel: list[int] = program.channel.tolist()
+
+    def _executor(
+        self,
+        seen: RankProgram,
+        ops: Mapping[int, LocalOp],
+        sent_before: Sequence[tuple[int, int]],
+        clips: bool,
+    ) -> StepExecutor:
+        graph = self.graph
+        held = {
+            tensor: nn.Parameter(_empty(graph, tensor), requires_grad=False)
+            for tensor in graph.parameters
+        }
+        part = ModelPart(graph, self.strategy, self.program, seen.rank, held)
+        buffers = {
+            tensor: held[tensor].detach() if tensor in held else _empty(graph, tensor)
+            for tensor in range(graph.num_inputs)
+            if tensor not in part.parameters and tensor not in self.batch
+        }
+        # What the user's optimizer does to a parameter it does alone; only that it gets a gradient
+        # of the right shape is looked at.
+        updated = part.updated or [nn.Parameter(torch.empty(0, device=META))]
+        return StepExecutor(
+            seen,
+            self.order,
+            ops=ops,
+            communicator=_RehearsedCommunicator(
+                seen.rank, device_sets(self.program), self.wire, self.program.num_devices
+            ),
+            parameters=part.parameters,
+            buffers=buffers,
+            sent_before=sent_before,
+            optimizer=torch.optim.SGD(updated, lr=0.0, foreach=False),
+            slices=part.slices,
+            max_grad_norm=1.0 if clips else None,
+            device=META,
+        )
+
+    def play(self) -> str:
+        """Play the steps and what they leave open; returns what went wrong."""
+        try:
+            for _ in range(1 if self.strategy.step_barrier else _NUM_STEPS):
+                self._step()
+            if not self.strategy.step_barrier:
+                for task in self.order.end:
+                    for executor in self._at(task):
+                        executor.take_open(task)
+                for executor in self._at(_END):
+                    executor.end_flush()
+            self.wire.check_all_received()
+        except Exception as error:  # whatever a kernel or the runtime does not like
+            return f"{self._where()}: {_in_a_line(error)}"
+        return ""
+
+    def _step(self) -> None:
+        for executor in self._at(_BEGIN):
+            executor.begin(self.batch)
+        for turn in self.order.turns:
+            for executor in self._at(turn.task):
+                executor.take(turn)
+        for executor in self._at(_END):
+            executor.end()
+
+    def _at(self, task: int) -> Iterator[StepExecutor]:
+        """Those who take part in a task, one rank after another."""
+        ranks: tuple[int, ...] = self.every_rank
+        if task >= 0 and self.is_local[task]:
+            ranks = (self.device[task],)
+        elif task >= 0:
+            ranks = self.ranks_of_channel[self.channel[task]]
+        for rank in ranks:
+            self.now = rank, task
+            yield self.executors[rank]
+
+    def _where(self) -> str:
+        """Who was doing what, in words."""
+        rank, task = self.now
+        if task < 0:
+            return f"rank {rank}, {_MOMENTS[task]}"
+        kind, subject = TaskKind(self.program.kind[task]), int(self.program.subject[task])
+        what = kind.name.lower().replace("_", " ")
+        tables, graph = self.tables, self.graph
+        if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
+            op = graph.ops[int(tables.op_id[subject])]
+            what = f"op '{op.kind}' in module '{op.module or '(root)'}'"
+        elif kind in _OF_SLOTS:
+            maker = int(tables.op_id[tables.value_op[tables.slot_value[subject]]])
+            op = graph.ops[maker]
+            what += f" of what '{op.kind}' in module '{op.module or '(root)'}' makes"
+        else:
+            what += f" of '{graph.tensors[graph.updates[subject][1]].name}'"
+        return f"rank {rank}, {what}"
+
+
+class _Wire:
+    """What all ranks have sent, expected and reduced, in the order in which they began to.
+
+    Keys are (source, destination, group, tag), as gloo tells messages apart; those with one key
+    arrive in order.
+    """
+
+    def __init__(self) -> None:
+        self.sent: dict[_Key, list[_Parcel]] = {}
+        self.expected: dict[_Key, list[_Parcel]] = {}
+        self.reduced: dict[tuple[int, ...], dict[int, list[_Parcel]]] = {}
+
+    def check_all_received(self) -> None:
+        """Nothing is left on its way when a plan has been played through.
+
+        Raises:
+            RehearsalError: something is.
+        """
+        for key in self.sent.keys() | self.expected.keys():
+            sent, expected = len(self.sent.get(key, ())), len(self.expected.get(key, ()))
+            if sent != expected:
+                raise RehearsalError(
+                    f"rank {key[0]} sends {sent} messages to rank {key[1]}, which receives "
+                    f"{expected} of them"
+                )
+        for group, by_rank in self.reduced.items():
+            counts = {len(by_rank.get(rank, ())) for rank in group}
+            if len(counts) > 1:
+                raise RehearsalError(f"ranks {group} reduce unequally often")
+
+
+class _Sent:
+    """A send that is under way."""
+
+    def __init__(self, wire: _Wire, key: "_Key", number: int) -> None:
+        self._wire, self._key, self._number = wire, key, number
+
+    def wait(self) -> None:
+        """Until it is taken."""
+        if len(self._wire.expected.get(self._key, ())) <= self._number:
+            raise RehearsalError(f"rank {self._key[1]} has not begun to take what is sent to it")
+
+
+class _Expected:
+    """A receive that is under way."""
+
+    def __init__(self, wire: _Wire, key: "_Key", number: int) -> None:
+        self._wire, self._key, self._number = wire, key, number
+
+    def wait(self) -> None:
+        """Until it is there."""
+        sent = self._wire.sent.get(self._key, ())
+        if len(sent) <= self._number:
+            raise RehearsalError(f"rank {self._key[0]} has not begun to send what is waited for")
+        wanted = self._wire.expected[self._key][self._number]
+        if sent[self._number] != wanted:
+            raise RehearsalError(
+                f"rank {self._key[0]} sends {sent[self._number]}, {wanted} are expected"
+            )
+
+
+class _Reduced:
+    """An all-reduce that is under way."""
+
+    def __init__(self, wire: _Wire, group: tuple[int, ...], rank: int, number: int) -> None:
+        self._wire, self._group, self._rank, self._number = wire, group, rank, number
+
+    def wait(self) -> None:
+        """Until all members take part."""
+        by_rank = self._wire.reduced[self._group]
+        mine = by_rank[self._rank][self._number]
+        for rank in self._group:
+            theirs = by_rank.get(rank, [])
+            if len(theirs) <= self._number:
+                raise RehearsalError(f"rank {rank} has not begun to take part in an all-reduce")
+            if theirs[self._number] != mine:
+                raise RehearsalError(
+                    f"rank {rank} reduces {theirs[self._number]}, rank {self._rank} {mine}"
+                )
+
+
+class _RehearsedSending(Sending):
+    """Sends to one rank, without a thread that waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._works: list[_Sent] = []
+
+    def add(self, work: Any, tensor: Tensor) -> int:
+        """See ``Sending``."""
+        self._works.append(work)
+        return len(self._works)
+
+    def wait(self, number: int) -> None:
+        """See ``Sending``."""
+        for work in self._works[self._num_done : number]:
+            work.wait()
+        self._num_done = max(self._num_done, number)
+
+    def flush(self) -> None:
+        """See ``Sending``."""
+        self.wait(len(self._works))
+
+
+class _RehearsedCommunicator(Communicator):
+    """A communicator whose messages go no further than the wire, where they are compared."""
+
+    def __init__(self, rank: int, sets: Iterable[tuple[int, ...]], wire: _Wire, size: int) -> None:
+        self._wire = wire
+        self._everyone = tuple(range(size))
+        super().__init__(rank, sets)
+
+    def _open(self, devices: tuple[int, ...]) -> Any:
+        return devices
+
+    def _start_send(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
+        key = (self.rank, dst, group, tag)
+        parcels = self._wire.sent.setdefault(key, [])
+        parcels.append(_Parcel.of(tensor))
+        return _Sent(self._wire, key, len(parcels) - 1)
+
+    def _start_receive(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> Any:
+        key = (src, self.rank, group, tag)
+        parcels = self._wire.expected.setdefault(key, [])
+        parcels.append(_Parcel.of(tensor))
+        return _Expected(self._wire, key, len(parcels) - 1)
+
+    def _start_all_reduce(self, tensor: Tensor, group: Any = None) -> Any:
+        members = group or self._everyone
+        parcels = self._wire.reduced.setdefault(members, {}).setdefault(self.rank, [])
+        parcels.append(_Parcel.of(tensor))
+        return _Reduced(self._wire, members, self.rank, len(parcels) - 1)
+
+    def sum_over_all(self, tensor: Tensor) -> Pending:
+        """Sum over all ranks.
+
+        The norm of all gradients is waited for in the turn in which it is begun, before the next
+        rank of the rehearsal has its turn: that all take part is seen at the end.
+        """
+        self._start_all_reduce(tensor)
+        return Pending(None, lambda: tensor)
+
+    def _keep(self, work: Any, tensor: Tensor, dst: int) -> tuple[Sending, int]:
+        sending = self._sending.setdefault(dst, _RehearsedSending())
+        return sending, sending.add(work, tensor)
+
+
+class _RehearsedOp(LocalOp):
+    """An op that makes shapes; its kernel is tried once on each combination of input shapes.
+
+    Args:
+        kernel: the op itself, on the meta device.
+        known: what was made already, of all ops: those of repeated layers are the same.
+    """
+
+    def __init__(self, kernel: LocalOp, known: dict[str, dict[Any, list[Tensor]]]) -> None:
+        self.index = kernel.index
+        self.call = kernel.call
+        self.rule = kernel.rule
+        self.units = kernel.units
+        self.is_random = False  # no numbers are drawn
+        self._kernel = kernel
+        self._known = known.setdefault(repr((self.call, self.rule, self.units)), {})
+
+    def __call__(
+        self, inputs: Sequence[Tensor], samples: int, *, is_first: bool = True
+    ) -> list[Tensor]:
+        """See ``LocalOp``."""
+        key = samples, is_first, tuple((value.shape, value.stride()) for value in inputs)
+        made = self._known.get(key)
+        if made is None:
+            made = self._known[key] = self._make(inputs, samples, is_first)
+        return list(made)
+
+    def _make(self, inputs: Sequence[Tensor], samples: int, is_first: bool) -> list[Tensor]:
+        made = self._kernel(inputs, samples, is_first=is_first)
+        places = zip(made, self.call.outputs, self.rule.outputs, strict=True)
+        for value, meta, place in places:
+            wanted = local_shape(meta.shape, place, samples, self.units)
+            if tuple(value.shape) != wanted:
+                raise RehearsalError(f"it makes {tuple(value.shape)} instead of {wanted}")
+        return made
+
+
+class _Parcel(NamedTuple):
+    """What is known about a message."""
+
+    num_elements: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.num_elements} elements of {str(self.dtype).removeprefix('torch.')}"
+
+    @staticmethod
+    def of(tensor: Tensor) -> "_Parcel":
+        """Of a tensor."""
+        return _Parcel(tensor.numel(), tensor.dtype)
+
+
+def _rehearsed_ops(captured: CapturedStep, plan: AxisPlan) -> dict[int, LocalOp]:
+    known: dict[str, dict[Any, list[Tensor]]] = {}
+    kernels = local_ops(captured, plan, META)
+    return {index: _RehearsedOp(kernel, known) for index, kernel in kernels.items()}
+
+
+def _empty(graph: OpGraph, tensor: int) -> Tensor:
+    meta = graph.tensors[tensor]
+    return torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=META)
+
+
+def _in_a_line(error: Exception) -> str:
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else ""
+    if isinstance(error, RehearsalError | StrategyError):
+        return first
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,0 +1,182 @@
+"""A rehearsal says of a plan what ranks would say, without ranks and without data."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from heterog.graph.capture import CapturedStep, capture_step
+from heterog.graph.grouping import group_ops
+from heterog.graph.placement import Placement
+from heterog.planners.plan import Plan
+from heterog.runtime.losses import Losses
+from heterog.runtime.rank_program import Layout
+from heterog.runtime.rehearsal import rehearse
+from heterog.strategy.lowering import lower
+from heterog.strategy.program import TaskKind
+from heterog.strategy.strategy import Decision
+from tests.runtime.cases import (
+    EVERY,
+    MODELS,
+    OWN_LOSS,
+    SGD,
+    Trained,
+    assert_same,
+    reference,
+    refusal,
+    train,
+    workload_of,
+)
+from tests.runtime.ranks import Ranks
+from tests.runtime.strategies import SYNCS, homes_of, plan_of, random_strategy, strategy_of
+
+NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "12"))
+"""Random strategies that are rehearsed and then run; the 500 of the results take half an hour."""
+
+
+@cache
+def captured_of(name: str) -> CapturedStep:
+    return capture_step(workload_of(name))
+
+
+def uniform(name: str, case: str, micro: tuple[tuple[int, ...], ...] = ()) -> Plan:
+    graph = captured_of(name).graph
+    decisions = [SYNCS[case]] * group_ops(graph).num_groups
+    homes = homes_of(graph, case)
+    return plan_of(graph, strategy_of(graph, decisions, homes=homes, micro_batches=micro))
+
+
+def verdict(name: str, plan: Plan) -> str:
+    program = lower(captured_of(name).graph, plan.cluster, plan.strategy, num_steps=1)
+    return rehearse(
+        captured_of(name),
+        plan.strategy,
+        program,
+        plan.task_order,
+        sent_before=plan.sent_before,
+        clips=len(plan.task_order) % 2 == 0,
+    )
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("case", SYNCS)
+def test_what_ranks_run_is_accepted(name: str, case: str) -> None:
+    assert verdict(name, uniform(name, case)) == ""
+
+
+def test_the_whole_batch_in_micro_batches() -> None:
+    text = verdict("gathered", uniform("gathered", "ring", ((3, 2), (1, 1), (0, 1))))
+    assert "2 micro-batches cannot be combined with ops that need the whole batch" in text
+
+
+# --- the crashes of before -----------------------------------------------------------------------
+
+
+@contextmanager
+def labels_read_from_buffers() -> Iterator[None]:
+    """As it was: labels are looked for among what ops have made, before any has run."""
+
+    def known(self: Losses, tensor: int, needed: Placement, layout: Layout, micro: int) -> Tensor:
+        return self._values.input(tensor, needed, {}, layout, micro)
+
+    with mock.patch.object(Losses, "_known", known):
+        yield
+
+
+@pytest.mark.parametrize("name", ["own loss", "masked target"])
+def test_labels_that_no_op_has_made_yet(name: str) -> None:
+    with labels_read_from_buffers():
+        text = verdict(name, uniform(name, "ring"))
+    assert "is not here" in text
+
+
+def test_labels_that_the_model_makes() -> None:
+    plan = uniform("pseudo-labels", "ring")
+    with mock.patch("heterog.graph.batch_plan.counts_known_labels", return_value=True):
+        graph = replace(captured_of("pseudo-labels").graph)  # whose batch plan is made anew
+        captured = replace(captured_of("pseudo-labels"), graph=graph)
+        strategy = replace(plan.strategy, graph=graph.fingerprint)
+        program = lower(graph, plan.cluster, strategy, num_steps=1)
+        order = range(program.num_tasks)
+        with labels_read_from_buffers():
+            assert "is not here" in rehearse(captured, strategy, program, order)
+
+
+# --- what is wrong between ranks -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [TaskKind.PUSH, TaskKind.COMPUTE, TaskKind.PULL])
+def test_a_task_that_nobody_plays(kind: TaskKind) -> None:
+    plan = uniform("mlp", "server")
+    program = lower(captured_of("mlp").graph, plan.cluster, plan.strategy, num_steps=1)
+    task = next(t for t in plan.task_order if program.kind[t] == kind)
+    order = tuple(t for t in plan.task_order if t != task)
+    text = rehearse(captured_of("mlp"), plan.strategy, program, order)
+    assert f"not each of the {program.num_tasks} once" in text
+
+
+def test_an_order_against_the_data() -> None:
+    plan = uniform("mlp", "ring")
+    program = lower(captured_of("mlp").graph, plan.cluster, plan.strategy, num_steps=1)
+    text = rehearse(captured_of("mlp"), plan.strategy, program, plan.task_order[::-1])
+    assert "whose result it needs" in text
+
+
+def test_messages_that_do_not_match() -> None:
+    """One rank believes in other shares than the rest: what it sends is not what is expected."""
+    plan = uniform("mlp", "ring")
+    range_of = Layout.range
+
+    def other(self: Layout, micro: int, device: int) -> tuple[int, int]:
+        begin, count = range_of(self, micro, device)
+        return (begin, count + 1) if device == 1 and self.devices == (1, 2) else (begin, count)
+
+    graph = captured_of("mlp").graph
+    groups = group_ops(graph).num_groups
+    decisions = [SYNCS["ring"], *[Decision(devices=(1, 2), shares=(4, 4))] * (groups - 1)]
+    plan = plan_of(graph, strategy_of(graph, decisions))
+    assert verdict("mlp", plan) == ""
+    with mock.patch.object(Layout, "range", other):
+        assert "rank " in verdict("mlp", plan)
+
+
+# --- random strategies ---------------------------------------------------------------------------
+
+
+def train_or_say_why(rank: int, name: str, path: str) -> Trained | str:
+    """What a rank does with a plan; why it refuses to."""
+    why = refusal(rank, name, path)
+    return why or train(rank, name, SGD, path)
+
+
+@pytest.mark.distributed
+def test_random_strategies_run_as_they_rehearse(ranks: Ranks, tmp_path: Path) -> None:
+    """None that is accepted fails, and what is refused, ranks refuse, too."""
+    rng = Random(int(os.environ.get("HETEROG_SEED", "7")))
+    names = [*MODELS, *list(OWN_LOSS)[:2]]
+    accepted = refused = 0
+    for number in range(NUM_RANDOM):
+        name = names[number % len(names)]
+        graph = captured_of(name).graph
+        strategy = random_strategy(rng, graph)
+        plan = plan_of(graph, strategy)
+        said = verdict(name, plan)
+        path = tmp_path / "plan.json"
+        plan.save(path)
+        results = ranks.run(train_or_say_why, name, str(path))
+        if isinstance(results[0], str):
+            assert said == results[0], (name, strategy)
+            refused += 1
+            continue
+        assert said == "", (name, strategy)
+        assert_same(results, reference(name), rtol=2e-4)
+        accepted += 1
+    print(f"{accepted} accepted and run, {refused} refused by both")
+    assert accepted > refused
