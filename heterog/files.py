@@ -1,14 +1,29 @@
-"""Writing files whole or not at all, and asking early whether one can be written."""
+"""Files: reading what others wrote within limits, writing whole or not at all.
 
+What is read may have been made by anybody. Only regular files are opened (a pipe would wait for
+ever), every kind has a largest size, compressed content counts by what it unpacks to, and JSON is
+read strictly: UTF-8, no key twice, no ``NaN``.
+"""
+
+import errno
 import gzip
 import json
 import os
+import stat
 import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
 from heterog.errors import InputFileError
+from heterog.units import MIB, format_bytes
+
+MAX_JSON_BYTES = 128 * MIB
+"""Of a JSON text, unpacked. The plan of the zoo's largest graph takes 2 MiB; measurements of the
+whole zoo at five shares 30 MiB."""
+_MOST_MEMORY = 1024 * MIB
+# What CPython needs for a list or an object (with its slot), a text, and anything else.
+_CONTAINER_BYTES, _TEXT_BYTES, _VALUE_BYTES = 96, 72, 40
 
 
 def check_writable(path: str | Path) -> Path:
@@ -46,7 +61,36 @@ def write_atomically(path: str | Path, content: bytes) -> None:
             Path(name).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise InputFileError(f"cannot write {target}: {error.strerror or error}.") from error
+        raise cannot_write(target, error, len(content)) from error
+
+
+def cannot_write(path: str | Path, error: OSError, num_bytes: int) -> InputFileError:
+    """The error about a file that the system does not let us write, with what it would need.
+
+    Args:
+        path: the file or folder.
+        error: the system's.
+        num_bytes: what was to be written.
+    """
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return InputFileError(
+            f"cannot write {path}: {why}; it needs {format_bytes(num_bytes)}{_room(path)}. "
+            "What was there before is unchanged."
+        )
+    return InputFileError(f"cannot write {path}: {why}.")
+
+
+def _room(path: str | Path) -> str:
+    """How much is free where a file was to be, as the end of a sentence; empty if unknown."""
+    folder = Path(path).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return ""
+    return f", {format_bytes(found.f_bavail * found.f_frsize)} are free there"
 
 
 def write_json(path: str | Path, value: Any, *, indent: int | None = None) -> None:
@@ -58,19 +102,115 @@ def write_json(path: str | Path, value: Any, *, indent: int | None = None) -> No
     write_atomically(path, content)
 
 
-def read_json(path: str | Path, what: str) -> Any:
-    """Read JSON, compressed or not.
+def read_bytes(path: str | Path, what: str, most_bytes: int) -> bytes:
+    """The content of a regular file; what was compressed with gzip is unpacked.
+
+    Args:
+        path: the file.
+        what: the kind of file, for messages.
+        most_bytes: that the file and its unpacked content may have.
 
     Raises:
-        InputFileError: the file is missing or holds something else; names it and the place.
+        InputFileError: the file is missing, unreadable, no regular file, too large or cut off.
     """
     source = Path(path)
     try:
-        content = source.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
-        return json.loads(content)
+        # Opening a pipe would wait for its writer.
+        handle = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISDIR(status.st_mode):
+                raise InputFileError(f"cannot read {what} {source}: Is a directory.")
+            if not stat.S_ISREG(status.st_mode):
+                raise InputFileError(f"cannot read {what} {source}: it is not a regular file.")
+            content = file.read(most_bytes + 1)
     except OSError as error:
         raise InputFileError(f"cannot read {what} {source}: {error.strerror or error}.") from error
-    except (ValueError, EOFError, RecursionError, zlib.error) as error:
-        raise InputFileError(f"{what} {source} is not valid JSON: {error}.") from error
+    except ValueError as error:  # a path with a zero byte
+        raise InputFileError(f"cannot read {what} {str(path)!r}: {error}.") from error
+    if len(content) > most_bytes:
+        raise _too_large(what, source, most_bytes)
+    if content[:2] == b"\x1f\x8b":
+        return _unpacked(content, what, source, most_bytes)
+    return content
+
+
+def _unpacked(content: bytes, what: str, source: Path, most_bytes: int) -> bytes:
+    """The members of a gzip file, up to the limit and not a byte further."""
+    parts: list[bytes] = []
+    room = most_bytes
+    while content:
+        member = zlib.decompressobj(wbits=31)
+        try:
+            parts.append(member.decompress(content, room + 1))
+        except zlib.error as error:
+            raise InputFileError(f"{what} {source} is no valid gzip file: {error}.") from error
+        room -= len(parts[-1])
+        if room < 0:
+            raise _too_large(what, source, most_bytes)
+        if not member.eof:
+            raise InputFileError(f"{what} {source} is no valid gzip file: it is cut off.")
+        content = member.unused_data.lstrip(b"\0")
+    return b"".join(parts)
+
+
+def _too_large(what: str, source: Path, most_bytes: int) -> InputFileError:
+    return InputFileError(
+        f"{what} {source} has more than {format_bytes(most_bytes)}, the most that is read."
+    )
+
+
+def read_json(path: str | Path, what: str, most_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Read JSON, compressed or not.
+
+    Raises:
+        InputFileError: the file is missing, too large, or holds something else; names it and the
+            place.
+    """
+    return parse_json(read_bytes(path, what, most_bytes), f"{what} {path}")
+
+
+def parse_json(content: bytes, where: str) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        content: UTF-8.
+        where: begins every message.
+
+    Raises:
+        InputFileError: not UTF-8, not JSON, a key twice, ``NaN`` or an infinity, or so many small
+            values that they would take more than 1 GiB of memory.
+    """
+    containers = content.count(b"[") + content.count(b"{")
+    needed = containers * _CONTAINER_BYTES + content.count(b'"') // 2 * _TEXT_BYTES
+    if needed + content.count(b",") * _VALUE_BYTES > _MOST_MEMORY:
+        raise InputFileError(f"{where} holds more values than are read; it would not fit.")
+    try:
+        return json.loads(
+            content.decode("utf-8-sig"),
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
+        )
+    except UnicodeDecodeError as error:
+        raise InputFileError(
+            f"{where} is not valid JSON: byte {error.start} is not UTF-8."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputFileError(f"{where} is not valid JSON: {reason}.") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; keys that are there twice are no choice of ours."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key[:60]!r} is there twice")
+            seen.add(key)
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")

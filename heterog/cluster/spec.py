@@ -44,8 +44,20 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from heterog.cluster.catalog import device_type, device_type_names
 from heterog.cluster.links import INTRA_LINKS, intra_link, network_kind
-from heterog.cluster.topology import DTYPES, Cluster, Device, DeviceType, FrozenFlops, Host, Link
+from heterog.cluster.topology import (
+    DTYPES,
+    MAX_DEVICES,
+    Cluster,
+    Device,
+    DeviceType,
+    FrozenFlops,
+    Host,
+    Link,
+)
 from heterog.errors import ClusterError, HeterogError, InputFileError, UnknownNameError
+from heterog.files import read_bytes, write_atomically
+from heterog.names import shown
+from heterog.records import Name, Text, field_name
 from heterog.units import (
     GIB,
     format_bytes,
@@ -63,14 +75,15 @@ _UNUSED_NIC_BYTES_PER_S = 1.25e9
 
 _CPU = device_type("CPU")
 
+MAX_FILE_BYTES = 1024**2
+"""Of a cluster file: a hundred times what one with 512 hosts takes."""
+_MOST_EVENTS = 100_000
+_MOST_DEPTH = 32
+# libyaml's parser, where PyYAML was built with it: ten times as fast.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 
 _Location: TypeAlias = tuple[int | str, ...]
-
-
-def _shown(value: object) -> str:
-    """A value for an error of one line."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _reading(parse: Callable[[Any], Any]) -> BeforeValidator:
@@ -79,7 +92,7 @@ def _reading(parse: Callable[[Any], Any]) -> BeforeValidator:
     def read(value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise PydanticCustomError(
-                "value", "got {text}; write a number or a text", {"text": _shown(value)}
+                "value", "got {text}; write a number or a text", {"text": shown(value)}
             )
         try:
             return parse(value)
@@ -101,7 +114,7 @@ Bytes: TypeAlias = Annotated[int, _reading(parse_bytes), Field(gt=0)]
 BytesOrZero: TypeAlias = Annotated[int, _reading(parse_bytes), Field(ge=0)]
 Share: TypeAlias = Annotated[float, _reading(float), Field(gt=0, le=1, allow_inf_nan=False)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=4096, strict=True)]
-Name: TypeAlias = Annotated[str, Field(min_length=1)]
+_Path: TypeAlias = Annotated[Text, Field(min_length=1)]
 _Dtype: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
 Peaks: TypeAlias = Annotated[
     dict[_Dtype, Speed],
@@ -138,7 +151,7 @@ class TypeSpec(_Spec):
     peak_flops: Peaks
     memory_bandwidth: Bandwidth
     memory: Bytes
-    source: str = "cluster file"
+    source: Text = "cluster file"
     compute_efficiency: Share = 0.6
     memory_efficiency: Share = 0.75
     launch_overhead: Seconds = 10e-6
@@ -231,7 +244,7 @@ class ClusterSpec(_Spec):
     name: Name
     efficiency: Share = 0.7
     reserved_memory: BytesOrZero = GIB
-    calibration: Name | None = None
+    calibration: _Path | None = None
     hosts: Annotated[list[HostSpec], Field(min_length=1)]
 
 
@@ -251,11 +264,14 @@ def load_cluster(source: str | Path) -> Cluster:
     if isinstance(source, str) and looks_like_name and not path.exists():
         raise UnknownNameError("cluster", source, preset_names())
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        text = read_bytes(path, "cluster file", MAX_FILE_BYTES).decode()
+    except InputFileError as error:
         raise InputFileError(
-            f"cannot read cluster file {path}: {reason}. Give a YAML file or one of: "
+            f"{error} Give a YAML file or one of: {', '.join(preset_names())}."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InputFileError(
+            f"cannot read cluster file {path}: it is not UTF-8 text. Give a YAML file or one of: "
             f"{', '.join(preset_names())}."
         ) from error
     return parse_cluster(text, path)
@@ -290,19 +306,24 @@ class _Document:
     @staticmethod
     def parse(text: str, path: Path) -> "_Document":
         try:
-            loader = yaml.SafeLoader(text)
+            _check_events(text, path)
+            loader = _Loader(text)
             root = loader.get_single_node()
             if root is None:
                 raise InputFileError(f"{path}: the file is empty; see 'heterog clusters'.")
             _refuse_duplicate_keys(root, path, set())
+            _check_aliases(root, path)
             return _Document(path=path, root=root, value=loader.construct_document(root))
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             where = f"{path}, line {mark.line + 1}" if mark else str(path)
-            raise InputFileError(f"{where}: not valid YAML: {error.problem}.") from error
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            reason = str(error).splitlines()[0]
-            raise InputFileError(f"{path}: not valid YAML: {reason}.") from error
+            problem = " ".join(str(error.problem).split())
+            raise InputFileError(f"{where}: not valid YAML: {problem}.") from error
+        # A tag that does not fit its value ("!!bool x") is whatever its constructor stumbles over.
+        except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError) as error:
+            raise InputFileError(f"{path}: not valid YAML: {_first_line(error)}.") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputFileError(f"{path}: not valid YAML: {_first_line(error)}.") from error
 
     def line_and_field(self, location: Sequence[int | str]) -> tuple[int, str]:
         """Line of the field (or of what should hold it) and its name, as in hosts[0].nic."""
@@ -325,7 +346,7 @@ class _Document:
     def refuse(self, location: Sequence[int | str], problem: str) -> NoReturn:
         """Raises InputFileError with file, line and field."""
         line, field = self.line_and_field(location)
-        where = f"{self.path}, line {line}" + (f", {field}" if field else "")
+        where = f"{self.path}, line {line}" + (f", {field_name([field])}" if field else "")
         raise InputFileError(f"{where}: {problem}")
 
     def refuse_all(self, errors: Sequence[ErrorDetails]) -> NoReturn:
@@ -339,6 +360,57 @@ class _Document:
         self.refuse(location, _problem(errors[0]) + more)
 
 
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _check_events(text: str, path: Path) -> None:
+    """Refuse what nests deeper or holds more than any cluster, before anything is built of it.
+
+    libyaml builds nodes by recursion without a limit of its own.
+    """
+    depth = 0
+    for number, event in enumerate(yaml.parse(text, Loader=_Loader)):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > _MOST_DEPTH or number > _MOST_EVENTS:
+            what = "nests too deeply" if depth > _MOST_DEPTH else "says too much"
+            line = event.start_mark.line + 1
+            raise InputFileError(f"{path}, line {line}: {what} for a cluster file.")
+
+
+def _check_aliases(root: yaml.Node, path: Path) -> None:
+    """Refuse aliases that stand for themselves, or for more than a file may hold.
+
+    Ten lines of ten aliases each stand for ten billion values.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        found = sizes.get(id(node))
+        if found is not None:
+            if found == 0:
+                raise InputFileError(
+                    f"{path}, line {node.start_mark.line + 1}: an alias stands for a part of "
+                    "itself."
+                )
+            return found
+        sizes[id(node)] = 0
+        total = 1
+        if isinstance(node, yaml.SequenceNode):
+            total += sum(map(size, node.value))
+        elif isinstance(node, yaml.MappingNode):
+            total += sum(size(key) + size(value) for key, value in node.value)
+        sizes[id(node)] = total
+        return total
+
+    if size(root) > _MOST_EVENTS:
+        raise InputFileError(f"{path}: its aliases stand for more values than are read.")
+
+
 def _pair(node: yaml.MappingNode, key: str) -> tuple[yaml.Node, yaml.Node] | None:
     # The last one, because what a merge key brings in comes before the node's own fields.
     return next((pair for pair in reversed(node.value) if pair[0].value == key), None)
@@ -346,7 +418,7 @@ def _pair(node: yaml.MappingNode, key: str) -> tuple[yaml.Node, yaml.Node] | Non
 
 def _problem(error: ErrorDetails) -> str:
     """What is wrong and what to write instead."""
-    kind, got, context = error["type"], _shown(error["input"]), error.get("ctx", {})
+    kind, got, context = error["type"], shown(error["input"]), error.get("ctx", {})
     if kind in ("model_type", "dict_type"):
         return f"got {got}; write a mapping of fields."
     if kind == "list_type":
@@ -357,6 +429,8 @@ def _problem(error: ErrorDetails) -> str:
         return f"got {got}; write a text, in quotes if YAML reads it as something else."
     if kind in ("value", "unknown_field"):
         return f"{error['msg']}."
+    if kind == "value_error":
+        return f"{got} {context['error']}."
     limits = {
         "greater_than": "above {gt:g}",
         "greater_than_equal": "at least {ge:g}",
@@ -381,8 +455,8 @@ def _refuse_duplicate_keys(node: yaml.Node, path: Path, seen: set[int]) -> None:
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in keys:
                 raise InputFileError(
-                    f"{path}, line {key.start_mark.line + 1}, {key.value}: this field is there "
-                    "twice; remove one."
+                    f"{path}, line {key.start_mark.line + 1}, {field_name([key.value])}: this "
+                    "field is there twice; remove one."
                 )
             keys.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
             _refuse_duplicate_keys(value, path, seen)
@@ -400,6 +474,15 @@ class _Builder:
         self._num_hosts = sum(h.count or 1 for h in spec.hosts)
 
     def cluster(self) -> Cluster:
+        num_devices = sum(
+            (host.count or 1) * sum(entry.count for entry in host.devices)
+            for host in self._spec.hosts
+        )
+        if num_devices > MAX_DEVICES:
+            self._document.refuse(
+                ("hosts",),
+                f"{num_devices:,} devices are more than are planned for, {MAX_DEVICES:,}.",
+            )
         hosts: list[Host] = []
         devices: list[Device] = []
         for position, spec in enumerate(self._spec.hosts):
@@ -603,13 +686,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
     text = yaml.dump(
         _file_record(cluster, path), sort_keys=False, default_flow_style=None, width=99
     )
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InputFileError(f"cannot write cluster file {path}: {error.strerror}.") from error
+    write_atomically(path, text.encode())
 
 
 def _file_record(cluster: Cluster, path: Path) -> dict[str, Any]:

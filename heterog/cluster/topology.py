@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from heterog.errors import ClusterError
+from heterog.names import name_problem, shown, text_problem
 from heterog.units import format_bytes
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -72,9 +73,9 @@ class DeviceType:
     launch_overhead_s: float = 10e-6
 
     def __post_init__(self) -> None:
+        _check_name(self.name, "a device type")
+        _check_text(self.source, f"the source of device type '{self.name}'")
         what = f"device type '{self.name}'"
-        if not self.name:
-            raise ClusterError("a device type has an empty name; give it one.")
         if "float32" not in self.peak_flops_per_s:
             raise ClusterError(f"{what} has no peak FLOP/s for float32; every type needs one.")
         for dtype, peak in self.peak_flops_per_s.items():
@@ -109,6 +110,7 @@ class Link:
     shared: bool = False
 
     def __post_init__(self) -> None:
+        _check_name(self.kind, "a kind of link")
         _check_positive(self.bandwidth_bytes_per_s, f"bandwidth of link '{self.kind}'")
         _check_not_negative(self.latency_s, f"latency of link '{self.kind}'")
 
@@ -130,8 +132,7 @@ class Device:
     usable_memory_bytes: int
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ClusterError("a device has an empty name; give it one.")
+        _check_name(self.name, "a device")
         _check_positive(self.usable_memory_bytes, f"usable memory of device '{self.name}'")
         if self.usable_memory_bytes > self.type.memory_bytes:
             raise ClusterError(
@@ -160,8 +161,7 @@ class Host:
     cpu_quota: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ClusterError("a host has an empty name; give it one.")
+        _check_name(self.name, "a host")
         _check_positive(self.nic_line_rate_bytes_per_s, f"NIC line rate of host '{self.name}'")
         _check_not_negative(self.nic_latency_s, f"NIC latency of host '{self.name}'")
         if self.cpu_quota is not None:
@@ -401,6 +401,18 @@ class Cluster:
             ) from error
 
 
+def _check_name(name: str, what: str) -> None:
+    if not name:
+        raise ClusterError(f"{what} has an empty name; give it one.")
+    if (problem := name_problem(name)) is not None:
+        raise ClusterError(f"{what} has the name {shown(name)}, which {problem}.")
+
+
+def _check_text(text: str, what: str) -> None:
+    if (problem := text_problem(text)) is not None:
+        raise ClusterError(f"{what}, {shown(text)}, {problem}.")
+
+
 def _check_positive(value: float, what: str) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ClusterError(f"{what} is {value:g}; it must be a finite number above 0.")
@@ -416,7 +428,18 @@ def _check_share(value: float, what: str) -> None:
         raise ClusterError(f"{what} is {value:g}; it must be above 0 and at most 1.")
 
 
+MAX_DEVICES = 512
+"""Channels are numbered by pairs of devices: planning on 512 takes 3 GiB and minutes, on 1024 more
+memory than most machines have."""
+
+
 def _check_cluster(cluster: Cluster) -> None:
+    _check_name(cluster.name, "a cluster")
+    if len(cluster.devices) > MAX_DEVICES:
+        raise ClusterError(
+            f"cluster '{cluster.name}' has {len(cluster.devices):,} devices; at most "
+            f"{MAX_DEVICES:,} are planned for."
+        )
     _check_share(cluster.efficiency, f"NIC efficiency of cluster '{cluster.name}'")
     if not cluster.devices:
         raise ClusterError(f"cluster '{cluster.name}' has no device; it needs at least one.")

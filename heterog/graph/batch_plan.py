@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from heterog.errors import GraphError
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase, TensorKind
 from heterog.graph.placement import L, P, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, Special, propagate
@@ -111,7 +112,7 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
             placements.extend(outputs)
             specials.append(None)
             continue
-        result = propagate(graph.call(index), given, graph.batch_size)
+        result = _built_in(graph, index, given)
         if op.kind in LABEL_COUNTING_LOSSES and not counts_known_labels(
             graph, index, _follows_batch(graph, specials)
         ):
@@ -201,6 +202,22 @@ def counts_known_labels(graph: OpGraph, op: int, follows_batch: Sequence[bool]) 
     if graph.ops[op].args.get("reduction", MEAN) == NO_REDUCTION:
         return True
     return bool(graph.consumers[weight]) and all(follows_batch[tensor] for tensor in labels)
+
+
+def _built_in(graph: OpGraph, index: int, given: tuple[Placement, ...]) -> RuleResult | None:
+    """The built-in rule of an op; ``None`` if there is none for its kind.
+
+    Raises:
+        GraphError: the op of an imported graph has other arguments than its kind has.
+    """
+    try:
+        return propagate(graph.call(index), given, graph.batch_size)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
+        op = graph.ops[index]
+        raise GraphError(
+            f"the args of op {index} '{op.name or op.kind}' do not fit its built-in sharding rule "
+            f"({type(error).__name__}: {' '.join(str(error).split())})."
+        ) from error
 
 
 def _split_at_birth(

@@ -19,7 +19,11 @@ import numpy.typing as npt
 from heterog.errors import GraphError
 from heterog.graph.op_costs import VIEW_KINDS
 from heterog.graph.placement import Arg, OpCall, Placement, TensorMeta
+from heterog.names import is_identifier, name_problem, shown, text_problem
 
+MAX_BATCH_SIZE = 2**20
+MAX_BATCH_TIMES_OPS = 2**30
+"""Cost tables have a row for every share of the batch and a column for every op."""
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 
@@ -62,6 +66,10 @@ class GraphTensor:
         return TensorMeta(self.shape, self.dtype)
 
 
+Curve = tuple[tuple[float, float], ...]
+"""(Share of the batch, seconds), by rising shares up to 1."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOp:
     """One op.
@@ -79,7 +87,8 @@ class GraphOp:
         bytes_written: bytes it writes at global size.
         rule: input and output placements along the batch that the file states itself (ops of
             unknown kind in imported graphs); ``None``: the built-in table decides.
-        measured_s: measured seconds at global size by device type name (imported cost tables).
+        measured_s: by device type name the measured seconds at global size, or points (share of
+            the batch, seconds) with rising shares up to 1 (imported cost tables).
         name: a name for messages; the fx node's name in captured graphs.
     """
 
@@ -93,7 +102,7 @@ class GraphOp:
     bytes_read: float
     bytes_written: float
     rule: tuple[tuple[Placement, ...], tuple[Placement, ...]] | None = None
-    measured_s: tuple[tuple[str, float], ...] = ()
+    measured_s: tuple[tuple[str, float | Curve], ...] = ()
     name: str = ""
 
 
@@ -113,7 +122,8 @@ class OpGraph:
         loss: tensor id of the loss.
 
     Raises:
-        GraphError: an op reads a tensor that does not exist or is made later, or sizes disagree.
+        GraphError: an op reads a tensor that does not exist or is made later, sizes disagree, or a
+            name is none (see ``heterog.names``).
     """
 
     name: str
@@ -127,6 +137,7 @@ class OpGraph:
     loss: int
 
     def __post_init__(self) -> None:
+        self._check_words()
         num_outputs = sum(op.num_outputs for op in self.ops)
         if self.num_inputs + num_outputs != len(self.tensors) or self.num_inputs < 0:
             raise GraphError(
@@ -150,6 +161,32 @@ class OpGraph:
             raise GraphError(f"graph '{self.name}': the loss is tensor {self.loss}, missing.")
         if self.batch_size < 1:
             raise GraphError(f"graph '{self.name}': batch size {self.batch_size} is below 1.")
+        if (
+            self.batch_size > MAX_BATCH_SIZE
+            or self.batch_size * len(self.ops) > MAX_BATCH_TIMES_OPS
+        ):
+            raise GraphError(
+                f"graph '{self.name}': a batch of {shown(self.batch_size)} for {len(self.ops):,} "
+                f"ops is more than heterog plans: at most {MAX_BATCH_SIZE:,} samples, and at most "
+                f"{MAX_BATCH_TIMES_OPS:,} samples times ops."
+            )
+
+    def _check_words(self) -> None:
+        """Names are names, and every other text is one line that can be printed."""
+        problem = name_problem(self.name)
+        if problem is not None:
+            raise GraphError(f"the name of the graph, {shown(self.name)}, {problem}.")
+        if not is_identifier(self.optimizer):
+            raise GraphError(
+                f"graph '{self.name}': the optimizer {shown(self.optimizer)} is not the name of "
+                "a class."
+            )
+        words = {self.source, *(tensor.name for tensor in self.tensors)}
+        for op in self.ops:
+            words.update((op.kind, op.module, op.name))
+        for text in sorted(words):
+            if (problem := text_problem(text)) is not None:
+                raise GraphError(f"graph '{self.name}': the text {shown(text)} {problem}.")
 
     @property
     def num_ops(self) -> int:

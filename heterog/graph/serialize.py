@@ -50,8 +50,32 @@ Fields of an op, all but the first three optional:
   built-in one runs whole on every device;
 - ``flops`` (default 0), ``bytes_read`` and ``bytes_written`` (default: every input read once,
   every output written once) of the whole batch;
-- ``measured_s``: seconds of the whole batch by device type name; they go before the roofline;
+- ``measured_s``: by device type name the seconds of the whole batch, or points ``[share of the
+  batch, seconds]`` with rising shares up to 1: ``[[0.125, 4.1e-6], [0.5, 1.6e-5], [1, 3.1e-5]]``.
+  They go before the roofline. One number means that the time follows the share; between points
+  it is interpolated, and below the first the line through the first two goes on;
 - ``name``: for messages.
+
+An op that costs nothing (TensorFlow's ``Identity``, a reshape) is a *view*: a kind of
+``VIEW_KINDS`` in ``op_costs``, whose outputs share the memory of its first input, such as
+``{"kind": "alias.default", "inputs": ["x"], "outputs": ["y"], "args": {"self": {"t": 0}}}``. The
+built-in rule of ``alias`` leaves every tensor as it lies: split, whole or a partial sum. An op
+without FLOPs and bytes that is no view still takes the launch of a kernel, unless ``measured_s``
+says 0.
+
+``batch_dims`` with ``null`` needs care. An op that passes the gradient of a weight on reads a
+partial sum; with ``"batch_dims": [null]`` it reads it whole, after an all-reduce. Let it be a view
+as above, or give it the rule ``{"inputs": ["P"], "outputs": ["P"]}``. An op that makes a shape or
+an index of a split tensor makes no sum over the batch; it needs a rule with the output ``R``. Both
+are warned of.
+
+A *control edge*, where op B waits for op A without reading anything of it, is a tensor of no
+bytes: one more output of A, of shape ``[0]``, that is one more input of B. Both have a ``rule`` in
+which that tensor is ``R``. If A and B run on different devices, the edge takes a message's
+latency.
+
+Names (of the graph and of device types) are letters, digits, spaces and
+``. _ : @ + , ( ) / # = [ ] -``; every other text is one line that can be printed.
 
 ``tensors`` and ``ops`` may also be one object of equally long columns instead of a list of
 records, with ``null`` for a field that is left out; ``save_graph`` writes that. There ``kind`` and
@@ -60,17 +84,20 @@ records, with ``null`` for a field that is left out; ``save_graph`` writes that.
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Discriminator, Field, Strict, Tag, ValidationError
 
-from heterog.errors import GraphError, InputFileError
+from heterog.errors import GraphError, HeterogWarning, InputFileError
 from heterog.files import read_json, write_json
-from heterog.graph.op_costs import bytes_read_and_written
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.op_costs import VIEW_KINDS, bytes_read_and_written
 from heterog.graph.op_graph import (
+    MAX_BATCH_SIZE,
     GraphOp,
     GraphTensor,
     OpGraph,
@@ -80,10 +107,26 @@ from heterog.graph.op_graph import (
 )
 from heterog.graph.placement import ITEM_BYTES, Arg, L, OpCall, P, Placement, R, S, TensorRef
 from heterog.graph.sharding_rules import RULES, propagate
+from heterog.names import shown
+from heterog.records import (
+    Amount,
+    Identifier,
+    Int32,
+    Many,
+    Name,
+    Record,
+    Seconds,
+    Text,
+    field_name,
+    first_problem,
+)
+from heterog.units import format_bytes
 
 SCHEMA_VERSION = 1
 
 _PLACEMENT = re.compile(r"S\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)")
+_MOST_ARG_DEPTH = 8
+_MOST_TENSOR_BYTES = 2**44  # sums over any graph stay within 64 bits
 _INPUT_KINDS = (
     TensorKind.PARAMETER,
     TensorKind.BUFFER,
@@ -156,7 +199,7 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
             "bytes_read": [float(op.bytes_read) for op in ops],
             "bytes_written": [float(op.bytes_written) for op in ops],
             "rule": [_rule_to_json(op) for op in ops],
-            "measured_s": [dict(op.measured_s) or None for op in ops],
+            "measured_s": [_measured_to_json(op) for op in ops],
             "name": [op.name or None for op in ops],
         },
     }
@@ -175,73 +218,83 @@ def graph_from_dict(record: object, where: str) -> OpGraph:
     if not isinstance(record, dict):
         raise InputFileError(f"{where}: not a graph, but a JSON {type(record).__name__}.")
     version = record.get("schema_version")
-    if version != SCHEMA_VERSION:
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise InputFileError(
-            f"{where}: schema_version is {version!r}; this heterog reads {SCHEMA_VERSION}."
+            f"{where}: schema_version is {shown(version)}; this heterog reads {SCHEMA_VERSION}."
         )
     try:
         spec = _GraphRecord.model_validate(
             record | {key: _rows(record[key], key) for key in ("tensors", "ops") if key in record}
         )
-        return _Reader(spec).graph()
+        reader = _Reader(spec)
+        graph = reader.graph()
+        _check_batch_plan(graph)
     except ValidationError as error:
-        raise InputFileError(f"{where}: {_first_problem(error)}") from error
+        raise InputFileError(f"{where}: {first_problem(error)}") from error
     except GraphError as error:
         raise InputFileError(f"{where}: {error}") from error
+    if reader.doubts:
+        more = len(reader.doubts) - 1
+        rest = f" So do {more} more ops." if more else ""
+        warnings.warn(f"{where}: {reader.doubts[0]}{rest}", HeterogWarning, stacklevel=2)
+    return graph
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+_Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 
 
-_Size = Annotated[int, Field(ge=0)]
-_Amount = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-
-
-class _TensorRecord(_Record):
-    shape: list[_Size]
+class _TensorRecord(Record):
+    shape: list[Int32]
     dtype: str
     kind: Literal["activation", "parameter", "buffer", "batch", "constant", "gradient"] = (
         "activation"
     )
-    name: str = ""
+    name: Text = ""
     placement: str | None = None
-    batch_dim: _Size | None = None
+    batch_dim: Int32 | None = None
 
 
-class _RuleRecord(_Record):
+class _RuleRecord(Record):
     inputs: list[str]
     outputs: list[str]
 
 
-class _OpRecord(_Record):
-    kind: str | int
+_Point = Annotated[tuple[_Share, Seconds], Strict(False)]  # JSON has lists only
+_Curve = Annotated[list[_Point], Field(min_length=1, max_length=1000)]
+_Measured = Annotated[
+    Annotated[Seconds, Tag("seconds")] | Annotated[_Curve, Tag("points")],
+    Discriminator(lambda value: "points" if isinstance(value, list) else "seconds"),
+]
+
+
+class _OpRecord(Record):
+    kind: Text | int
     inputs: list[int | str]
     outputs: list[int | str] | None = None
     phase: Literal["forward", "backward", "update"] | None = None
-    module: str | int = ""
-    args: dict[str, Any] = {}
-    flops: _Amount = 0.0
-    bytes_read: _Amount | None = None
-    bytes_written: _Amount | None = None
+    module: Text | int = ""
+    args: dict[str, Any] = Field(default_factory=dict)
+    flops: Amount = 0.0
+    bytes_read: Amount | None = None
+    bytes_written: Amount | None = None
     rule: _RuleRecord | None = None
-    batch_dims: list[_Size | None] | None = None
-    measured_s: dict[str, _Amount] = {}
-    name: str = ""
+    batch_dims: list[Int32 | None] | None = None
+    measured_s: dict[Name, _Measured] = Field(default_factory=dict)
+    name: Text = ""
 
 
-class _GraphRecord(_Record):
+class _GraphRecord(Record):
     schema_version: int
-    name: str
-    source: str = ""
-    batch_size: int
-    optimizer: str
-    optimizer_state_ratio: _Amount
+    name: Name
+    source: Text = ""
+    batch_size: Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
+    optimizer: Identifier
+    optimizer_state_ratio: Annotated[float, Field(ge=0.0, le=1e3, allow_inf_nan=False)]
     loss: int | str
-    kinds: list[str] = []
-    modules: list[str] = []
-    tensors: list[_TensorRecord]
-    ops: list[_OpRecord]
+    kinds: Many[Text] = Field(default_factory=list)
+    modules: Many[Text] = Field(default_factory=list)
+    tensors: Many[_TensorRecord]
+    ops: Many[_OpRecord]
 
 
 def _rows(value: object, field: str) -> object:
@@ -252,27 +305,16 @@ def _rows(value: object, field: str) -> object:
     if len(set(lengths.values())) > 1 or -1 in lengths.values():
         raise GraphError(
             f"the columns of '{field}' must be lists of one length; they have "
-            + ", ".join(f"{name}: {n if n >= 0 else 'no list'}" for name, n in lengths.items())
+            + ", ".join(
+                f"{field_name([name])}: {n if n >= 0 else 'no list'}"
+                for name, n in list(lengths.items())[:20]
+            )
             + "."
         )
     return [
         {name: entry for name, entry in zip(value, row, strict=True) if entry is not None}
         for row in zip(*value.values(), strict=True)
     ]
-
-
-def _first_problem(error: ValidationError) -> str:
-    """The first thing that is wrong, in words."""
-    details = error.errors()[0]
-    # The branches of a union ("int", "str") are no fields of the file.
-    place = [part for part in details["loc"] if part not in ("int", "str")]
-    field = ".".join(map(str, place))
-    if details["type"] == "missing":
-        return f"field '{field}' is missing."
-    if details["type"] == "extra_forbidden":
-        return f"unknown field '{field}'; see heterog.graph.serialize for the format."
-    message = details["msg"].removeprefix("Input ")
-    return f"field '{field}' {message}, got {str(details['input'])[:60]!r}."
 
 
 class _Reader:
@@ -282,6 +324,8 @@ class _Reader:
         self.spec = spec
         self.position: dict[str, int] = {}
         self.ambiguous: set[str] = set()
+        self.updated_by: dict[int, int] = {}
+        self.doubts: list[str] = []
         for number, tensor in enumerate(spec.tensors):
             if tensor.name and self.position.setdefault(tensor.name, number) != number:
                 self.ambiguous.add(tensor.name)
@@ -306,6 +350,13 @@ class _Reader:
         ]
         self.outputs = [self._outputs(i, op) for i, op in enumerate(spec.ops)]
         self.made = {tensor for outputs in self.outputs for tensor in outputs}
+        self.updated = {
+            tensor
+            for outputs, phase in zip(self.outputs, self.phases, strict=True)
+            for tensor in (outputs if phase == Phase.UPDATE else ())
+        }
+        for index in range(len(spec.ops)):
+            self._check_op(index)
 
     def graph(self) -> OpGraph:
         spec = self.spec
@@ -326,6 +377,12 @@ class _Reader:
         rules = self._rules(order, dict(placements))
         sequence = step_inputs + [tensor for op in order for tensor in self.outputs[op]]
         number_of = {tensor: number for number, tensor in enumerate(sequence)}
+        loss = self._tensor(spec.loss, "the loss is")
+        if made_by[loss] < 0 or loss in self.updated:
+            raise GraphError(
+                f"the loss is {self._name(loss)}, which no op of the forward or backward pass "
+                "makes."
+            )
         return OpGraph(
             name=spec.name,
             source=spec.source,
@@ -335,7 +392,7 @@ class _Reader:
             batch_placements=tuple(placements[tensor] for tensor in step_inputs),
             optimizer=spec.optimizer,
             optimizer_state_ratio=spec.optimizer_state_ratio,
-            loss=number_of[self._tensor(spec.loss, "the loss is")],
+            loss=number_of[loss],
         )
 
     def _graph_op(
@@ -364,9 +421,24 @@ class _Reader:
             bytes_read=read if op.bytes_read is None else op.bytes_read,
             bytes_written=written if op.bytes_written is None else op.bytes_written,
             rule=rule,
-            measured_s=tuple(op.measured_s.items()),
+            measured_s=tuple(
+                (name, self._curve(index, found) if isinstance(found, list) else found)
+                for name, found in op.measured_s.items()
+            ),
             name=op.name,
         )
+
+    def _curve(
+        self, index: int, points: Sequence[tuple[float, float]]
+    ) -> tuple[tuple[float, float], ...]:
+        """Measured seconds at several shares, as they must be to be looked up."""
+        shares = [share for share, _ in points]
+        if sorted(set(shares)) != shares or shares[-1] != 1.0:
+            raise GraphError(
+                f"measured_s of {self._op(index)} has the shares {shown_numbers(shares)}; they "
+                "must rise and end with 1, the whole batch."
+            )
+        return tuple((share, seconds) for share, seconds in points)
 
     def _rules(
         self, order: Sequence[int], placements: dict[int, Placement]
@@ -432,7 +504,31 @@ class _Reader:
             without if dim is None else self._placement(f"S({dim})", tensor)
             for dim, tensor in zip(dims, self.outputs[index], strict=True)
         )
+        self._doubt_batch_dims(index, given, outputs)
         return inputs, outputs
+
+    def _doubt_batch_dims(
+        self, index: int, given: Sequence[Placement], outputs: Sequence[Placement]
+    ) -> None:
+        """Notes what ``batch_dims`` make of an op that was probably not meant."""
+        for tensor, place in zip(self.inputs[index], given, strict=True):
+            if place == P and not any(each.kind == "S" for each in given):
+                self.doubts.append(
+                    f"{self._op(index)} reads {self._name(tensor)}, a partial sum over the batch, "
+                    "whole, which takes an all-reduce: if it only passes it on, write "
+                    '"rule": {"inputs": ["P"], "outputs": ["P"]} instead of batch_dims, else '
+                    'write "R" for both.'
+                )
+                return
+        for tensor, place in zip(self.outputs[index], outputs, strict=True):
+            if place == P and not self.metas[tensor].dtype.startswith(("float", "bfl", "compl")):
+                self.doubts.append(
+                    f"{self._op(index)} makes {self._name(tensor)} of {self.metas[tensor].dtype} "
+                    "without a batch dimension from a split input, which is taken for a sum over "
+                    'the batch: if it is a shape or an index, write a "rule" with the output '
+                    '"R", else one with "P".'
+                )
+                return
 
     def _built_in_outputs(self, index: int, given: list[Placement]) -> tuple[Placement, ...]:
         try:
@@ -447,10 +543,21 @@ class _Reader:
 
     def _input_placement(self, tensor: int) -> Placement:
         record, meta = self.spec.tensors[tensor], self.metas[tensor]
-        if record.placement is not None:
-            return self._placement(record.placement, tensor)
-        if record.batch_dim is not None:
-            return self._placement(f"S({record.batch_dim})", tensor)
+        text = f"S({record.batch_dim})" if record.batch_dim is not None else None
+        text = record.placement if record.placement is not None else text
+        if text is not None:
+            place = self._placement(text, tensor)
+            if place.kind in "PL":
+                raise GraphError(
+                    f"{self._name(tensor)} is an input of the step with placement {place}; inputs "
+                    "are R or S(dim)."
+                )
+            if place.kind == "S" and meta.kind == TensorKind.PARAMETER:
+                raise GraphError(
+                    f"{self._name(tensor)} is a parameter, which has no batch dimension, but has "
+                    f"placement {place}; leave the placement out."
+                )
+            return place
         has_batch = meta.kind == TensorKind.BATCH and meta.shape[:1] == (self.spec.batch_size,)
         return S(0) if has_batch else R
 
@@ -461,7 +568,7 @@ class _Reader:
         match = _PLACEMENT.fullmatch(text)
         if match is None:
             raise GraphError(
-                f"placement {text!r} of {self._name(tensor)} is none of R, P, L, S(dim) and "
+                f"placement {shown(text)} of {self._name(tensor)} is none of R, P, L, S(dim) and "
                 "S(dim,outer)."
             )
         dim, outer = int(match[1]), int(match[2] or 1)
@@ -476,7 +583,7 @@ class _Reader:
     def _args(self, index: int) -> dict[str, Arg]:
         num_inputs = len(self.inputs[index])
         return {
-            key: _arg_from_json(value, num_inputs, lambda: self._op(index))
+            key: _arg_from_json(value, num_inputs, lambda: self._op(index), _MOST_ARG_DEPTH)
             for key, value in self.spec.ops[index].args.items()
         }
 
@@ -508,11 +615,42 @@ class _Reader:
         ):
             raise GraphError(
                 f"{self._op(index)} must read a parameter and the gradient that an op makes, and "
-                f"make one tensor; it reads {', '.join(map(self._name, inputs)) or 'nothing'} and "
-                f"makes {len(self.outputs[index])}."
+                f"make one tensor; it reads {', '.join(map(self._name, inputs[:8])) or 'nothing'} "
+                f"and makes {len(self.outputs[index])}."
+            )
+        parameter, gradient = (self.metas[tensor] for tensor in inputs)
+        if gradient.shape != parameter.shape:
+            raise GraphError(
+                f"{self._op(index)} updates {self._name(inputs[0])} of shape "
+                f"{list(parameter.shape)} with a gradient of shape {list(gradient.shape)}; they "
+                "must be equal."
+            )
+        other = self.updated_by.setdefault(inputs[0], index)
+        if other != index:
+            raise GraphError(
+                f"{self._name(inputs[0])} is updated by {self._op(other)} and again by "
+                f"{self._op(index)}; every parameter is updated once."
             )
 
+    def _check_op(self, index: int) -> None:
+        """What no op may do, of whatever kind it is."""
+        if self.kinds[index] in VIEW_KINDS and not self.inputs[index]:
+            raise GraphError(f"{self._op(index)} is a view, but reads no tensor to look at.")
+        if self.phases[index] == Phase.UPDATE:
+            return
+        for tensor in self.inputs[index]:
+            if tensor in self.updated:
+                raise GraphError(
+                    f"{self._op(index)} reads {self._name(tensor)}, which an update makes; the "
+                    "next step reads the new parameter, nothing in this one does."
+                )
+
     def _check_tensor(self, tensor: int, meta: GraphTensor, *, is_input: bool) -> None:
+        if meta.meta.num_bytes > _MOST_TENSOR_BYTES:
+            raise GraphError(
+                f"{self._name(tensor)} of shape {list(meta.shape)[:8]} would have more than "
+                f"{format_bytes(_MOST_TENSOR_BYTES)}."
+            )
         if is_input and meta.kind not in _INPUT_KINDS:
             raise GraphError(
                 f"{self._name(tensor)} of kind {meta.kind.name.lower()} is made by no op; inputs "
@@ -530,11 +668,11 @@ class _Reader:
         if isinstance(name, int):
             if not 0 <= name < len(self.spec.tensors):
                 raise GraphError(
-                    f"{why} tensor {name}, but there are only {len(self.spec.tensors)}."
+                    f"{why} tensor {shown(name)}, but there are only {len(self.spec.tensors)}."
                 )
             return name
         if name not in self.position:
-            raise GraphError(f"{why} tensor '{name}', but no tensor has that name.")
+            raise GraphError(f"{why} tensor {shown(name)}, but no tensor has that name.")
         if name in self.ambiguous:
             raise GraphError(f"{why} tensor '{name}', but several tensors have that name.")
         return self.position[name]
@@ -542,7 +680,8 @@ class _Reader:
     def _dtype(self, number: int, dtype: str) -> str:
         if dtype not in ITEM_BYTES:
             raise GraphError(
-                f"tensor {number} has unknown dtype '{dtype}'; known: {', '.join(ITEM_BYTES)}."
+                f"tensor {number} has unknown dtype {shown(dtype)}; known: "
+                f"{', '.join(ITEM_BYTES)}."
             )
         return dtype
 
@@ -550,7 +689,9 @@ class _Reader:
         if isinstance(entry, str):
             return entry
         if not 0 <= entry < len(table):
-            raise GraphError(f"an op refers to entry {entry} of '{name}', which has {len(table)}.")
+            raise GraphError(
+                f"an op refers to entry {shown(entry)} of '{name}', which has {len(table)}."
+            )
         return table[entry]
 
     def _op(self, index: int) -> str:
@@ -559,6 +700,13 @@ class _Reader:
     def _name(self, tensor: int) -> str:
         name = self.metas[tensor].name
         return f"tensor {tensor} '{name}'" if name else f"tensor {tensor}"
+
+
+def _measured_to_json(op: GraphOp) -> dict[str, Any] | None:
+    return {
+        name: [list(point) for point in found] if isinstance(found, tuple) else found
+        for name, found in op.measured_s
+    } or None
 
 
 def _rule_to_json(op: GraphOp) -> dict[str, list[str]] | None:
@@ -578,18 +726,77 @@ def _arg_to_json(value: Arg) -> Any:
     return value
 
 
-def _arg_from_json(value: object, num_inputs: int, op: Callable[[], str]) -> Arg:
-    if isinstance(value, list):
-        return tuple(_arg_from_json(item, num_inputs, op) for item in value)
-    if value is None or isinstance(value, bool | int | float | str):
+def _arg_from_json(value: object, num_inputs: int, op: Callable[[], str], depth: int) -> Arg:
+    if isinstance(value, list) and depth > 0:
+        return tuple(_arg_from_json(item, num_inputs, op, depth - 1) for item in value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and _is_unicode(value):
+        return value
+    if isinstance(value, int) and value.bit_length() <= 64:
+        return value
+    if isinstance(value, float) and math.isfinite(value):
         return value
     if isinstance(value, dict) and len(value) == 1:
         reference, special = value.get("t"), value.get("f")
-        if isinstance(reference, int) and 0 <= reference < num_inputs:
+        if type(reference) is int and 0 <= reference < num_inputs:
             return TensorRef(reference)
         if special in ("inf", "-inf", "nan"):
             return float(special)
+    text = str(value)[:60] if isinstance(value, dict) and len(value) == 1 else shown(value)
     raise GraphError(
-        f'{op()} has the argument {value}; an object must be {{"t": n}} with n below its '
-        f'{num_inputs} inputs, or {{"f": "inf"}}, "-inf" or "nan".'
+        f'{op()} has the argument {text}; an object must be {{"t": n}} with n below its '
+        f'{num_inputs} inputs, or {{"f": "inf"}}, "-inf" or "nan", and lists nest at most '
+        f"{_MOST_ARG_DEPTH} deep."
     )
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be written again: JSON can spell half a character."""
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def shown_numbers(values: Sequence[float]) -> str:
+    """The first of some numbers, for a message."""
+    text = ", ".join(f"{value:g}" for value in values[:8])
+    return f"[{text}{', ...' if len(values) > 8 else ''}]"
+
+
+def _check_batch_plan(graph: OpGraph) -> None:
+    """Refuse or warn about rules that do not fit what they are given.
+
+    Raises:
+        GraphError: an op's rule takes a tensor for a partial sum or for local statistics that is
+            none, the other way round, or its arguments make no sense.
+    """
+    plan = batch_plan(graph)
+    for index, op in enumerate(graph.ops):
+        if op.phase == Phase.UPDATE:
+            continue
+        for tensor, needed in zip(op.inputs, plan.needed[index], strict=True):
+            given = plan.placements[tensor]
+            if given == needed or (not {given.kind, needed.kind} & {"L"} and needed.kind != "P"):
+                continue
+            name = graph.tensors[tensor].name
+            what = f"'{name}'" if name else str(tensor)
+            raise GraphError(
+                f"op '{op.name or op.kind}' reads tensor {what} as "
+                f"{needed}, but it is {given} ({_MEANING[given.kind]}); write a rule that reads "
+                f"it as {given}."
+            )
+    for _, parameter, gradient in graph.updates:
+        storage = int(graph.storage[gradient])
+        maker = int(graph.producer[storage])
+        if maker < 0 or graph.ops[maker].phase == Phase.UPDATE:
+            raise GraphError(
+                f"the gradient of '{graph.tensors[parameter].name}' is only a view of an input of "
+                "the step; an op has to make it."
+            )
+
+
+_MEANING = {
+    "R": "whole on every device",
+    "S": "split along the batch",
+    "P": "a partial sum over the batch",
+    "L": "local statistics",
+}

@@ -12,7 +12,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster, DeviceType
 from heterog.graph.batch_plan import batch_plan
-from heterog.graph.op_graph import FloatArray, OpGraph
+from heterog.graph.op_graph import Curve, FloatArray, OpGraph
 from heterog.simulator.collectives import alpha_beta
 from heterog.simulator.cost_model import ChannelSeconds
 from heterog.strategy.channels import Channel
@@ -30,7 +30,11 @@ class Roofline:
         num_bytes = plan.bytes_fixed + samples * plan.bytes_per_sample
         seconds = _seconds(graph, device_type, flops, num_bytes)
         whole, batched = _measured(graph, device_type.name)
-        measured = whole * (1.0 - batched + batched * samples / graph.batch_size)
+        share = samples / graph.batch_size
+        measured = whole * (1.0 - batched + batched * share)
+        for index, curve in _curves(graph, device_type.name):
+            if batched[index]:
+                measured[index] = on_curve(curve, share)
         return np.where(graph.is_view, 0.0, np.where(np.isnan(measured), seconds, measured))
 
     def work_seconds(
@@ -46,6 +50,8 @@ class Roofline:
         )
         fraction = np.where((graph.flops > 0) | (graph.bytes_moved > 0), fraction, 1.0)
         measured = measured * fraction
+        for index, curve in _curves(graph, device_type.name):
+            measured[index] = on_curve(curve, float(fraction[index]))
         return np.where(graph.is_view, 0.0, np.where(np.isnan(measured), seconds, measured))
 
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
@@ -86,5 +92,41 @@ def _measured(graph: OpGraph, device_type: str) -> tuple[FloatArray, FloatArray]
     """(measured seconds for the whole batch, 1 where they follow the share); NaN if none."""
     plan = batch_plan(graph)
     batched = (plan.flops_per_sample + plan.bytes_per_sample) > 0
-    columns = [dict(op.measured_s).get(device_type, np.nan) for op in graph.ops]
+    columns = [_whole(dict(op.measured_s).get(device_type, np.nan)) for op in graph.ops]
     return np.array(columns, np.float64), batched.astype(np.float64)
+
+
+def _whole(measured: float | Curve) -> float:
+    """Seconds of the whole batch."""
+    return measured[-1][1] if isinstance(measured, tuple) else measured
+
+
+@lru_cache(maxsize=64)
+def _curves(graph: OpGraph, device_type: str) -> tuple[tuple[int, Curve], ...]:
+    """(op, points) of the ops that were measured at several shares on a device type."""
+    return tuple(
+        (index, found)
+        for index, op in enumerate(graph.ops)
+        for name, found in op.measured_s
+        if name == device_type and isinstance(found, tuple)
+    )
+
+
+def on_curve(curve: Curve, share: float) -> float:
+    """Seconds at a share of the batch, interpolated between measured points.
+
+    Below the first point the line through the first two goes on, but not under the part of the
+    first point's seconds that the share is of its share.
+
+    >>> points = ((0.5, 3.0), (1.0, 5.0))
+    >>> on_curve(points, 0.75), on_curve(points, 0.25), on_curve(points, 0.0)
+    (4.0, 2.0, 1.0)
+    """
+    shares, seconds = zip(*curve, strict=True)
+    if share >= shares[0]:
+        return float(np.interp(share, shares, seconds))
+    in_proportion = seconds[0] * share / shares[0]
+    if len(curve) == 1:
+        return in_proportion
+    slope = (seconds[1] - seconds[0]) / (shares[1] - shares[0])
+    return max(seconds[0] - slope * (shares[0] - share), in_proportion)

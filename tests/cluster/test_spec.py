@@ -225,7 +225,7 @@ ERRORS = [
     ("schema_version: 1\n", "", "{path}, line 1, schema_version: this field is required."),
     ("n: 1", "n: 2", "{path}, line 1, schema_version: got 2; input should be 1."),
     ("name: lab", "name: on", "{path}, line 2, name: got True; write a text, in quotes if YAML"),
-    ("name: lab", "name: ''", "{path}, line 2, name: got ''; string should have at least 1"),
+    ("name: lab", "name: ''", "{path}, line 2, name: '' is empty; give it a name"),
     (
         "name: lab",
         "name: lab\neficiency: 0.7",
@@ -441,16 +441,54 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "lab.yaml"
     with pytest.raises(InputFileError) as caught:
         cluster.save(path)
-    assert str(caught.value) == (f"cannot write cluster file {path}: No such file or directory.")
+    assert str(caught.value) == (f"cannot write {path}: the folder {path.parent} does not exist.")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(InputFileError, match="cannot write cluster file"):
+    with pytest.raises(InputFileError, match=r"cannot write .*: it is a folder"):
         cluster.save(tmp_path / "folder")
     assert sorted(os.listdir(tmp_path)) == ["folder", "lab.yaml"]
 
 
 def test_a_recursive_document_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputFileError, match="write a text"):
+    with pytest.raises(InputFileError, match="line 2: an alias stands for a part of itself"):
         load("schema_version: 1\nname: &a [*a]\nhosts: []\n", tmp_path)
+
+
+def test_what_would_take_all_memory_is_refused_at_once(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    for level in range(1, 10):
+        lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]")
+    with pytest.raises(InputFileError, match="its aliases stand for more values than are read"):
+        load("\n".join([*lines, f"name: *a{9}"]), tmp_path)
+    with pytest.raises(InputFileError, match=r"line 1: nests too deeply for a cluster file"):
+        load("[" * 100_000, tmp_path)
+    with pytest.raises(InputFileError, match="says too much for a cluster file"):
+        load("- a\n" * 200_000, tmp_path)
+    with pytest.raises(InputFileError, match=r"has more than 1\.0 MiB, the most that is read"):
+        load("#" * (2**20 + 1), tmp_path)
+    many = GOOD.replace("name: B", "count: 4096\n    name: B")
+    with pytest.raises(InputFileError, match="devices are more than are planned for, 512"):
+        load(many.replace("count: 2}", "count: 4096}"), tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["!!bool x", "!!timestamp x", "!!int x", "!!float x", "!!set x"])
+def test_tags_that_do_not_fit_are_no_traceback(tmp_path: Path, tag: str) -> None:
+    with pytest.raises(InputFileError, match="not valid YAML"):
+        load(GOOD.replace("name: lab", f"name: {tag}"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wrong"),
+    [
+        ("name: lab", "name: 'a\"b'", r"name: 'a\"b' has '\"', which names cannot have"),
+        ("name: A", "name: $(reboot)", "begins with something else than a letter"),
+        ("name: A", 'name: "a\\nb"', r"has '\\n', which names cannot have"),
+        ("intra: nvlink_v100", "intra: {kind: '<b>', bandwidth: 1 GB/s}", "begins with"),
+    ],
+)
+def test_names_have_an_alphabet(tmp_path: Path, old: str, new: str, wrong: str) -> None:
+    assert old in GOOD
+    with pytest.raises(InputFileError, match=wrong):
+        load(GOOD.replace(old, new), tmp_path)
 
 
 def test_bandwidth_of_a_device_to_itself_is_infinite(tmp_path: Path) -> None:

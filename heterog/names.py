@@ -1,0 +1,79 @@
+"""What may be a name: names end up in files of other languages, on command lines and on terminals.
+
+Graphs, clusters, hosts, devices, device types and methods have names from one alphabet, which has
+no quote, no backslash and none of the characters that a shell, YAML, HTML or Python could take for
+its own. Everything that is written into such a file is escaped all the same.
+"""
+
+import re
+import reprlib
+
+MAX_NAME = 200
+MAX_TEXT = 4000
+_NAME = re.compile(r"\w[\w .:@+,()/#=\[\]-]*")
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 3
+_BRIEF.maxstring = _BRIEF.maxother = 200
+
+
+def name_problem(name: str) -> str | None:
+    r"""Why a text cannot be a name, in words; ``None`` if it can.
+
+    >>> name_problem("V100-16GB"), name_problem("model.py:workload (batch 4)")
+    (None, None)
+    >>> name_problem('x"; rm')
+    'has \'"\', which names cannot have: letters, digits, spaces and . _ : @ + , ( ) / # = [ ] -'
+    """
+    if not name:
+        return "is empty; give it a name"
+    if len(name) > MAX_NAME:
+        return f"has {len(name):,} characters; names have at most {MAX_NAME}"
+    if _NAME.fullmatch(name) and name.isprintable():
+        return None
+    if not re.match(r"\w", name):
+        return "begins with something else than a letter, a digit or '_'"
+    wrong = next(
+        letter for letter in name if not (_NAME.fullmatch(f"a{letter}") and letter.isprintable())
+    )
+    return (
+        f"has {wrong!a}, which names cannot have: letters, digits, spaces and "
+        ". _ : @ + , ( ) / # = [ ] -"
+    )
+
+
+def text_problem(text: str) -> str | None:
+    r"""Why a text (a module's path, a remark) is not one printable line; ``None`` if it is.
+
+    >>> text_problem("layers.0"), text_problem("a\x1b[2J")
+    (None, "has '\\x1b', which is not printable")
+    """
+    if len(text) > MAX_TEXT:
+        return f"has {len(text):,} characters; at most {MAX_TEXT:,} are read"
+    if text.isprintable():
+        return None
+    wrong = next(letter for letter in text if not letter.isprintable())
+    return f"has {wrong!a}, which is not printable"
+
+
+def is_identifier(text: str) -> bool:
+    """Whether a text is a name of Python, with dots at most: the class of an optimizer.
+
+    >>> is_identifier("torch.optim.AdamW"), is_identifier("SGD(1)")
+    (True, False)
+    """
+    return len(text) <= MAX_NAME and _IDENTIFIER.fullmatch(text) is not None
+
+
+def shown(value: object) -> str:
+    """A value for an error of one line, however large or deep it is.
+
+    >>> shown("a" * 100)
+    "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa..."
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    text = _BRIEF.repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
