@@ -185,6 +185,4 @@ def field_name(place: Sequence[int | str]) -> str:
 
 
 # The branches of a union ("int", "str") are no fields of the file.
-_BRANCHES = frozenset(
-    {"int", "str", "float", "list", "bool", "[key]", "seconds", "points"}
-)
+_BRANCHES = frozenset({"int", "str", "float", "list", "bool", "[key]", "<seconds>", "<points>"})

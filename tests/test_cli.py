@@ -300,7 +300,7 @@ def test_bad_input_is_one_clear_line_and_leaves_no_file(
         (lambda plan: plan["strategy"].update(graph="0123"), "made for graph 0123"),
         (lambda plan: plan["strategy"].update(cluster="4567"), "made for cluster 4567"),
         (lambda plan: plan["strategy"]["decisions"][0].update(shares=[1] * 8), "8 samples in all"),
-        (lambda plan: plan["strategy"]["decisions"][0].update(sync="telepathy"), "TELEPATHY"),
+        (lambda plan: plan["strategy"]["decisions"][0].update(sync="telepathy"), "telepathy"),
         (lambda plan: plan["graph"]["ops"]["kind"].pop(), "op"),
     ],
 )

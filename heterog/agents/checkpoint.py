@@ -6,23 +6,30 @@ trainer's state besides.
 """
 
 import io
-import pickle
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
+from torch import Tensor
 
 from heterog.agents.config import PolicyConfig
 from heterog.agents.encoder import BUILT_IN, ENCODERS
 from heterog.agents.policy import Policy
 from heterog.envs.observation import OBSERVATION_VERSION
 from heterog.errors import InputFileError, UnknownNameError
-from heterog.files import write_atomically
+from heterog.files import read_bytes, write_atomically
+from heterog.names import shown
+from heterog.records import Name, Number, Record, parse_record
+from heterog.units import GIB
 
 SCHEMA_VERSION = 1
+MAX_FILE_BYTES = GIB
+"""A hundred times the shipped policies, with all that training keeps beside them."""
 _SHIPPED = resources.files("heterog.agents") / "policies"
 
 
@@ -82,42 +89,98 @@ def load_checkpoint(source: str | Path) -> Checkpoint:
         path = Path(source)
         if not path.suffix and not path.exists():
             raise UnknownNameError("policy", str(source), shipped_policies())
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise InputFileError(f"cannot read policy {path}: {error.strerror}.") from error
-    try:
-        record = torch.load(io.BytesIO(data), weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputFileError(f"{source} is no policy of heterog: {reason[:120]}") from error
-    return _from_record(record, str(source))
+        data = read_bytes(path, "policy", MAX_FILE_BYTES)
+    return _from_record(_unpacked(data, f"policy {source}"), f"policy {source}")
 
 
-def _from_record(record: Any, source: str) -> Checkpoint:
-    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
-        version = record.get("schema_version") if isinstance(record, dict) else None
-        raise InputFileError(
-            f"policy {source} has schema_version {version!r}; this heterog reads {SCHEMA_VERSION}."
-        )
-    if record.get("observation_version") != OBSERVATION_VERSION:
-        raise InputFileError(
-            f"policy {source} was trained on observations of version "
-            f"{record.get('observation_version')!r}; this heterog makes version "
-            f"{OBSERVATION_VERSION}. Train it again with 'heterog train'."
-        )
+def _unpacked(data: bytes, where: str) -> Any:
+    """The values of a file of ``torch.save``, whose members must be what was written.
+
+    Raises:
+        InputFileError: the file is damaged, unpacks to more than it has, or holds code.
+    """
     try:
-        config = PolicyConfig(**record["config"])
-        if config.encoder not in ENCODERS:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = archive.infolist()
+            packed = [member for member in members if member.compress_type != zipfile.ZIP_STORED]
+            if packed or sum(member.file_size for member in members) > len(data):
+                raise InputFileError(f"{where} is no policy of heterog: it is compressed.")
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError, ValueError, EOFError, NotImplementedError) as error:
+        raise InputFileError(f"{where} is no policy of heterog: {_reason(error)}.") from error
+    if damaged is not None:
+        raise InputFileError(f"{where} is damaged: the checksum of {shown(damaged)} is wrong.")
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    # Its unpickler stumbles over what is damaged in every way there is.
+    except Exception as error:
+        raise InputFileError(f"{where} is no policy of heterog: {_reason(error)}.") from error
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return (lines[0][:120].rstrip(".") if lines else "") or type(error).__name__
+
+
+class _ConfigRecord(Record):
+    encoder: Name
+    width: Annotated[int, Field(ge=1, le=4096)]
+    num_heads: Annotated[int, Field(ge=1, le=256)]
+    num_rounds: Annotated[int, Field(ge=1, le=64)]
+    rank: Annotated[int, Field(ge=0, le=4096)]
+    stay_bias: Number
+
+
+class _PolicyRecord(Record):
+    schema_version: int
+    observation_version: int
+    config: _ConfigRecord
+    weights: dict[str, Any]
+    provenance: dict[str, Any]
+    training: dict[str, Any]
+
+
+def _from_record(record: object, where: str) -> Checkpoint:
+    version = record.get("observation_version") if isinstance(record, dict) else None
+    if isinstance(record, dict) and record.get("schema_version") == SCHEMA_VERSION:
+        if version != OBSERVATION_VERSION:
             raise InputFileError(
-                f"policy {source} has the encoder '{config.encoder}', which is not one of "
-                f"heterog's ({', '.join(BUILT_IN)}); give its file with --encoder "
-                f"FILE.py:{config.encoder}, or enter it in heterog.agents.encoder.ENCODERS."
+                f"{where} was trained on observations of version {shown(version)}; this heterog "
+                f"makes version {OBSERVATION_VERSION}. Train it again with 'heterog train'."
             )
-        policy = Policy(config)
-        policy.load_state_dict(record["weights"])
+    found = parse_record(record, _PolicyRecord, where, versions=(SCHEMA_VERSION,))
+    if found.config.encoder not in ENCODERS:
+        encoder = found.config.encoder
+        raise InputFileError(
+            f"{where} has the encoder '{encoder}', which is not one of heterog's "
+            f"({', '.join(BUILT_IN)}); give its file with --encoder FILE.py:{encoder}, or enter "
+            "it in heterog.agents.encoder.ENCODERS."
+        )
+    for name, value in found.weights.items():
+        # One that repeats its elements takes no memory until it is looked at.
+        if not isinstance(value, Tensor) or value.is_sparse or not value.is_contiguous():
+            raise InputFileError(f"{where}: field {shown(f'weights.{name}')} is no tensor.")
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise InputFileError(
+                f"{where}: field {shown(f'weights.{name}')} holds numbers that are not finite."
+            )
+    _check_size(found, where)
+    try:
+        policy = Policy(PolicyConfig(**found.config.model_dump()))
+        policy.load_state_dict(found.weights)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputFileError(f"policy {source} does not fit together: {reason}") from error
+        raise InputFileError(f"{where} does not fit together: {_reason(error)}.") from error
     policy.eval()
-    return Checkpoint(policy=policy, provenance=record["provenance"], training=record["training"])
+    return Checkpoint(policy=policy, provenance=found.provenance, training=found.training)
+
+
+def _check_size(record: _PolicyRecord, where: str) -> None:
+    """Refuse sizes that the weights do not have, before a network of that size is made."""
+    config = record.config
+    held = sum(value.numel() for value in record.weights.values())
+    least = config.width * config.width * config.num_rounds
+    if config.encoder in BUILT_IN and held < least:
+        raise InputFileError(
+            f"{where}: field 'config' asks for {config.num_rounds} rounds of width "
+            f"{config.width}, but its weights are only {held:,} numbers."
+        )

@@ -28,7 +28,7 @@ from heterog.agents.sources import PairSource
 from heterog.agents.validation import Validation
 from heterog.envs.pair import Pair
 from heterog.envs.reward import RewardFunction, reward_of
-from heterog.errors import HeterogError, HeterogWarning
+from heterog.errors import HeterogError, HeterogWarning, InputFileError
 from heterog.workers import HERE, Workers
 
 Report = Callable[[str, float, str], None]
@@ -123,7 +123,7 @@ class Trainer:
         self._elites: list[dict[str, Any]] | None = None
         self._writer = SummaryWriter(str(logdir)) if logdir is not None else None
         if resume is not None:
-            self._load(load_checkpoint(resume))
+            self._resume(load_checkpoint(resume), resume)
 
     def make_policy(self, network: PolicyConfig) -> Policy:
         """A new policy."""
@@ -347,6 +347,27 @@ class Trainer:
         """Go on from ``state``."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.averaged.load_state_dict(state["averaged"])
+
+    def _resume(self, checkpoint: Checkpoint, path: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            InputFileError: its state of training does not fit together.
+            HeterogError: it was trained with other settings.
+        """
+        try:
+            self._load(checkpoint)
+        # What torch and numpy say about a state that is not theirs.
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise InputFileError(
+                f"cannot resume from {path}: its state of training does not fit together "
+                f"({type(error).__name__})."
+            ) from error
+        except (RuntimeError, ValueError) as error:
+            raise InputFileError(
+                f"cannot resume from {path}: its state of training does not fit together: "
+                f"{' '.join(str(error).split())[:120]}."
+            ) from error
 
     def _load(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.training

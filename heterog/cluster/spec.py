@@ -20,6 +20,7 @@
 ``nic`` may be left out where there is one host, ``intra`` where each host has one device.
 """
 
+import math
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ from heterog.cluster.links import INTRA_LINKS, intra_link, network_kind
 from heterog.cluster.topology import (
     DTYPES,
     MAX_DEVICES,
+    SCHEMA_VERSION,
     Cluster,
     Device,
     DeviceType,
@@ -57,7 +59,7 @@ from heterog.cluster.topology import (
 from heterog.errors import ClusterError, HeterogError, InputFileError, UnknownNameError
 from heterog.files import read_bytes, write_atomically
 from heterog.names import shown
-from heterog.records import Name, Text, field_name
+from heterog.records import Int32, Name, Record, Text, field_name, parse_record
 from heterog.units import (
     GIB,
     format_bytes,
@@ -104,14 +106,16 @@ def _reading(parse: Callable[[Any], Any]) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-_Positive = Field(gt=0, allow_inf_nan=False)
-_NotNegative = Field(ge=0, allow_inf_nan=False)
+# Far above any machine, far below where sums and quotients leave the range of floats.
+_Positive = Field(gt=0, le=1e24, allow_inf_nan=False)
+_NotNegative = Field(ge=0, le=1e6, allow_inf_nan=False)
+_MOST_BYTES = 2**60
 
 Bandwidth: TypeAlias = Annotated[float, _reading(parse_bandwidth), _Positive]
 Speed: TypeAlias = Annotated[float, _reading(parse_flops_per_s), _Positive]
 Seconds: TypeAlias = Annotated[float, _reading(parse_seconds), _NotNegative]
-Bytes: TypeAlias = Annotated[int, _reading(parse_bytes), Field(gt=0)]
-BytesOrZero: TypeAlias = Annotated[int, _reading(parse_bytes), Field(ge=0)]
+Bytes: TypeAlias = Annotated[int, _reading(parse_bytes), Field(gt=0, le=_MOST_BYTES)]
+BytesOrZero: TypeAlias = Annotated[int, _reading(parse_bytes), Field(ge=0, le=_MOST_BYTES)]
 Share: TypeAlias = Annotated[float, _reading(float), Field(gt=0, le=1, allow_inf_nan=False)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=4096, strict=True)]
 _Path: TypeAlias = Annotated[Text, Field(min_length=1)]
@@ -378,8 +382,8 @@ def _check_events(text: str, path: Path) -> None:
             depth -= 1
         if depth > _MOST_DEPTH or number > _MOST_EVENTS:
             what = "nests too deeply" if depth > _MOST_DEPTH else "says too much"
-            line = event.start_mark.line + 1
-            raise InputFileError(f"{path}, line {line}: {what} for a cluster file.")
+            where = f"{path}, line {event.start_mark.line + 1}" if event.start_mark else path
+            raise InputFileError(f"{where}: {what} for a cluster file.")
 
 
 def _check_aliases(root: yaml.Node, path: Path) -> None:
@@ -437,6 +441,8 @@ def _problem(error: ErrorDetails) -> str:
         "less_than_equal": "at most {le:g}",
         "finite_number": "a finite number",
     }
+    if isinstance(error["input"], float) and math.isinf(error["input"]):
+        return f"{got} is not a finite number."
     if kind in limits:
         return f"{got} is not {limits[kind].format(**context)}."
     return f"got {got}; {error['msg'][0].lower()}{error['msg'][1:]}."
@@ -678,6 +684,89 @@ def _throttled(kind: DeviceType, quota: float) -> DeviceType:
         peak_flops_per_s={d: p * quota for d, p in kind.peak_flops_per_s.items()},
         memory_bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s * quota,
         launch_overhead_s=kind.launch_overhead_s / quota,
+    )
+
+
+_Rate = Annotated[float, _Positive]
+_Latency = Annotated[float, _NotNegative]
+_Part = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+_Size = Annotated[int, Field(gt=0, le=_MOST_BYTES)]
+
+
+class _TypeRecord(Record):
+    name: str
+    peak_flops_per_s: dict[str, _Rate]
+    memory_bandwidth_bytes_per_s: _Rate
+    memory_bytes: _Size
+    source: str
+    compute_efficiency: _Part
+    memory_efficiency: _Part
+    launch_overhead_s: _Latency
+
+
+class _LinkRecord(Record):
+    kind: str
+    bandwidth_bytes_per_s: _Rate
+    latency_s: _Latency
+    shared: bool
+
+
+class _HostRecord(Record):
+    name: str
+    nic_line_rate_bytes_per_s: _Rate
+    nic_latency_s: _Latency
+    intra: _LinkRecord
+    cpu_quota: _Part | None
+
+
+class _DeviceRecord(Record):
+    name: str
+    type_index: Int32
+    host_index: Int32
+    usable_memory_bytes: _Size
+
+
+class _ClusterRecord(Record):
+    schema_version: int
+    name: str
+    efficiency: _Part
+    calibration: _Path | None
+    device_types: Annotated[list[_TypeRecord], Field(max_length=MAX_DEVICES)]
+    hosts: Annotated[list[_HostRecord], Field(max_length=MAX_DEVICES)]
+    devices: Annotated[list[_DeviceRecord], Field(max_length=MAX_DEVICES)]
+
+
+def cluster_from_dict(record: object) -> Cluster:
+    """A cluster from JSON values; see `Cluster.from_dict`."""
+    try:
+        found = parse_record(record, _ClusterRecord, "cluster record", versions=(SCHEMA_VERSION,))
+    except InputFileError as error:
+        raise ClusterError(str(error)) from error
+    types = [DeviceType(**each.model_dump()) for each in found.device_types]
+    devices = []
+    for number, each in enumerate(found.devices):
+        if each.type_index >= len(types):
+            raise ClusterError(
+                f"cluster record: field 'devices.{number}.type_index' is {each.type_index}, but "
+                f"there are {len(types)} types."
+            )
+        devices.append(
+            Device(
+                name=each.name,
+                type=types[each.type_index],
+                host_index=each.host_index,
+                usable_memory_bytes=each.usable_memory_bytes,
+            )
+        )
+    return Cluster(
+        name=found.name,
+        hosts=tuple(
+            Host(**(each.model_dump() | {"intra": Link(**each.intra.model_dump())}))
+            for each in found.hosts
+        ),
+        devices=tuple(devices),
+        efficiency=found.efficiency,
+        calibration=found.calibration,
     )
 
 

@@ -369,36 +369,9 @@ class Cluster:
         Raises:
             ClusterError: A field is missing, unknown or makes no sense.
         """
-        version = record.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise ClusterError(
-                f"cluster record has schema_version {version!r}; this version reads "
-                f"{SCHEMA_VERSION}."
-            )
-        try:
-            types = [DeviceType(**t) for t in record["device_types"]]
-            hosts = tuple(Host(**(h | {"intra": Link(**h["intra"])})) for h in record["hosts"])
-            devices = tuple(
-                Device(
-                    name=d["name"],
-                    type=types[d["type_index"]],
-                    host_index=d["host_index"],
-                    usable_memory_bytes=d["usable_memory_bytes"],
-                )
-                for d in record["devices"]
-            )
-            return Cluster(
-                name=record["name"],
-                hosts=hosts,
-                devices=devices,
-                efficiency=record["efficiency"],
-                calibration=record["calibration"],
-            )
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ClusterError(
-                f"cluster record is not as Cluster.to_dict writes it "
-                f"({type(error).__name__}: {error}); export it again."
-            ) from error
+        from heterog.cluster.spec import cluster_from_dict  # its records are built on this module
+
+        return cluster_from_dict(record)
 
 
 def _check_name(name: str, what: str) -> None:

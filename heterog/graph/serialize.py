@@ -124,7 +124,7 @@ from heterog.units import format_bytes
 
 SCHEMA_VERSION = 1
 
-_PLACEMENT = re.compile(r"S\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)")
+_PLACEMENT = re.compile(r"S\(\s*(\d{1,9})\s*(?:,\s*(\d{1,9})\s*)?\)")
 _MOST_ARG_DEPTH = 8
 _MOST_TENSOR_BYTES = 2**44  # sums over any graph stay within 64 bits
 _INPUT_KINDS = (
@@ -262,8 +262,8 @@ class _RuleRecord(Record):
 _Point = Annotated[tuple[_Share, Seconds], Strict(False)]  # JSON has lists only
 _Curve = Annotated[list[_Point], Field(min_length=1, max_length=1000)]
 _Measured = Annotated[
-    Annotated[Seconds, Tag("seconds")] | Annotated[_Curve, Tag("points")],
-    Discriminator(lambda value: "points" if isinstance(value, list) else "seconds"),
+    Annotated[Seconds, Tag("<seconds>")] | Annotated[_Curve, Tag("<points>")],
+    Discriminator(lambda value: "<points>" if isinstance(value, list) else "<seconds>"),
 ]
 
 

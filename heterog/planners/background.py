@@ -7,7 +7,6 @@ the device has nothing else to do; ``simulator.multiplex`` says what that does t
 does the most while the foreground stays under the limit.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,18 +75,6 @@ class BackgroundPlan:
             "slow_down": self.slow_down,
             "total_samples_per_s": self.total_samples_per_s,
         }
-
-    @staticmethod
-    def from_dict(record: Mapping[str, Any]) -> "BackgroundPlan":
-        """Read ``to_dict``'s document.
-
-        Raises:
-            KeyError: a field is missing.
-        """
-        names = BackgroundPlan.__dataclass_fields__
-        values = {name: record[name] for name in names}
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return BackgroundPlan(**(values | lists))
 
 
 def plan_background(

@@ -10,12 +10,20 @@ import numpy as np
 
 import heterog
 from heterog.cluster import Cluster
-from heterog.errors import InputFileError, StrategyError, UnknownNameError
-from heterog.files import read_json, write_json
+from heterog.errors import (
+    ClusterError,
+    GraphError,
+    InputFileError,
+    StrategyError,
+    UnknownNameError,
+)
+from heterog.files import write_json
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
+from heterog.names import shown
 from heterog.planners.background import BackgroundPlan, plan_background
 from heterog.planners.issue_order import issue_order, sends_by_op
+from heterog.planners.plan_file import BackgroundRecord, PlanRecord, RowRecord, read_plan_record
 from heterog.planners.planner import Budget, MethodRow
 from heterog.planners.portfolio import (
     Progress,
@@ -37,6 +45,7 @@ from heterog.strategy.strategy import Strategy
 
 SCHEMA_VERSION = 1
 BEST = "best"
+_Gain = tuple[str, float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -212,45 +221,79 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         InputFileError: the file is missing, cut off, of another version, or does not fit together.
     """
-    record = read_json(path, "plan")
-    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
-        version = record.get("schema_version") if isinstance(record, dict) else None
-        raise InputFileError(
-            f"plan {path} has schema_version {version!r}; this heterog reads {SCHEMA_VERSION}."
-        )
+    record = read_plan_record(path, SCHEMA_VERSION)
+    where = f"plan {path}"
+    graph = graph_from_dict(record.graph, where)
     try:
-        graph = graph_from_dict(record["graph"], str(path))
-        cluster = Cluster.from_dict(record["cluster_description"])
-        strategy = strategy_from_dict(record["strategy"])
+        cluster = Cluster.from_dict(record.cluster_description)
+        strategy = strategy_from_dict(record.strategy)
         strategy.check(graph, cluster)
-        beside = record.get("background")  # plans of earlier versions have none
-        return Plan(
-            graph=graph,
-            cluster=cluster,
-            strategy=strategy,
-            order=record["order"],
-            task_order=tuple(record["task_order"]),
-            # Plans of earlier versions have none.
-            sent_before=tuple((send, op) for send, op in record.get("sent_before", ())),
-            program_hash=record["program_hash"],
-            outcome=record["outcome"],
-            step_time_s=record["step_time_s"],
-            peak_memory_bytes=tuple(record["peak_memory_bytes"]),
-            method=record["method"],
-            rows=tuple(_row_from_dict(row) for row in record["methods"]),
-            lower_bound_s=record["lower_bound_s"],
-            budget=record["budget"],
-            seed=record["seed"],
-            calibration=record["calibration"],
-            search_seconds=record["search_seconds"],
-            num_evaluations=record["num_evaluations"],
-            shortage=record["shortage"],
-            background=BackgroundPlan.from_dict(beside) if beside else None,
-        )
-    except KeyError as error:
-        raise InputFileError(f"plan {path}: field {error} is missing.") from error
-    except StrategyError as error:
-        raise InputFileError(f"plan {path}: {error}") from error
+    except (ClusterError, GraphError, StrategyError) as error:
+        raise InputFileError(f"{where}: {error}") from error
+    plan = Plan(
+        graph=graph,
+        cluster=cluster,
+        strategy=strategy,
+        order=record.order,
+        task_order=tuple(record.task_order),
+        sent_before=tuple((send, op) for send, op in record.sent_before),
+        program_hash=record.program_hash,
+        outcome=record.outcome,
+        step_time_s=record.step_time_s,
+        peak_memory_bytes=tuple(record.peak_memory_bytes),
+        method=record.method,
+        rows=tuple(_row_from_record(row) for row in record.methods),
+        lower_bound_s=record.lower_bound_s,
+        budget=record.budget,
+        seed=record.seed,
+        calibration=record.calibration,
+        search_seconds=record.search_seconds,
+        num_evaluations=record.num_evaluations,
+        shortage=record.shortage,
+        background=_background_from_record(record.background),
+    )
+    if problem := _contradiction(plan, record):
+        raise InputFileError(f"{where}: {problem}.")
+    return plan
+
+
+def _contradiction(plan: Plan, record: PlanRecord) -> str:
+    """What a file says about its graph, cluster or strategy that they do not say themselves."""
+    num_devices = plan.cluster.num_devices
+    said = {
+        "model": (record.model, plan.graph.name),
+        "source": (record.source, plan.graph.source),
+        "cluster": (record.cluster, plan.cluster.name),
+        "batch_size": (record.batch_size, plan.graph.batch_size),
+        "step_barrier": (record.step_barrier, plan.strategy.step_barrier),
+    }
+    for field, (here, there) in said.items():
+        if here != there:
+            return f"field '{field}' is {shown(here)}, but what it describes says {shown(there)}"
+    for row in plan.rows:
+        if len(row.peak_memory_bytes) not in (num_devices, *([] if row.step_time_s else [0])):
+            return (
+                f"field 'peak_memory_bytes' of method '{row.method}' has "
+                f"{len(row.peak_memory_bytes)} entries for {num_devices} devices"
+            )
+    beside = plan.background
+    for field in ("idle_share", "samples_per_s", "shortage"):
+        if beside is not None and len(getattr(beside, field)) != num_devices:
+            return f"field 'background.{field}' needs an entry for each of {num_devices} devices"
+    try:
+        gains = plan.gains
+    except ValueError:
+        return "field 'noisy_step_times_s' has different lengths for methods that are compared"
+    told = [(each.over, each.speedup, each.low, each.high) for each in record.gains]
+    if not _same_gains(told, [(g.over, g.speedup, g.low, g.high) for g in gains]):
+        return "field 'gains' is not what follows from the step times of its methods"
+    return ""
+
+
+def _same_gains(told: Sequence[_Gain], found: Sequence[_Gain]) -> bool:
+    return [each[0] for each in told] == [each[0] for each in found] and np.allclose(
+        [each[1:] for each in told], [each[1:] for each in found], rtol=1e-6, atol=0.0
+    )
 
 
 def make_plan(
@@ -396,16 +439,24 @@ def row_to_dict(
     }
 
 
-def _row_from_dict(record: Mapping[str, Any]) -> MethodRow:
+def _row_from_record(record: RowRecord) -> MethodRow:
     return MethodRow(
-        method=record["method"],
-        stage=record["stage"],
-        outcome=record["outcome"],
-        step_time_s=record["step_time_s"],
-        order=record["order"],
-        peak_memory_bytes=tuple(record["peak_memory_bytes"]),
-        num_evaluations=record["num_evaluations"],
-        search_seconds=record["search_seconds"],
-        shortage=record["shortage"],
-        noisy_step_times_s=tuple(record.get("noisy_step_times_s", ())),
+        method=record.method,
+        stage=record.stage,
+        outcome=record.outcome,
+        step_time_s=record.step_time_s,
+        order=record.order,
+        peak_memory_bytes=tuple(record.peak_memory_bytes),
+        num_evaluations=record.num_evaluations,
+        search_seconds=record.search_seconds,
+        shortage=record.shortage,
+        noisy_step_times_s=tuple(record.noisy_step_times_s),
     )
+
+
+def _background_from_record(record: BackgroundRecord | None) -> BackgroundPlan | None:
+    if record is None:
+        return None
+    values = record.model_dump(exclude={"slow_down", "total_samples_per_s"})
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return BackgroundPlan(**(values | lists))

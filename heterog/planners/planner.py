@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from heterog.errors import BudgetError, UnknownNameError
+from heterog.names import name_problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import Decision, Strategy
@@ -159,6 +160,10 @@ class Task:
     report: Callable[[float, float], None] = field(default=lambda fraction, best: None)
 
 
+OUTCOMES = ("ok", "out_of_memory", "not_applicable")
+"""What can become of a method; a plan's file with another word is refused."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodRow:
     """What one method reached, judged by the referee: a row of every comparison.
@@ -166,7 +171,7 @@ class MethodRow:
     Attributes:
         method: name of the planner.
         stage: ``"baseline"``, ``"search"``, ``"zero_shot"`` or ``"finetuned"``.
-        outcome: ``"ok"``, ``"out_of_memory"`` or ``"not_applicable"``.
+        outcome: one of ``OUTCOMES``.
         step_time_s: seconds per step; ``None`` unless ``ok``.
         order: name of the order it ran in.
         peak_memory_bytes: of each device.
@@ -214,7 +219,13 @@ _REGISTRY: dict[str, Planner] = {}
 
 
 def register(planner: Planner) -> Planner:
-    """Make a planner known by its name; ``auto`` and the command line find it there."""
+    """Make a planner known by its name; ``auto`` and the command line find it there.
+
+    Raises:
+        ValueError: the name is none; see ``heterog.names``.
+    """
+    if (problem := name_problem(planner.name)) is not None:
+        raise ValueError(f"the method's name {planner.name!r} {problem}.")
     _REGISTRY[planner.name] = planner
     return planner
 

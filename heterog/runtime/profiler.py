@@ -29,9 +29,10 @@ from torch._C._distributed_c10d import HashStore
 from heterog.cluster.catalog import device_type_names
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError, InputFileError
-from heterog.files import write_atomically
+from heterog.files import MAX_JSON_BYTES, parse_json, read_bytes, write_atomically
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.workload import Workload
+from heterog.records import Record, Text, parse_record
 from heterog.runtime.collectives import gather_texts
 from heterog.runtime.launch import run_commands
 from heterog.runtime.link_profiler import PAYLOADS, gathered, link_cases, profile_links
@@ -45,6 +46,7 @@ from heterog.simulator.calibration import (
     OpMeasurement,
     link_measurement,
 )
+from heterog.simulator.calibration_files import LinkRecord, OpRecord
 from heterog.zoo import load_workload
 
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
@@ -65,7 +67,8 @@ def environment() -> dict[str, str]:
 class Journal:
     """What a rank has measured so far: one line each, so that it is not measured again.
 
-    A last line that was cut off is as if it had never been there.
+    A last line that was cut off is as if it had never been there; any other that is no
+    measurement is refused.
 
     Args:
         path: its file, which is made if it is not there.
@@ -77,18 +80,21 @@ class Journal:
 
     def __init__(self, path: Path, of: str) -> None:
         self._path = path
-        records = [{"journal_of": of}, *_whole_lines(path)]
-        if len(records) > 1:
-            other = records.pop(1).get("journal_of")
+        lines = _whole_lines(path)
+        if lines:
+            other = parse_record(lines[0], _JournalHead, f"journal {path}, line 1").journal_of
             if other != of:
                 raise InputFileError(
                     f"{path} holds measurements of {other}, not of {of}; remove it, or choose "
                     "another output."
                 )
-        self._rows: dict[str, list[dict[str, Any]]] = {
-            record["key"]: record["rows"] for record in records[1:]
-        }
+        found = [
+            parse_record(line, _JournalLine, f"journal {path}, line {number}")
+            for number, line in enumerate(lines[1:], 2)
+        ]
+        self._rows = {each.key: [dict(row) for row in each.rows] for each in found}
         # Whole again: what follows a line that was cut off would be lost with it.
+        records = [{"journal_of": of}, *lines[1:]]
         write_atomically(path, "".join(f"{json.dumps(each)}\n" for each in records).encode())
 
     def __contains__(self, key: str) -> bool:
@@ -105,16 +111,29 @@ class Journal:
             file.write(json.dumps({"key": key, "rows": self._rows[key]}) + "\n")
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines, up to where it was cut off."""
-    records: list[dict[str, Any]] = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    records.append(record)
-    return records
+class _JournalHead(Record):
+    journal_of: Text
+
+
+class _JournalLine(Record):
+    key: Text
+    rows: list[OpRecord] | list[LinkRecord]
+
+
+def _whole_lines(path: Path) -> list[Any]:
+    """The values of a file of JSON lines; a last line that was cut off is as if not there."""
+    if not path.exists():
+        return []
+    content = read_bytes(path, "journal", MAX_JSON_BYTES)
+    lines = [line for line in content.split(b"\n") if line.strip()]
+    values = []
+    for number, line in enumerate(lines, 1):
+        try:
+            values.append(parse_json(line, f"journal {path}, line {number}"))
+        except InputFileError:
+            if number < len(lines) or content.endswith(b"\n"):
+                raise
+    return values
 
 
 def remove_journal(folder: Path) -> None:
@@ -378,7 +397,7 @@ def _journalled_links(
     keys = [f"link {case}" for case in link_cases(dist.get_world_size(), PAYLOADS)]
     known = list(itertools.takewhile(lambda key: key in journal, keys))
     num_done = int(gathered([len(known)])[0][0])
-    rows = [link_measurement(journal.rows(key)[0]) for key in known]
+    rows = [link_measurement(LinkRecord(**journal.rows(key)[0])) for key in known]
     measured = profile_links(cluster, num_done=num_done, quota=quota, tell=tell)
     for key, row in zip(keys[num_done:], measured, strict=True):
         if dist.get_rank() == 0:

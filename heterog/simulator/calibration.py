@@ -31,10 +31,19 @@ from scipy.optimize import nnls
 
 from heterog.cluster.topology import Cluster, DeviceType
 from heterog.errors import ClusterError, InputFileError
-from heterog.files import read_json, write_json
+from heterog.files import write_json
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.records import read_record
+from heterog.simulator.calibration_files import (
+    CalibrationRecord,
+    KindRecord,
+    LinkRecord,
+    MeasurementsRecord,
+    OpRecord,
+    TypeRecord,
+)
 from heterog.simulator.collectives import alpha_beta
 from heterog.simulator.cost_model import ChannelSeconds, CostModel
 from heterog.simulator.roofline import Roofline
@@ -138,24 +147,30 @@ class Measurements:
         Raises:
             InputFileError: the file is missing, broken or of another version.
         """
-        record = _checked(read_json(path, "measurements"), path, "measurements")
-        try:
-            return Measurements(
-                environment=record["environment"],
-                ops=tuple(OpMeasurement(**row) for row in record["ops"]),
-                links=tuple(link_measurement(row) for row in record["links"]),
-                cluster=record.get("cluster"),
-            )
-        except (KeyError, TypeError) as error:
-            raise InputFileError(
-                f"measurements {path}: missing or wrong field {error}."
-            ) from error
+        record = read_record(path, "measurements", MeasurementsRecord, versions=(SCHEMA_VERSION,))
+        where = f"measurements {path}"
+        if record.cluster is not None:
+            try:
+                Cluster.from_dict(record.cluster)
+            except ClusterError as error:
+                raise InputFileError(f"{where}: {error}") from error
+        return Measurements(
+            environment=record.environment,
+            ops=tuple(op_measurement(row) for row in record.ops),
+            links=tuple(link_measurement(row) for row in record.links),
+            cluster=record.cluster,
+        )
 
 
-def link_measurement(record: Mapping[str, Any]) -> LinkMeasurement:
-    """The inverse of ``asdict``, from JSON."""
-    tuples = {key: tuple(record[key]) for key in ("devices", "slices", "device_seconds")}
-    return LinkMeasurement(**{**record, **tuples})
+def op_measurement(record: OpRecord) -> OpMeasurement:
+    """A row from its record."""
+    return OpMeasurement(**dict(record))
+
+
+def link_measurement(record: LinkRecord) -> LinkMeasurement:
+    """A row from its record."""
+    tuples = {key: tuple(getattr(record, key)) for key in ("devices", "slices", "device_seconds")}
+    return LinkMeasurement(**{**dict(record), **tuples})
 
 
 def merge(parts: Sequence[Measurements]) -> Measurements:
@@ -412,38 +427,23 @@ class Calibration:
         Raises:
             InputFileError: the file is missing, broken or of another version.
         """
-        record = _checked(read_json(path, "calibration"), path, "calibration")
-        try:
-            types = {
-                name: TypeFit(
-                    kinds={kind: _kind_fit(each) for kind, each in entry["kinds"].items()},
-                    curves={
-                        signature: (tuple(curve[0]), tuple(curve[1]))
-                        for signature, curve in entry["curves"].items()
-                    },
-                    any_kind=_kind_fit(entry["any_kind"]),
-                    copy_s=tuple(entry["copy_s"]),
-                )
-                for name, entry in record["types"].items()
-            }
-            links = LinkFit(
-                rates=record["links"]["rates"],
-                factors={k: tuple(v) for k, v in record["links"]["factors"].items()},
-                drag=record["links"]["drag"],
-                loaded=record["links"]["loaded"],
-                overhead=record["links"].get("overhead", {}),
-            )
-            return Calibration(
-                name=record["name"],
-                types=types,
-                links=links,
-                held_out_error={
-                    kind: (of_ops, math.nan if of_models is None else of_models)
-                    for kind, (of_ops, of_models) in record["held_out_error"].items()
-                },
-            )
-        except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
-            raise InputFileError(f"calibration {path}: missing or wrong field {error}.") from error
+        record = read_record(path, "calibration", CalibrationRecord, versions=(SCHEMA_VERSION,))
+        links = record.links
+        return Calibration(
+            name=record.name,
+            types={name: _type_fit(each) for name, each in record.types.items()},
+            links=LinkFit(
+                rates=links.rates,
+                factors={kind: (each[0], each[1]) for kind, each in links.factors.items()},
+                drag=links.drag,
+                loaded=links.loaded,
+                overhead=links.overhead,
+            ),
+            held_out_error={
+                kind: (_number_or_nan(errors[0]), _number_or_nan(errors[1]))
+                for kind, errors in record.held_out_error.items()
+            },
+        )
 
 
 def cost_model_of(cluster: Cluster) -> CostModel:
@@ -701,8 +701,9 @@ def _mean_seconds(rows: Sequence[OpMeasurement]) -> float:
 
 
 def _means(by_kind: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
+    """Mean of what devices lose; a clock may say that they gained, which they did not."""
     return {
-        kind: {name: _mean(values) for name, values in by_type.items()}
+        kind: {name: max(_mean(values), 0.0) for name, values in by_type.items()}
         for kind, by_type in by_kind.items()
     }
 
@@ -711,19 +712,31 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _kind_fit(record: Mapping[str, Any]) -> KindFit:
-    return KindFit(**{key: tuple(value) for key, value in record.items()})
+def _kind_fit(record: KindRecord) -> KindFit:
+    base, per_flop, per_byte = record.coefficients
+    return KindFit(
+        coefficients=(base, per_flop, per_byte),
+        log_flops=tuple(record.log_flops),
+        log_bytes=tuple(record.log_bytes),
+        log_ratio=tuple(record.log_ratio),
+    )
 
 
-def _checked(record: Any, path: str | Path, what: str) -> Any:
-    """A record of this version."""
-    version = record.get("schema_version") if isinstance(record, dict) else None
-    if version != SCHEMA_VERSION:
-        raise InputFileError(
-            f"{what} {path} has schema version {version}, not {SCHEMA_VERSION}: it is another "
-            "kind of file, or was made by another version of heterog."
-        )
-    return record
+def _type_fit(record: TypeRecord) -> TypeFit:
+    return TypeFit(
+        kinds={kind: _kind_fit(each) for kind, each in record.kinds.items()},
+        curves={
+            signature: (tuple(samples), tuple(seconds))
+            for signature, (samples, seconds) in record.curves.items()
+        },
+        any_kind=_kind_fit(record.any_kind),
+        copy_s=(record.copy_s[0], record.copy_s[1]),
+    )
+
+
+def _number_or_nan(value: float | None) -> float:
+    """JSON has no NaN."""
+    return math.nan if value is None else value
 
 
 def link_error(rows: Iterable[LinkMeasurement], cluster: Cluster) -> dict[str, float]:

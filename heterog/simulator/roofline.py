@@ -122,7 +122,8 @@ def on_curve(curve: Curve, share: float) -> float:
     >>> on_curve(points, 0.75), on_curve(points, 0.25), on_curve(points, 0.0)
     (4.0, 2.0, 1.0)
     """
-    shares, seconds = zip(*curve, strict=True)
+    shares = [point[0] for point in curve]
+    seconds = [point[1] for point in curve]
     if share >= shares[0]:
         return float(np.interp(share, shares, seconds))
     in_proportion = seconds[0] * share / shares[0]

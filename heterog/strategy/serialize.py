@@ -1,12 +1,16 @@
 """Strategies as plain JSON values, versioned; equal decisions are written once."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
 
-from heterog.errors import StrategyError
+from pydantic import Field
+
+from heterog.errors import InputFileError, StrategyError
 from heterog.graph.placement import L, P, Placement, R, S
-from heterog.strategy.strategy import Decision, OpRule, Strategy, Sync
+from heterog.names import shown
+from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, parse_record
+from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy, Sync
 
 SCHEMA_VERSION = 1
 
@@ -52,56 +56,96 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"recompute is {value!r}; it must be true or false")
-    return value
+class _DecisionRecord(Record):
+    devices: list[Int32]
+    shares: list[Int32]
+    sync: str
+    slices: list[Int32]
+    recompute: bool = False
 
 
-def strategy_from_dict(record: Mapping[str, Any]) -> Strategy:
+class _RuleRecord(Record):
+    inputs: list[str]
+    outputs: list[str]
+    units: Count
+
+
+_Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
+_Home = Annotated[int, Field(ge=REPLICATED, le=MAX_INT32)]
+
+
+class _StrategyRecord(Record):
+    schema_version: int
+    graph: str
+    cluster: str
+    decisions: Many[_DecisionRecord]
+    groups: Many[Int32]
+    homes: Many[_Home]
+    micro_batches: list[Many[Int32]]
+    bucket_bytes: NumBytes
+    step_barrier: bool
+    rules: Many[_RuleRecord] = Field(default_factory=list)
+    op_rules: Many[_Pair] = Field(default_factory=list)
+
+
+def strategy_from_dict(record: object) -> Strategy:
     """The strategy of a dict made by ``strategy_to_dict``.
 
     Raises:
         StrategyError: a field is missing or has a wrong value; names it.
     """
-    version = record.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise StrategyError(
-            f"strategy has schema_version {version!r}; this heterog reads {SCHEMA_VERSION}."
-        )
     try:
-        decisions = [
-            Decision(
-                devices=tuple(map(int, entry["devices"])),
-                shares=tuple(map(int, entry["shares"])),
-                sync=Sync[str(entry["sync"]).upper()],
-                slices=tuple(map(int, entry["slices"])),
-                recompute=_flag(entry.get("recompute", False)),
-            )
-            for entry in record["decisions"]
-        ]
-        rules = [
-            OpRule(
-                inputs=tuple(map(_placement, entry["inputs"])),
-                outputs=tuple(map(_placement, entry["outputs"])),
-                units=int(entry["units"]),
-            )
-            for entry in record.get("rules", ())
-        ]
-        return Strategy(
-            graph=str(record["graph"]),
-            cluster=str(record["cluster"]),
-            decisions=tuple(decisions[number] for number in record["groups"]),
-            homes=tuple(map(int, record["homes"])),
-            micro_batches=tuple(tuple(map(int, counts)) for counts in record["micro_batches"]),
-            bucket_bytes=int(record["bucket_bytes"]),
-            step_barrier=bool(record["step_barrier"]),
-            op_rules=tuple((int(op), rules[number]) for op, number in record.get("op_rules", ())),
+        found = parse_record(record, _StrategyRecord, "strategy", versions=(SCHEMA_VERSION,))
+    except InputFileError as error:
+        raise StrategyError(str(error)) from error
+    decisions = [_decision(number, each) for number, each in enumerate(found.decisions)]
+    rules = [
+        OpRule(
+            inputs=tuple(map(_placement, each.inputs)),
+            outputs=tuple(map(_placement, each.outputs)),
+            units=each.units,
         )
-    except KeyError as error:
-        raise StrategyError(f"strategy: field or value {error} is missing or unknown.") from error
-    except (TypeError, ValueError, IndexError) as error:
-        raise StrategyError(f"strategy: {error}.") from error
+        for each in found.rules
+    ]
+    ops = [op for op, _ in found.op_rules]
+    if sorted(set(ops)) != ops:
+        raise StrategyError("strategy: field 'op_rules' has an op twice or out of order.")
+    return Strategy(
+        graph=found.graph,
+        cluster=found.cluster,
+        decisions=tuple(_entry(decisions, number, "groups") for number in found.groups),
+        homes=tuple(found.homes),
+        micro_batches=tuple(map(tuple, found.micro_batches)),
+        bucket_bytes=found.bucket_bytes,
+        step_barrier=found.step_barrier,
+        op_rules=tuple((op, _entry(rules, number, "op_rules")) for op, number in found.op_rules),
+    )
+
+
+def _decision(number: int, record: _DecisionRecord) -> Decision:
+    if record.sync.upper() not in Sync.__members__ or record.sync != record.sync.lower():
+        raise StrategyError(
+            f"strategy: field 'decisions.{number}.sync' is {shown(record.sync)}, none of "
+            f"{', '.join(sync.name.lower() for sync in Sync)}."
+        )
+    return Decision(
+        devices=tuple(record.devices),
+        shares=tuple(record.shares),
+        sync=Sync[record.sync.upper()],
+        slices=tuple(record.slices),
+        recompute=record.recompute,
+    )
+
+
+_T = TypeVar("_T")
+
+
+def _entry(table: Sequence[_T], number: int, field: str) -> _T:
+    if number >= len(table):
+        raise StrategyError(
+            f"strategy: field '{field}' names entry {number} of a list of {len(table)}."
+        )
+    return table[number]
 
 
 def _placement(text: str) -> Placement:
@@ -113,7 +157,9 @@ def _placement(text: str) -> Placement:
     known = {str(place): place for place in (R, P, L)}
     if text in known:
         return known[text]
-    found = re.fullmatch(r"S\((\d+),(\d+)\)", text)
-    if found is None:
-        raise ValueError(f"{text!r} is no placement; R, P, L or S(dim,outer) is meant")
+    found = re.fullmatch(r"S\((\d{1,9}),(\d{1,9})\)", text)
+    if found is None or int(found[2]) < 1:
+        raise StrategyError(
+            f"strategy: {shown(text)} is no placement; R, P, L or S(dim,outer) is meant."
+        )
     return S(int(found[1]), int(found[2]))

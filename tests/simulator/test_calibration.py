@@ -424,11 +424,17 @@ def test_a_calibration_predicts_the_same_after_saving(tmp_path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "version": (lambda record: record.update(schema_version=99), "schema version 99, not 1"),
+    "version": (
+        lambda record: record.update(schema_version=99),
+        "schema_version 99; this heterog reads 1",
+    ),
     "no types": (lambda record: record.pop("types"), "'types'"),
-    "no curve": (lambda record: record["types"]["T4"].pop("curves"), "'curves'"),
+    "no curve": (
+        lambda record: record["types"]["T4"].pop("curves"),
+        "'types.T4.curves' is missing",
+    ),
     "unknown": (lambda record: record["types"]["T4"]["any_kind"].update(slope=[1]), "slope"),
-    "no links": (lambda record: record.update(links=None), "missing or wrong field"),
+    "no links": (lambda record: record.update(links=None), "field 'links' should be a valid dict"),
 }
 
 
@@ -452,7 +458,7 @@ def test_files_that_are_no_calibration_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="not valid JSON"):
         Calibration.load(path)
     path.write_text("[1, 2]")
-    with pytest.raises(InputFileError, match="another kind of file"):
+    with pytest.raises(InputFileError, match="not a JSON object"):
         Calibration.load(path)
     with pytest.raises(InputFileError, match=r"absent\.json"):
         Calibration.load(tmp_path / "absent.json")

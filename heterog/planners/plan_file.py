@@ -1,0 +1,202 @@
+"""The shape of a plan's file, and what its fields must say about each other.
+
+Graph, cluster and strategy have readers of their own; here is everything else. What a file says
+twice (the batch size, a speed-up) has to be the same both times.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from heterog.errors import BudgetError, InputFileError
+from heterog.planners.planner import OUTCOMES, Budget
+from heterog.records import (
+    Amount,
+    Count,
+    Int32,
+    Many,
+    Name,
+    NumBytes,
+    PositiveSeconds,
+    Record,
+    Seconds,
+    Text,
+    read_record,
+)
+from heterog.simulator.engine import Order
+
+_ORDERS = tuple(order.name.lower() for order in Order)
+_Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+_Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+_Part = Annotated[float, Field(ge=-1e-6, le=1.0 + 1e-6, allow_inf_nan=False)]
+_Factor = Annotated[float, Field(ge=1.0, le=1e9, allow_inf_nan=False)]
+_Ratio = Annotated[float, Field(gt=0.0, le=1e12, allow_inf_nan=False)]
+_CLOSE = 1e-6
+_Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
+
+
+class RowRecord(Record):
+    """What one method reached."""
+
+    model: Name
+    cluster: Name
+    method: Name
+    stage: Literal["baseline", "search", "zero_shot", "finetuned"]
+    outcome: str
+    step_time_s: PositiveSeconds | None
+    lower_bound_s: Seconds
+    order: str
+    peak_memory_bytes: list[NumBytes]
+    noisy_step_times_s: list[PositiveSeconds] = Field(default_factory=list)
+    num_evaluations: Int32
+    search_seconds: Seconds
+    shortage: Text
+    batch_size: Count
+    seed: _Seed
+
+
+class GainRecord(Record):
+    """A speed-up over another method and its range under noise."""
+
+    over: Name
+    speedup: _Ratio
+    low: _Ratio
+    high: _Ratio
+
+
+class BackgroundRecord(Record):
+    """A second job in the gaps of the first."""
+
+    model: Name
+    source: Text
+    batch_size: Count
+    limit: _Factor
+    allowance_s: Seconds
+    step_time_alone_s: PositiveSeconds
+    step_time_s: PositiveSeconds
+    idle_share: list[_Part]
+    samples_per_s: list[Amount]
+    shortage: list[Text]
+    slow_down: _Ratio
+    total_samples_per_s: Amount
+
+
+class PlanRecord(Record):
+    """A plan's file."""
+
+    schema_version: int
+    heterog_version: Text
+    model: Name
+    source: Text
+    cluster: Name
+    outcome: str
+    step_time_s: PositiveSeconds | None
+    throughput_samples_per_s: Amount | None
+    method: Name
+    order: str
+    peak_memory_bytes: list[NumBytes]
+    lower_bound_s: Seconds
+    search_seconds: Seconds
+    num_evaluations: Int32
+    batch_size: Count
+    seed: _Seed
+    budget: Text
+    step_barrier: bool
+    calibration: Text
+    shortage: Text
+    gains: list[GainRecord] = Field(default_factory=list)
+    methods: Annotated[list[RowRecord], Field(min_length=1, max_length=1000)]
+    strategy: dict[str, Any]
+    background: BackgroundRecord | None = None  # plans of earlier versions have none
+    program_hash: _Hash
+    task_order: Many[Int32]
+    sent_before: Many[_Pair] = Field(default_factory=list)  # nor these
+    cluster_description: dict[str, Any]
+    graph: dict[str, Any]
+
+
+def read_plan_record(path: str | Path, version: int) -> PlanRecord:
+    """Read a plan's file; graph, cluster and strategy in it are still to be read.
+
+    Raises:
+        InputFileError: the file is missing, cut off, of another version, or contradicts itself.
+    """
+    record = read_record(path, "plan", PlanRecord, versions=(version,))
+    problem = _problem(record)
+    if problem:
+        raise InputFileError(f"plan {path}: {problem}.")
+    return record
+
+
+def _problem(record: PlanRecord) -> str:
+    """What a record says that cannot be, in words; empty if nothing."""
+    try:
+        Budget.parse(record.budget)
+    except BudgetError as error:
+        return f"field 'budget': {str(error).rstrip('.')}"
+    methods = [row.method for row in record.methods]
+    if len(set(methods)) < len(methods):
+        return "field 'methods' has a method twice"
+    if record.method not in methods:
+        return f"field 'method' is '{record.method}', which is not among its methods"
+    chosen = record.methods[methods.index(record.method)]
+    for field in ("outcome", "step_time_s", "order", "shortage", "peak_memory_bytes"):
+        if getattr(chosen, field) != getattr(record, field):
+            return f"field '{field}' is not that of its method '{record.method}'"
+    for number, row in enumerate(record.methods):
+        if why := _row_problem(row, record):
+            return f"field 'methods.{number}.{why}"
+    return _order_problem(record) or _rate_problem(record)
+
+
+def _row_problem(row: RowRecord, record: PlanRecord) -> str:
+    if row.outcome not in OUTCOMES:
+        return f"outcome' is none of {', '.join(OUTCOMES)}"
+    if (row.outcome == "ok") != (row.step_time_s is not None):
+        return "step_time_s' is there exactly where the outcome is ok, and is not here"
+    if row.order not in (*_ORDERS, *([""] if row.outcome == "not_applicable" else [])):
+        return f"order' is none of {', '.join(_ORDERS)}"
+    for field in ("model", "cluster", "batch_size", "seed", "lower_bound_s"):
+        if getattr(row, field) != getattr(record, field):
+            return f"{field}' is not the plan's"
+    return ""
+
+
+def _order_problem(record: PlanRecord) -> str:
+    """The tasks are listed once each, and those that wait for each other are among them."""
+    order = np.array(record.task_order, np.int64)
+    num_tasks = len(order)
+    if not num_tasks or order.max(initial=0) >= num_tasks:
+        return f"field 'task_order' names a task that is none of its {num_tasks:,}"
+    if (np.bincount(order, minlength=num_tasks) != 1).any():
+        return f"field 'task_order' does not hold each of {num_tasks:,} tasks once"
+    place = np.argsort(order)
+    for number, (send, op) in enumerate(record.sent_before):
+        if max(send, op) >= num_tasks or place[send] >= place[op]:
+            return f"field 'sent_before.{number}' names tasks that do not follow each other"
+    return ""
+
+
+def _rate_problem(record: PlanRecord) -> str:
+    if record.step_time_s is None:
+        return "field 'throughput_samples_per_s' is there without a step time" * (
+            record.throughput_samples_per_s is not None
+        )
+    rate = record.batch_size / record.step_time_s
+    if not _close([record.throughput_samples_per_s or 0.0], [rate]):
+        return "field 'throughput_samples_per_s' is not the batch size over the step time"
+    beside = record.background
+    if beside is not None and not _close(
+        [beside.slow_down, beside.total_samples_per_s],
+        [beside.step_time_s / beside.step_time_alone_s, math.fsum(beside.samples_per_s)],
+    ):
+        return "field 'background' contradicts itself"
+    return ""
+
+
+def _close(found: Sequence[float], wanted: Sequence[float]) -> bool:
+    return len(found) == len(wanted) and bool(np.allclose(found, wanted, rtol=_CLOSE, atol=0.0))
