@@ -53,7 +53,7 @@ def profile(
     device_type: Annotated[
         str, typer.Option("--device-type", help="what cluster files call this device")
     ] = "",
-    timeout: Annotated[str, typer.Option("--timeout", help="of the whole job")] = "1h",
+    timeout: Annotated[str, typer.Option("--timeout", help="of a job of several ranks")] = "1h",
     as_json: JsonOption = False,
 ) -> None:
     """Measure models on this machine or a testbed.
@@ -99,6 +99,11 @@ def profile(
                 raise HeterogError(
                     "links are measured between the devices of a cluster: pass --cluster FILE "
                     "('heterog cluster detect' writes a first one)."
+                )
+            if device_type:
+                raise HeterogError(
+                    f"--device-type {device_type} under torchrun: {cluster} says the type of each "
+                    "rank's device; leave it out."
                 )
             profiler.profile_as_rank(
                 sources,

@@ -1,7 +1,7 @@
 """Observations of fixed size: padded arrays in a ``Dict`` space, and how actions are read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import gymnasium as gym
 import numpy as np
@@ -15,6 +15,7 @@ from heterog.envs.observation import (
     NUM_LINK_FEATURES,
 )
 from heterog.envs.pair import Pair
+from heterog.errors import HeterogError
 from heterog.strategy.program import IntArray
 
 LIMIT = 12.0
@@ -51,6 +52,21 @@ class Padding:
             candidates=max(pair.num_candidates for pair in pairs),
             pairs=len(pairs),
         )
+
+    def check(self, pairs: Sequence[Pair]) -> None:
+        """Refuse pairs that do not fit into the padding.
+
+        Raises:
+            HeterogError: names the size that is too small, and what is needed.
+        """
+        needed = Padding.of(pairs)
+        for field in fields(self):
+            given, wanted = getattr(self, field.name), getattr(needed, field.name)
+            if given < wanted:
+                raise HeterogError(
+                    f"the padding has {given} {field.name}, and the pairs need {wanted}; give "
+                    "Padding.of all pairs, or none."
+                )
 
 
 def pair_space(padding: Padding) -> dict[str, gym.Space[npt.NDArray[np.generic]]]:

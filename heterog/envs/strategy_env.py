@@ -32,9 +32,7 @@ class _StrategyEnv(gym.Env[Padded, Any]):
         self._reward = reward
         self.pairs = list(pairs or [Pair(chain_graph(), toy_cluster())])
         self.padding = padding or Padding.of(self.pairs)
-        self._padded = [
-            pad_pair(pair, number, self.padding) for number, pair in enumerate(self.pairs)
-        ]
+        self.padding.check(self.pairs)
         self._number = 0
 
     @property
@@ -43,8 +41,11 @@ class _StrategyEnv(gym.Env[Padded, Any]):
         return self.pairs[self._number]
 
     def _static(self) -> Padded:
-        """The pair's arrays, the caller's own."""
-        return {name: array.copy() for name, array in self._padded[self._number].items()}
+        """The pair's arrays, the caller's own.
+
+        Made when they are asked for: all pairs' for 16 environments side by side were gigabytes.
+        """
+        return pad_pair(self.pair, self._number, self.padding)
 
     def _choose(self, options: Info | None) -> None:
         wanted = (options or {}).get("pair")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from heterog.agents.checkpoint import load_checkpoint, save_checkpoint
 from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.elites import find_elites
 from heterog.agents.graph_data import PairBatch
@@ -191,6 +192,17 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
         make_trainer(source(), replace(settings, seed=1), NETWORK, resume=path)
     with pytest.raises(HeterogError, match="another network"):
         make_trainer(source(), settings, replace(NETWORK, rank=2), resume=path)
+
+
+def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
+    settings = settings_of(Algorithm.PPO, num_steps=1, check_every=1, search_evaluations=20)
+    path = tmp_path / "checkpoint.pt"
+    make_trainer(source(), settings, NETWORK, checkpoint=path).run()
+    found = load_checkpoint(path)
+    older = {name: value for name, value in found.training.items() if name != "coefficient"}
+    save_checkpoint(path, replace(found, training=older | {"coefficient_of_entropy": 0.1}))
+    with pytest.raises(HeterogError, match=r"has no 'coefficient': another version"):
+        make_trainer(source(), settings, NETWORK, resume=path)
 
 
 def test_training_is_logged_for_tensorboard(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The environments keep Gymnasium's contract and their own data sheets."""
 
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -8,7 +9,9 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from heterog.envs.registration import ONE_SHOT, STEP_BY_STEP, register_envs
+from heterog.envs.spaces import Padding
 from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
+from heterog.errors import HeterogError
 from tests.envs.cases import language_pair, toy_pair
 
 
@@ -88,3 +91,13 @@ def test_environments_can_be_vectorised() -> None:
     assert seen["blocks"].shape[0] == 3
     _, reward, _, _, _ = envs.step(np.zeros(3, np.int64))
     assert reward.shape == (3,)
+
+
+def test_a_padding_that_is_too_small_is_refused_at_once() -> None:
+    small, large = toy_pair(), language_pair()
+    padding = Padding.of([small])
+    StrategyEnv([small], padding)
+    with pytest.raises(HeterogError, match=rf"the pairs need {large.num_blocks}; give Padding.of"):
+        StrategyEnv([small, large], replace(padding, pairs=2))
+    with pytest.raises(HeterogError, match=r"the padding has 1 pairs, and the pairs need 2"):
+        StrategyEnv([small, small], padding)

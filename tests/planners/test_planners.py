@@ -22,7 +22,7 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners import planner
+from heterog.planners import conformance, planner
 from heterog.planners.conformance import CHECKS, Check, check_planner, load_planner
 from heterog.planners.data_parallel import balanced_homes, device_speeds, even_shares
 from heterog.planners.local_search import LocalSearch
@@ -41,6 +41,7 @@ from heterog.planners.portfolio import best_row, run_method, run_methods
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.lower_bound import LowerBound
 from heterog.strategy.space import StrategySpace, device_sets
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
 from tests.simulator.builders import cluster_of
@@ -139,6 +140,21 @@ def test_a_method_that_breaks_the_contract_is_told_how(wrong: str, text: str) ->
     values = {"name": "a,b", "stage": "later"}
     with pytest.raises(ConformanceError, match=text):
         check_planner(Broken(**{wrong: values.get(wrong, True)}), evaluator())
+
+
+def test_a_claim_below_the_bound_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = LowerBound(seconds=1e3, compute_s=1e3, path_s=0.0)
+    monkeypatch.setattr(conformance, "lower_bound_s", lambda *_: bound)
+    with pytest.raises(ConformanceError, match=r"below the lower bound of 1000.0 s"):
+        check_planner(Broken(), evaluator())
+
+
+def test_a_planner_needs_a_way_to_plan() -> None:
+    class Idle:
+        name, stage = "idle", "search"
+
+    with pytest.raises(ConformanceError, match=r"idle has no method 'plan\(task\)'"):
+        check_planner(Idle())  # type: ignore[arg-type]
 
 
 def test_methods_that_do_not_apply_say_why() -> None:

@@ -1,0 +1,57 @@
+"""An option that would change nothing is refused in one line, not ignored."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from heterog.cli import app
+from heterog.errors import HeterogError
+
+PLAN = ["plan", "vgg19", "--cluster", "rtx_mixed"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ([*PLAN, "--slow-down", "1.2"], "--slow-down without --background; name the job's model"),
+        ([*PLAN, "--background-batch", "8"], "--background-batch without --background"),
+        (
+            [*PLAN, "--method", "ddp,hap", "--policy", "heldout"],
+            "--policy has no effect on ddp, hap; only agent and agent+search ask a policy",
+        ),
+        ([*PLAN, "--method", "ddp", "--encoder", "x.py:Net"], "--encoder has no effect on ddp"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options_without_effect_are_refused(asked: list[str], text: str) -> None:
+    done = CliRunner().invoke(app, asked)
+    assert isinstance(done.exception, HeterogError)
+    assert text in str(done.exception)
+
+
+def test_under_torchrun_the_cluster_names_device_types(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    options = ["--cluster", "rtx_mixed", "--device-type", "V100", "-o", str(tmp_path / "m.json")]
+    done = CliRunner().invoke(app, ["profile", "vgg19", *options])
+    assert isinstance(done.exception, HeterogError)
+    assert "rtx_mixed says the type of each rank's device" in str(done.exception)
+
+
+def test_a_warning_of_ours_is_one_line_on_stderr() -> None:
+    code = (
+        "import sys, warnings; from heterog import cli; from heterog.errors import HeterogWarning;"
+        "warnings.showwarning = cli._show_warning;"
+        "warnings.warn('two of three are ignored.', HeterogWarning);"
+        "warnings.warn('somebody else', UserWarning)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, *rest = done.stderr.splitlines()
+    assert first == "heterog: warning: two of three are ignored."
+    assert "UserWarning: somebody else" in "".join(rest)
+    assert done.stdout == ""
