@@ -17,8 +17,12 @@ WIDTH = 6
 
 
 def edges_of_batch() -> Tensor:
-    """Edges of a batch of graphs of equal size, ``[2, batch * edges]``: numbers of the whole."""
-    ends = torch.randint(0, NODES, (2, BATCH, EDGES))
+    """Edges of a batch of graphs of equal size, ``[2, batch * edges]``: numbers of the whole.
+
+    None is a self loop.
+    """
+    first = torch.randint(0, NODES, (BATCH, EDGES))
+    ends = torch.stack([first, (first + torch.randint(1, NODES, (BATCH, EDGES))) % NODES])
     return (ends + NODES * torch.arange(BATCH)[None, :, None]).flatten(1)
 
 

@@ -61,6 +61,7 @@ NO_DROPOUT = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
     "classifier_dropout": 0.0,
+    "classifier_dropout_prob": 0.0,
     "dropout": 0.0,
     "activation_dropout": 0.0,
     "resid_pdrop": 0.0,

@@ -429,8 +429,8 @@ def ctc_speech() -> Workload:
         def forward(self, sound: Tensor, text: Tensor) -> Tensor:
             scores = self.head(torch.relu(self.body(sound)).transpose(1, 2))
             likely = scores.log_softmax(-1).transpose(0, 1)
-            lengths = [torch.full((len(sound),), length) for length in (12, 3)]
-            return functional.ctc_loss(likely, text, lengths[0], lengths[1])
+            lengths: Any = [(length,) * len(sound) for length in (12, 3)]
+            return functional.ctc_loss(likely, text, *lengths)
 
     return sgd(lambda: Speech().double(),
                lambda: (numbers(4, 12), torch.randint(1, 6, (BATCH, 3))))  # fmt: skip

@@ -14,7 +14,7 @@ SIZE = 32
 LABELS = 5
 
 
-def images(size: int = SIZE) -> Batch:
+def images(size: int) -> Batch:
     """Images and their classes, as the models of ``transformers`` take them."""
     return {
         "pixel_values": torch.randn(BATCH, 3, size, size, dtype=torch.float64),
@@ -30,10 +30,13 @@ TRANSFORMER = {
 }  # fmt: skip
 
 
-def classifier(kind: str, head: str = "", **options: Any) -> Workload:
+def classifier(kind: str, *, image_size: int = SIZE, **options: Any) -> Workload:
     """An image classifier of ``transformers`` with its own loss."""
-    return hugging_face(lambda: config_of(kind, **(TRANSFORMER | options)),
-                        head or f"{kind}ForImageClassification", images)  # fmt: skip
+    sizes = TRANSFORMER | options | {"image_size": image_size}
+    return hugging_face(
+        lambda: config_of(kind, **sizes), f"{kind}ForImageClassification",
+        lambda: images(image_size),
+    )  # fmt: skip
 
 
 @family("vit")
@@ -51,8 +54,8 @@ def deit() -> Workload:
 @family("swin")
 def swin() -> Workload:
     """Swin: attention inside shifted windows."""
-    return classifier("Swin", embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=2,
-                      patch_size=4, mlp_ratio=2.0, drop_path_rate=0.0)  # fmt: skip
+    return classifier("Swin", num_attention_heads=[2, 2], embed_dim=8, depths=[2, 2],
+                      window_size=2, patch_size=4, mlp_ratio=2.0, drop_path_rate=0.0)  # fmt: skip
 
 
 @family("convnext")

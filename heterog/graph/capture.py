@@ -7,15 +7,17 @@ run. Forward hooks annotate every node with its module; a backward node finds it
 autograd's sequence number. Everything that touches private names of torch is in this file.
 """
 
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
+import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._meta_registrations import _create_grouped_mm_output_tensor
@@ -189,8 +191,8 @@ def _clear_errors(workload: Workload, modules: "_OpenModules | None") -> Iterato
 _WAYS_OUT = (
     (
         "/torch_geometric/utils/loop.py",
-        "how many self loops a graph has is such a value. Add them to the data once "
-        "(torch_geometric.transforms.AddSelfLoops) and build the layer with "
+        "how many self loops a graph has is such a value. Add or remove them in the data once "
+        "(torch_geometric.transforms.AddSelfLoops); layers that add them have "
         "add_self_loops=False.",
     ),
     (
@@ -277,26 +279,12 @@ def _trace(
     def step(
         parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
     ) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
+        # The backward pass is inside, too: functions of the user's own may read the model there.
         with stateless._reparametrize_module(model, {**parameters, **buffers}, tie_weights=True):
             loss = workload.step_loss(model, batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise CaptureError(
-                f"workload '{workload.name}': the loss must be a scalar tensor, got {shape}."
-            )
-        if loss.grad_fn is None:
-            raise CaptureError(
-                f"workload '{workload.name}': the loss does not depend on any parameter."
-            )
-        setup_stacktrace_preservation_hooks([loss.grad_fn])
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        for name, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None and gradient.layout != torch.strided:
-                raise CaptureError(
-                    f"workload '{workload.name}': the gradient of '{name}' is sparse; leave out "
-                    "sparse=True where it is looked up. Modules need not be changed: their "
-                    "gradients are made dense."
-                )
+            setup_stacktrace_preservation_hooks([_root_of(workload, loss)])
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        _check_dense(workload, dict(zip(parameters, gradients, strict=True)))
         return loss.detach(), list(gradients), list(buffers.values())
 
     # oneDNN's fused RNN kernel cannot be replayed from a graph; the plain one can.
@@ -306,6 +294,8 @@ def _trace(
         torch.backends.mkldnn.flags(enabled=False),
         fx_traceback.preserve_node_meta(),
         _dense_gradients(model),
+        _without_checkpointing(),
+        _graphs_without_self_loops(),
         _grouped_products_of_any_dtype(),
         _OpenModules(model) as modules,
         _clear_errors(workload, modules),
@@ -320,6 +310,110 @@ def _trace(
         traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
     traced.graph.eliminate_dead_code()
     return traced
+
+
+def _root_of(workload: Workload, loss: object) -> torch.autograd.graph.Node:
+    """What the backward pass begins with; refuses a loss that cannot be trained."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise CaptureError(
+            f"workload '{workload.name}': the loss must be a scalar tensor, got {shape}."
+        )
+    if loss.grad_fn is None:
+        raise CaptureError(
+            f"workload '{workload.name}': the loss does not depend on any parameter."
+        )
+    return loss.grad_fn
+
+
+def _check_dense(workload: Workload, gradients: Mapping[str, Tensor | None]) -> None:
+    for name, gradient in gradients.items():
+        if gradient is not None and gradient.layout != torch.strided:
+            raise CaptureError(
+                f"workload '{workload.name}': the gradient of '{name}' is sparse; leave out "
+                "sparse=True where it is looked up. Modules need not be changed: their "
+                "gradients are made dense."
+            )
+
+
+@contextmanager
+def _without_checkpointing() -> Iterator[None]:
+    """``torch.utils.checkpoint`` only calls its function: plans decide what is computed again.
+
+    Traced as it is, the second forward pass would be ops of their own: dropout would draw other
+    numbers in it, and BatchNorm would move its statistics twice.
+    """
+
+    class CallOnly:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            return function(*args)
+
+    module: Any = torch.utils.checkpoint
+    saved = module._checkpoint_hook, module.CheckpointFunction
+    module._checkpoint_hook = lambda frame: nullcontext()
+    module.CheckpointFunction = CallOnly
+    try:
+        yield
+    finally:
+        module._checkpoint_hook, module.CheckpointFunction = saved
+
+
+_OWN_LOOPS = (
+    "a graph has self loops of its own; its layers were captured for one without. Remove them "
+    "from the data (torch_geometric.utils.remove_self_loops), or add all that are wanted there "
+    "and build the layers with add_self_loops=False."
+)
+
+
+@contextmanager
+def _graphs_without_self_loops() -> Iterator[None]:
+    """PyG's layers take graphs to have no self loops of their own; the step checks that it holds.
+
+    They drop those that there are before they add one for each node; how many edges are left
+    depends on values. Without any, nothing is dropped, and shapes are static.
+    """
+    loops: Any = sys.modules.get("torch_geometric.utils.loop")
+    if loops is None:
+        yield
+        return
+    drop, add = loops.remove_self_loops, loops.add_remaining_self_loops
+
+    def check(edge_index: Tensor) -> None:
+        torch._assert_async((edge_index[0] != edge_index[1]).all(), _OWN_LOOPS)
+
+    def drop_none(edge_index: Tensor, edge_attr: Tensor | None = None) -> Any:
+        if edge_index.layout != torch.strided:
+            return drop(edge_index, edge_attr)
+        check(edge_index)
+        return edge_index, edge_attr
+
+    def add_all(edge_index: Tensor, *args: Any, **keywords: Any) -> Any:
+        if edge_index.layout != torch.strided:
+            return add(edge_index, *args, **keywords)
+        check(edge_index)
+        return loops.add_self_loops(edge_index, *args, **keywords)
+
+    with _everywhere(drop, drop_none), _everywhere(add, add_all):
+        yield
+
+
+@contextmanager
+def _everywhere(function: Callable[..., Any], instead: Callable[..., Any]) -> Iterator[None]:
+    """Another function in every module that has imported one by its name."""
+    name = function.__name__
+    users = [
+        vars(module)
+        for module in list(sys.modules.values())
+        if getattr(module, "__dict__", {}).get(name) is function
+    ]
+    for names in users:
+        names[name] = instead
+    try:
+        yield
+    finally:
+        for names in users:
+            names[name] = function
 
 
 @contextmanager
@@ -549,7 +643,7 @@ class _Reader:
         target = node.target
         assert isinstance(target, torch._ops.OpOverload)
         args, inputs = self._read_args(node, target)
-        values = node.meta["val"]
+        values = node.meta.get("val")  # checks return nothing
         outputs = list(values) if isinstance(values, tuple | list) else [values]
         if kind in _ATTENTION:
             kind = _ATTENTION[kind]

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from heterog.graph.batch_plan import BatchPlan, batch_plan
-from heterog.graph.op_graph import IntArray, OpGraph
+from heterog.graph.op_graph import IntArray, OpGraph, Phase
 
 MAX_SHARE_OF_WORK = 1 / 64
 """A module with more of the work than this is cut into its children."""
@@ -168,6 +168,10 @@ def _join(graph: OpGraph, plan: BatchPlan, labels: list[str]) -> dict[str, str]:
         made = int(graph.producer[storage[gradient]])
         if made >= 0:
             join([update, made])
+    for index, op in enumerate(graph.ops):
+        if op.kind == "copy_.default" and op.phase != Phase.UPDATE:
+            # A buffer of the model is stepped where it is read, or its readers would never know.
+            join([index, *readers[int(storage[op.inputs[0]])]])
     for tensor, place in enumerate(plan.placements):
         if place.kind == "L" and graph.producer[tensor] >= 0:
             join([int(graph.producer[tensor]), *readers.get(tensor, [])])

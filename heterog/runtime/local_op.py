@@ -69,7 +69,7 @@ class LocalOp:
             name: device if isinstance(value, torch.device) else value
             for name, value in _original_args(node, target).items()
         }
-        meta = node.meta["val"]
+        meta = node.meta.get("val")
         values = list(meta) if isinstance(meta, tuple | list) else [meta]
         self._kept = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
         self._kept = self._kept[: len(self.call.outputs)]

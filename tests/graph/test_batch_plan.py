@@ -163,6 +163,23 @@ def test_batch_norm_statistics_stay_local_and_in_one_group() -> None:
         assert len({int(groups[op]) for op in users if op >= 0}) == 1
 
 
+def test_a_buffer_is_stepped_in_the_group_that_reads_it() -> None:
+    """In a pipeline its reader would never see the new value: spectral norm stood still."""
+
+    def two_normed() -> nn.Module:
+        normed = nn.utils.parametrizations.spectral_norm
+        return nn.Sequential(normed(nn.Linear(6, 8)), nn.ReLU(), normed(nn.Linear(8, 4)))
+
+    graph = captured(two_normed, torch.zeros(8, 6), torch.zeros(8, 4))
+    group = group_ops(graph).group
+    steps = [index for index, op in enumerate(graph.ops) if op.kind == "copy_.default"]
+    assert len(steps) == 4
+    for index in steps:
+        buffer = graph.ops[index].inputs[0]
+        assert len({int(group[reader]) for reader in graph.consumers[buffer]}) == 1
+    assert len({int(group[index]) for index in steps}) == 2
+
+
 def test_groups_follow_modules_and_keep_what_belongs_together() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
+import torch_geometric
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -313,6 +315,59 @@ def test_a_sparse_gradient_that_no_module_asks_for_is_refused() -> None:
 def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"SparseAdam cannot step a dense gradient.*Adagrad"):
         optimizer_state_ratio(torch.optim.SparseAdam, {})
+
+
+class Checkpointed(nn.Module):
+    """Dropout and BatchNorm under ``torch.utils.checkpoint``."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        checkpoint = torch.utils.checkpoint.checkpoint
+        out: Tensor = checkpoint(self.body, self.first(x), use_reentrant=self.use_reentrant)
+        return out
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_layers_run_once_and_draw_their_masks_once(use_reentrant: bool) -> None:
+    """Plans decide what is computed again; a second mask would give other gradients."""
+    model = Checkpointed(use_reentrant=use_reentrant)
+    graph = capture(workload(lambda: model, torch.zeros(8, 6), torch.zeros(8, 4)))
+    kinds = [op.kind for op in graph.ops]
+    assert sum("native_batch_norm" in kind and "backward" not in kind for kind in kinds) == 1
+    assert sum("dropout.default" in kind or "bernoulli" in kind for kind in kinds) == 1
+    assert len(graph.updates) == 6
+
+
+class GraphLayer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = getattr(torch_geometric.nn, kind)(6, 4)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        out: Tensor = self.layer(x, edges)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["GCNConv", "GATConv", "TransformerConv"])
+def test_graph_layers_are_captured_for_graphs_without_own_loops_which_is_checked(
+    kind: str,
+) -> None:
+    torch.manual_seed(0)
+    model = GraphLayer(kind)
+    x, edges, target = torch.randn(5, 6), torch.tensor([[0, 1, 2], [1, 2, 4]]), torch.randn(5, 4)
+    step = capture_step(workload(model, x, edges, target))
+    state = [*model.parameters(), *model.buffers()]
+    loss = step.module(*state, x, edges, target)[0]
+    assert torch.allclose(loss, functional.mse_loss(model(x, edges), target))
+    if kind == "TransformerConv":  # adds none
+        return
+    with pytest.raises(RuntimeError, match="self loops of its own"):
+        step.module(*state, x, torch.tensor([[0, 1, 2], [1, 1, 4]]), target)
 
 
 class GroupedExperts(nn.Module):

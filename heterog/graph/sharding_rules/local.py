@@ -44,6 +44,8 @@ def local_args(call: OpCall, result: RuleResult, share: int, axis_size: int) -> 
         axis_size: units of the axis.
     """
     args = dict(call.args)
+    if not result.outputs:  # a check
+        return args
     output, target = result.outputs[0], call.outputs[0].shape
     if output.kind == "S":
         for name in _SIZE_ARGS:
