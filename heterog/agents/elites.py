@@ -113,6 +113,7 @@ class _Search:
         idle = 0
         while self.best and self.spent < until and idle < _MOST_IDLE:
             spent = self.spent
+            # Each run sets out from one of the best rows, from the very best most often.
             rank = min(int(self.rng.exponential(2.0)), len(self.best) - 1)
             row = np.frombuffer(self.best[rank][1], np.int32)
             self._anneal(row, favourites, min(until - self.spent, longest))
@@ -193,6 +194,7 @@ class _Search:
         num_blocks, rng = len(row), self.rng
         if self.pair.num_micro > 1 and rng.random() < 0.4:
             return self._restaged(row)
+        # Short segments are as likely as long ones: boundaries are found by both.
         length = min(max(int(math.exp(rng.uniform(0.0, math.log(num_blocks + 1)))), 1), num_blocks)
         first = int(rng.integers(num_blocks - length + 1))
         last = first + length

@@ -27,6 +27,7 @@ def long_search(
     evaluator: Evaluator, *, budget: Budget, seed: int = 0, progress: Progress
 ) -> list[MethodRow]:
     """Rows of ``auto`` without any policy, and the best of them as ``search``."""
+    # What a policy proposes must not be among the seeds of what it is compared with.
     learned = [p.name for p in planners() if isinstance(p, Agent | AgentSearch)]
     rows = run_methods(
         evaluator, [AUTO], budget=budget, seed=seed, without=learned, progress=progress

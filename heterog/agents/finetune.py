@@ -74,7 +74,7 @@ class FineTuned:
         best: dict[bytes, tuple[IntArray, Score]] = {}
         batch = PairBatch([pair.observation])
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # the matrices are small
         num_steps = 0
         while not best or not spending.is_over:
             scores = policy(batch)

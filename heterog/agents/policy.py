@@ -173,7 +173,7 @@ def log_probabilities(
     )
     chain = chain.scatter_add(2, previous[:, :, None], scores.stay[which][:, 1:, None])
     unary = scores.unary[which]
-    logits = torch.cat([unary[:, :1], unary[:, 1:] + chain], dim=1)
+    logits = torch.cat([unary[:, :1], unary[:, 1:] + chain], dim=1)  # nothing before the first
     if masks is not None:
         chosen = torch.zeros_like(masks).scatter_(2, actions[:, :, None], value=True)
         logits = logits.masked_fill(~(masks | chosen), _MASKED)
@@ -242,6 +242,8 @@ def draw(
         return _decode(scores, noise, memory, changes, keep_masks=keep_masks)
     low, high = (np.full(num_rows, limit) for limit in STAGE_LIMITS)
     cut_weights = np.resize(CUT_WEIGHTS, num_rows)
+    # Rows are filled again and again with the same noise, each time with a limit that is nearer to
+    # the least one; the last time with a limit under which every row is known to end.
     for halving in range(_HALVINGS + 1):
         limits = high if halving == _HALVINGS else np.sqrt(low * high)
         memory = RunningMemory(pair, num_rows, recompute=recompute)
@@ -282,6 +284,7 @@ def _decode(
         if changes is not None:
             logits = changes.given(logits)
         fits = running.fits()
+        # Lower than what the network masks: if it masks all that fits, what fits still wins.
         logits = np.where(fits, logits, np.float32(2.0 * _MASKED))
         if noise is not None:
             logits = logits + noise[block]

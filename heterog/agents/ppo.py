@@ -257,7 +257,7 @@ class PpoLearner:
             n_steps=steps_per_rollout,
             batch_size=num_envs * steps_per_rollout,
             n_epochs=2,
-            gamma=1.0,
+            gamma=1.0,  # an episode is one step: there is nothing to discount
             gae_lambda=1.0,
             ent_coef=entropy,
             max_grad_norm=1.0,

@@ -157,7 +157,7 @@ class Reinforce:
         pool = torch.tensor(np.concatenate([each.in_pool for each in drawn]))
         advantage = torch.tensor(np.concatenate([each.advantage for each in drawn]))
         k = self.num_samples
-        p = log_p.detach().double().exp()
+        p = log_p.detach().double().exp()  # of whole strategies: too small for 32 bits
         weight = torch.where(p > 0, p / ((k * p + pool) / (k + 1)), torch.zeros_like(p))
         gradient = (weight * advantage).float()
         fresh = torch.tensor(np.concatenate([each.is_fresh for each in drawn]))
@@ -179,6 +179,7 @@ class Reinforce:
     def _state(self, pair: Pair, key: int) -> PairState:
         if key not in self.states:
             self.states[key] = state = PairState()
+            # The pool begins with every way of data parallelism over all devices.
             everything = max(range(pair.num_candidates), key=lambda c: len(pair.table[c].devices))
             devices = pair.table[everything].devices
             for number, decision in enumerate(pair.table):
@@ -203,6 +204,7 @@ class Reinforce:
         rewards = np.array([each.reward for each in results])
         fresh = rewards[:-1]
         average = state.average if state.average is not None else float(fresh.mean())
+        # Where all draws are nearly as good, their differences are not blown up to advantages.
         scale = max(float(fresh.std()), 0.02)
         known = {key for _, key in state.pool}
         in_pool = [float(row.tobytes() in known) / len(state.pool) for row in rows]

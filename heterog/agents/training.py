@@ -236,6 +236,7 @@ class Trainer:
             keys = [example.index for example in chosen]
         else:
             keys = self.rng.choice(config.num_pairs, config.pairs_per_step).tolist()
+            # As ``Imitation.choose`` does, for the halves below.
             keys.sort(key=lambda key: self.pair(key).num_candidates)
         # Two halves: the smaller tables are not padded to the size of the largest.
         for half in (slice(0, len(keys) // 2), slice(len(keys) // 2, None)):

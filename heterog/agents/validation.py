@@ -51,6 +51,7 @@ class Validation:
         self._seed, self._reward = config.seed, reward
         if config.num_validation == 0:
             return
+        # Pairs without any strategy that fits say nothing about a policy; others take their place.
         numbers = range(FIRST_PAIR, FIRST_PAIR + 500)
         jobs = ((index, config.search_evaluations) for index in numbers)
         for index, found in zip(numbers, workers.map(_search, source, jobs), strict=True):

@@ -63,7 +63,7 @@ def candidate_table(
         proportional = split_in_proportion(batch, tuple(speeds[device] for device in devices))
         even = split_evenly(batch, len(devices))
         solved = solver.solve(devices)
-        shares = dict.fromkeys((proportional, even))
+        shares = dict.fromkeys((proportional, even))  # equal devices: one and the same
         if max(abs(a - b) for a, b in zip(solved, proportional, strict=True)) > max(
             0.02 * batch, 1
         ):

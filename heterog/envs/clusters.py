@@ -66,7 +66,7 @@ def random_cluster(
     low, high = np.log(wanted.traffic)
     rate = size / (float(np.exp(rng.uniform(low, high))) * bound_s)
     spread = np.log(wanted.nic_spread)
-    steps = np.exp(rng.uniform(-spread, spread, 3))
+    steps = np.exp(rng.uniform(-spread, spread, 3))  # a data centre has a few kinds of NICs
     nic = rate * steps[rng.integers(3, size=len(groups))]
     usable = _memory(rng, wanted, graph, chosen, groups)
     hosts = []

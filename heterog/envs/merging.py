@@ -56,6 +56,7 @@ def cut_blocks(tables: GraphTables, work: FloatArray, most: int = MAX_BLOCKS) ->
     weights = list(shares.T)
     sizes = [1] * len(weights)
     while len(weights) > most:
+        # Neither compute nor parameters may pile up in one block: it is decided as a whole.
         pairs = [float((a + b).max()) for a, b in pairwise(weights)]
         lightest = int(np.argmin(pairs))
         weights[lightest] = weights[lightest] + weights.pop(lightest + 1)
@@ -150,12 +151,15 @@ class _Merger:
         sizes = sums(value_of[kept], fine.value_bytes[kept], num_values)
         per_sample = sums(value_of[kept], fine.value_bytes_per_unit[kept], num_values)
         whole = fine.value_bytes[kept] + fine.batch_size * fine.value_bytes_per_unit[kept]
+        # The part of a merged value that moves: the mean of its values' parts, weighed by bytes.
         moved = sums(
             value_of[kept], fine.value_moved_fraction[kept] * whole, num_values
         ) / np.maximum(sums(value_of[kept], whole, num_values), 1.0)
         sizes[inner_value], per_sample[inner_value] = self._inner_bytes(value_of >= 0)
         first = np.empty(num_values, np.int32)
         first[inner_value] = 0
+        # The first of the values that became one stands for all: in reversed order its number is
+        # written last, and stays.
         first[value_of[kept[::-1]]] = kept[::-1]
         kinds = fine.value_kind[first]
         outermost = fine.value_is_outermost[first]
@@ -167,6 +171,7 @@ class _Merger:
             for _, group, needs_whole in self.readers[value]
             if needs_whole >= 0
         }
+        # A gradient that was made in parts is made whole in a slot, whether an op reads it or not.
         whole_at = {
             (int(value_of[fine.slot_value[slot]]), int(fine.slot_group[slot]), 1): None
             for slot in fine.gradient_slot
@@ -185,6 +190,7 @@ class _Merger:
             run = self.coarse_of[op]
             for read in range(fine.parameter_read_start[op], fine.parameter_read_start[op + 1]):
                 parameter_reads[run].setdefault(int(parameter_of[fine.parameter_read[read]]))
+        # Parameters whose gradients are made and finished together are alike but for their bytes.
         leaders = np.array([members[0] for members in parameters], np.int32)
         made_in = self.coarse_of[fine.value_op[fine.parameter_gradient[leaders]]]
         done_in = self._finished_in()[leaders]

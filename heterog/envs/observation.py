@@ -280,6 +280,7 @@ class Observer:
             for target in range(self.num_devices):
                 if source != target:
                     seconds = size / cluster.bottleneck_bytes_per_s(source, target)
+                    # Bytes are divided among the blocks, but each block pays the whole latency.
                     latency = cluster.latency_s(source, target) * self.num_blocks
                     links[source, target] = (
                         float(_log(seconds / self.bound_s)),
