@@ -1,14 +1,17 @@
 """The one-line entry points of the package; everything else is imported from where it lives."""
 
+import warnings
 from collections.abc import Sequence
 
-from heterog.agents.planners import use_policy
+from heterog.agents.planners import DEFAULT_POLICY, LEARNED, use_policy
 from heterog.cluster import Cluster
+from heterog.errors import HeterogWarning
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.plan import BEST, Plan, make_plan
 from heterog.planners.planner import Budget
+from heterog.planners.portfolio import AUTO
 
 
 def plan(
@@ -20,7 +23,7 @@ def plan(
     seed: int = 0,
     order: str = BEST,
     step_barrier: bool = True,
-    policy: str = "default",
+    policy: str = DEFAULT_POLICY,
 ) -> Plan:
     """Find how to run one training step of a workload on a cluster.
 
@@ -40,6 +43,13 @@ def plan(
     graph = workload if isinstance(workload, OpGraph) else capture(workload)
     use_policy(policy)
     methods = method.split(",") if isinstance(method, str) else method
+    if policy != DEFAULT_POLICY and not {AUTO, *LEARNED} & set(methods):
+        warnings.warn(
+            f"policy {policy!r} has no effect on {', '.join(methods)}; only "
+            f"{' and '.join(LEARNED)} ask a policy.",
+            HeterogWarning,
+            stacklevel=2,
+        )
     return make_plan(
         graph,
         cluster,

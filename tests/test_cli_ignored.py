@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import heterog
+from heterog.agents.planners import use_policy
 from heterog.cli import app
-from heterog.errors import HeterogError
+from heterog.envs.toy import chain_graph, toy_cluster
+from heterog.errors import HeterogError, HeterogWarning
 
 PLAN = ["plan", "vgg19", "--cluster", "rtx_mixed"]
 
@@ -30,6 +33,12 @@ def test_options_without_effect_are_refused(asked: list[str], text: str) -> None
     done = CliRunner().invoke(app, asked)
     assert isinstance(done.exception, HeterogError)
     assert text in str(done.exception)
+
+
+def test_a_policy_that_no_method_asks_warns() -> None:
+    with pytest.warns(HeterogWarning, match=r"policy 'heldout' has no effect on ddp; only agent"):
+        heterog.plan(chain_graph(), toy_cluster(), method="ddp", budget="5e", policy="heldout")
+    use_policy("default")
 
 
 def test_under_torchrun_the_cluster_names_device_types(

@@ -471,6 +471,24 @@ def test_a_number_is_that_of_the_code(page: str, pattern: str, value: object) ->
         assert said == value
 
 
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command with its name, those of groups too."""
+    groups = [("heterog", typer.main.get_command(app))]
+    while groups:
+        name, command = groups.pop()
+        found: dict[str, Any] = getattr(command, "commands", {})
+        groups += [(f"{name} {each}", what) for each, what in found.items()]
+        if not found:
+            yield name, command
+
+
+@pytest.mark.parametrize(("name", "command"), list(commands()), ids=lambda value: str(value)[:30])
+def test_every_option_says_what_it_is(name: str, command: Any) -> None:
+    assert command.help, f"{name} says nothing about itself"
+    for param in command.params:
+        assert getattr(param, "help", ""), f"{name} {param.opts[0]} has no help"
+
+
 @pytest.mark.parametrize(
     ("command", "option", "value"),
     [

@@ -15,7 +15,8 @@ class PolicyConfig:
         num_rounds: rounds of message passing.
         rank: of the transition between neighbouring blocks' candidates; 0 decides each block on
             its own.
-        stay_bias: log-odds that an untrained policy keeps the previous block's candidate.
+        stay_bias: log-odds that an untrained policy keeps the previous block's candidate; it has
+            no effect if ``rank`` is 0.
     """
 
     encoder: str = "hetero"

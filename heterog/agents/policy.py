@@ -243,7 +243,7 @@ def draw(
     low, high = (np.full(num_rows, limit) for limit in STAGE_LIMITS)
     cut_weights = np.resize(CUT_WEIGHTS, num_rows)
     # Rows are filled again and again with the same noise, each time with a limit that is nearer to
-    # the least one; the last time with a limit under which every row is known to end.
+    # the least one; the last time with the smallest under which a row was seen to end.
     for halving in range(_HALVINGS + 1):
         limits = high if halving == _HALVINGS else np.sqrt(low * high)
         memory = RunningMemory(pair, num_rows, recompute=recompute)

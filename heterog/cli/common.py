@@ -66,6 +66,9 @@ OrderOption = Annotated[
         autocompletion=completion.orders,
     ),
 ]
+NoBarrierOption = Annotated[
+    bool, typer.Option("--no-step-barrier", help="the next step may start before all updates end")
+]
 BatchOption = Annotated[int | None, typer.Option("--batch-size", help="global batch size")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 BudgetOption = Annotated[str, typer.Option("--budget", help="30s, 2m, or 5000e (evaluations)")]
@@ -83,7 +86,7 @@ EncoderOption = Annotated[
 WorkersOption = Annotated[
     str, typer.Option("--workers", help="processes, or ray or ray:N for a Ray cluster")
 ]
-SeedOption = Annotated[int, typer.Option("--seed")]
+SeedOption = Annotated[int, typer.Option("--seed", help="of everything random")]
 
 
 def print_json(value: Any) -> None:

@@ -13,6 +13,7 @@ from heterog.cli.common import (
     EncoderOption,
     JsonOption,
     ModelArgument,
+    NoBarrierOption,
     OrderOption,
     PolicyOption,
     SeedOption,
@@ -46,10 +47,7 @@ def plan(
     budget: BudgetOption = "30s",
     seed: SeedOption = 0,
     order: OrderOption = "best",
-    no_step_barrier: Annotated[
-        bool,
-        typer.Option("--no-step-barrier", help="the next step may start before all updates end"),
-    ] = False,
+    no_step_barrier: NoBarrierOption = False,
     background: Annotated[
         str,
         typer.Option(

@@ -32,7 +32,9 @@ def profile(
             autocompletion=completion.several(completion.models),
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output")] = Path("measurements.json"),
+    output: Annotated[Path, typer.Option("-o", "--output", help="measurements.json")] = Path(
+        "measurements.json"
+    ),
     batch_size: BatchOption = None,
     testbed: Annotated[
         str,

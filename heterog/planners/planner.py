@@ -28,6 +28,11 @@ class Budget:
     evaluations: int | None = None
 
     def __post_init__(self) -> None:
+        if self.seconds is not None and self.evaluations is not None:
+            raise BudgetError(
+                f"a budget of {self.seconds:g} s and {self.evaluations} evaluations: only the "
+                "evaluations would count; give one of the two."
+            )
         amount = self.seconds if self.evaluations is None else self.evaluations
         if amount is None or not 0 < amount < float("inf"):
             raise BudgetError(

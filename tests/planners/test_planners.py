@@ -320,6 +320,11 @@ def test_budgets_that_cannot_be_read(text: str) -> None:
         Budget.parse(text)
 
 
+def test_a_budget_is_of_one_kind() -> None:
+    with pytest.raises(BudgetError, match=r"of 30 s and 5 evaluations: only the evaluations"):
+        Budget(seconds=30.0, evaluations=5)
+
+
 @pytest.mark.parametrize("text", ["0s", "0e", "0.0m"])
 def test_budgets_of_nothing(text: str) -> None:
     with pytest.raises(BudgetError, match="allows no search"):
