@@ -66,7 +66,7 @@ def family(
     is_random: bool = False,
     is_quick: bool = False,
 ) -> Callable[[Callable[[], Workload]], Callable[[], Workload]]:
-    """Enter the decorated function in `FAMILIES`."""
+    """Enter the decorated function in ``FAMILIES``."""
 
     def enter(build: Callable[[], Workload]) -> Callable[[], Workload]:
         assert name not in FAMILIES, f"two families are called {name}"

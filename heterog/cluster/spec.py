@@ -737,7 +737,7 @@ class _ClusterRecord(Record):
 
 
 def cluster_from_dict(record: object) -> Cluster:
-    """A cluster from JSON values; see `Cluster.from_dict`."""
+    """A cluster from JSON values; see ``Cluster.from_dict``."""
     try:
         found = parse_record(record, _ClusterRecord, "cluster record", versions=(SCHEMA_VERSION,))
     except InputFileError as error:
