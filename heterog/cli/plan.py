@@ -173,12 +173,8 @@ def _print_everything(explanation: "Explanation") -> None:
 
 def _written(*, output: Path | None, trace: Path | None, report: Path | None) -> list[str]:
     """Which files there are now, and what they are for."""
-    uses = (
-        (output, "for heterog run, export and report"),
-        (trace, "for https://ui.perfetto.dev"),
-        (report, "for a browser"),
-    )
-    return [f"{path} {use}" for path, use in uses if path is not None]
+    files = [(output, ""), (trace, " (for ui.perfetto.dev)"), (report, "")]
+    return [f"{path}{use}" for path, use in files if path is not None]
 
 
 def _beside(found: Any) -> str:

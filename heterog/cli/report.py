@@ -1,25 +1,56 @@
-"""``heterog report``: a plan as one HTML page."""
+"""``heterog report``: plans as one HTML page."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from heterog.cli import completion
 from heterog.cli.common import JsonOption, out, print_json
+
+if TYPE_CHECKING:
+    from heterog.report.side_by_side import NamedPlan
 
 
 def report(
-    plan: Annotated[Path, typer.Argument(help="plan.json")],
+    plans: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PLAN...",
+            help="files that 'heterog plan -o' wrote; several are put side by side",
+            autocompletion=completion.plans,
+        ),
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", help="plan.html")],
     as_json: JsonOption = False,
 ) -> None:
-    """Write a plan as one HTML page that explains it and needs no network."""
+    """Write a plan, or several side by side, as an HTML page.
+
+    The page explains the plan and needs no network.
+    """
     from heterog.files import check_writable
     from heterog.planners.plan import load_plan
 
     check_writable(output)
-    load_plan(plan).report(output)
+    if len(plans) == 1:
+        load_plan(plans[0]).report(output)
+    else:
+        from heterog.report.side_by_side import write_comparison_page
+
+        write_comparison_page(output, _named(plans))
     if as_json:
         print_json({"file": str(output), "bytes": output.stat().st_size})
         return
     out.print(f"report (open it in a browser): {output}", soft_wrap=True)
+
+
+def _named(paths: list[Path]) -> "list[NamedPlan]":
+    """The plans by the names of their files; by their paths where those are the same."""
+    from heterog.planners.plan import load_plan
+    from heterog.report.side_by_side import NamedPlan
+
+    stems = [path.name.removesuffix(".gz").removesuffix(".json") for path in paths]
+    names = stems if len(set(stems)) == len(stems) else [str(path) for path in paths]
+    return [
+        NamedPlan(name=name, plan=load_plan(path)) for name, path in zip(names, paths, strict=True)
+    ]

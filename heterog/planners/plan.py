@@ -22,6 +22,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.names import shown
 from heterog.planners.background import BackgroundPlan, plan_background
+from heterog.planners.history import MethodHistory, SearchHistory
 from heterog.planners.issue_order import issue_order, sends_by_op
 from heterog.planners.plan_file import BackgroundRecord, PlanRecord, RowRecord, read_plan_record
 from heterog.planners.planner import Budget, MethodRow
@@ -75,6 +76,8 @@ class Plan:
         num_evaluations: of all methods together.
         shortage: what is missing, unless ``ok``.
         background: a job in the idle part of the devices, if one was planned.
+        history: the best step of each method while the search went on; empty in plans of earlier
+            versions.
     """
 
     graph: OpGraph
@@ -97,6 +100,7 @@ class Plan:
     num_evaluations: int
     shortage: str = ""
     background: BackgroundPlan | None = None
+    history: tuple[MethodHistory, ...] = ()
 
     @property
     def throughput_samples_per_s(self) -> float | None:
@@ -200,6 +204,7 @@ class Plan:
             "sent_before": [list(pair) for pair in self.sent_before],
             "cluster_description": self.cluster.to_dict(),
             "graph": graph_to_dict(self.graph),
+            "history": [each.to_dict() for each in self.history],
         }
         write_json(path, document)
 
@@ -251,6 +256,7 @@ def load_plan(path: str | Path) -> Plan:
         num_evaluations=record.num_evaluations,
         shortage=record.shortage,
         background=_background_from_record(record.background),
+        history=tuple(MethodHistory.from_dict(each.model_dump()) for each in record.history),
     )
     if problem := _contradiction(plan, record):
         raise InputFileError(f"{where}: {problem}.")
@@ -329,6 +335,7 @@ def make_plan(
     check_batch(graph, cluster)
     parsed = Budget.parse(budget) if isinstance(budget, str) else budget
     evaluator = Evaluator(graph, cluster, cost_model)
+    history = SearchHistory(evaluator, progress)
     begin = time.perf_counter()
     rows = run_methods(
         evaluator,
@@ -337,12 +344,13 @@ def make_plan(
         seed=seed,
         step_barrier=step_barrier,
         orders=parse_orders(order),
-        progress=progress,
+        progress=history.tell,
     )
     search_seconds = time.perf_counter() - begin
-    return plan_from_rows(
+    plan = plan_from_rows(
         evaluator, rows, budget=str(parsed), seed=seed, search_seconds=search_seconds
     )
+    return replace(plan, history=history.of([row.method for row in rows]))
 
 
 def plan_from_rows(

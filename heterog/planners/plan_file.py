@@ -37,6 +37,7 @@ _Factor = Annotated[float, Field(ge=1.0, le=1e9, allow_inf_nan=False)]
 _Ratio = Annotated[float, Field(gt=0.0, le=1e12, allow_inf_nan=False)]
 _CLOSE = 1e-6
 _Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
+_Point = Annotated[list[Amount], Field(min_length=3, max_length=3)]
 
 
 class RowRecord(Record):
@@ -85,6 +86,15 @@ class BackgroundRecord(Record):
     total_samples_per_s: Amount
 
 
+class HistoryRecord(Record):
+    """The best step of one method while the search went on."""
+
+    method: Name
+    start_s: Seconds
+    finish_s: Seconds
+    points: Annotated[list[_Point], Field(min_length=1, max_length=1000)]
+
+
 class PlanRecord(Record):
     """A plan's file."""
 
@@ -115,6 +125,7 @@ class PlanRecord(Record):
     program_hash: _Hash
     task_order: Many[Int32]
     sent_before: Many[_Pair] = Field(default_factory=list)  # nor these
+    history: Annotated[list[HistoryRecord], Field(max_length=1000)] = Field(default_factory=list)
     cluster_description: dict[str, Any]
     graph: dict[str, Any]
 
@@ -147,6 +158,13 @@ def _problem(record: PlanRecord) -> str:
     for field in ("outcome", "step_time_s", "order", "shortage", "peak_memory_bytes"):
         if getattr(chosen, field) != getattr(record, field):
             return f"field '{field}' is not that of its method '{record.method}'"
+    for each in record.history:
+        seconds, counts, steps = zip(*each.points, strict=True)
+        rises = (list(seconds) == sorted(seconds), list(counts) == sorted(counts))
+        if each.method not in methods or not all(rises) or min(steps) <= 0.0:
+            return f"field 'history' of method '{each.method}' does not fit its methods or itself"
+        if sorted(set(steps), reverse=True) != list(steps):
+            return f"field 'history' of method '{each.method}' has steps that do not fall"
     for number, row in enumerate(record.methods):
         if why := _row_problem(row, record):
             return f"field 'methods.{number}.{why}"

@@ -18,7 +18,7 @@ MOST_LINES = 15
 NARROWEST = 60
 """Columns below which lines are cut instead of being made to fit."""
 _LABEL = 8
-_LEAST_TABLE = 4
+_LEAST_TABLE, _GOOD_TABLE = 4, 7
 _LINES = {"do": 4, "gain": 2, "memory": 2, "limits": 2, "also": 2}
 """Lines of each part where there is room."""
 _FEW_LINES = {"do": 2, "gain": 1, "memory": 1, "limits": 1, "also": 1}
@@ -36,24 +36,26 @@ def answer(
     files: Sequence[str] = (),
     advice: str = "--explain says why and shows all methods",
 ) -> list[Text]:
-    """The lines to print: at most ``MOST_LINES``, none but those of files wider than ``width``.
+    """The lines to print: at most ``MOST_LINES``, none but a file's wider than ``width``.
 
     Args:
         explanation: of the plan.
         width: columns of the terminal.
         remarks: what else has to be said: about a background job, about the calibration.
-        files: what was written, and what it is for; each stays in one line, to be copied.
+        files: what was written, and what it is for.
         advice: where to read on; the last line.
     """
     width = max(width, NARROWEST)
     room = width - _LABEL
-    rest = [("files", files), ("more", [advice] if advice else [])]
+    together = [", ".join(files)] if files else []
+    written = together if together and len(together[0]) <= room else files
+    rest = [("files", written), ("more", [advice] if advice else [])]
     for most in (_LINES, _FEW_LINES):
         texts = _texts(explanation, room, most)
         also = [("also", _wrapped(remark, room, most["also"])) for remark in remarks]
         around = [*texts, *also, *rest]
         left = MOST_LINES - 1 - sum(len(lines) for _, lines in around)
-        if left >= _LEAST_TABLE:
+        if left >= min(2 + len(explanation.decided.ranges), _GOOD_TABLE):
             break
     where = placement_lines(explanation, room, max(left, _LEAST_TABLE))
     texts.insert(-1, ("where", where))
@@ -65,12 +67,22 @@ def answer(
 def _texts(explanation: Explanation, room: int, most: Mapping[str, int]) -> list[Part]:
     """What every answer says, in lines."""
     texts = {
-        "do": explanation.recommendation,
-        "gain": _gain(explanation),
-        "memory": _memory(explanation),
-        "limits": _limits(explanation),
+        "do": [explanation.recommendation],
+        "gain": [_gain(explanation, with_range=True), _gain(explanation, with_range=False)],
+        "memory": [_memory(explanation)],
+        "limits": [_limits(explanation, number) for number in (3, 2, 1, 0)],
     }
-    return [(label, _wrapped(text, room, most[label])) for label, text in texts.items()]
+    return [
+        (label, _first_that_fits(wordings, room, most[label])) for label, wordings in texts.items()
+    ]
+
+
+def _first_that_fits(wordings: Sequence[str], room: int, most: int) -> list[str]:
+    """The longest wording that needs no cut, or the shortest one, cut."""
+    for words in wordings:
+        if len(textwrap.wrap(words, room, break_on_hyphens=False)) <= most:
+            return _wrapped(words, room, most)
+    return _wrapped(wordings[-1], room, most)
 
 
 def _head(explanation: Explanation) -> str:
@@ -78,17 +90,15 @@ def _head(explanation: Explanation) -> str:
     name = f"{plan.graph.name} on {plan.cluster.name}"
     if plan.step_time_s is None:
         return f"{name}: does not run; the nearest is {plan.method}"
-    text = (
+    barrier = ", no step barrier" * (not explanation.decided.step_barrier)
+    return (
         f"{name}: {format_seconds(plan.step_time_s)} a step, "
-        f"{plan.throughput_samples_per_s:,.1f} samples/s, by {plan.method}"
+        f"{plan.throughput_samples_per_s:,.1f} samples/s, by {plan.method}{barrier}"
     )
-    if explanation.decided.num_micro_batches > 1:
-        text += f" in {explanation.decided.num_micro_batches} micro-batches"
-    return text + ", no step barrier" * (not explanation.decided.step_barrier)
 
 
-def _gain(explanation: Explanation) -> str:
-    """How much faster than what, with the range under noise of the first comparison."""
+def _gain(explanation: Explanation, *, with_range: bool) -> str:
+    """How much faster than what; the first comparison perhaps with its range under noise."""
     plan, quality = explanation.plan, explanation.quality
     if plan.step_time_s is None:
         return ""
@@ -97,7 +107,7 @@ def _gain(explanation: Explanation) -> str:
         if each.over == plan.method:
             continue
         span = ""
-        if each.over != TUNED_UNIFORM and each.low < each.high:
+        if with_range and each.over != TUNED_UNIFORM and each.low < each.high:
             span = f" ({each.low:.2f}x to {each.high:.2f}x if speeds are 10 % off)"
         said.append(f"{each.speedup:.2f}x over {each.over}{span}")
     known = {each.over for each in plan.gains}
@@ -140,8 +150,8 @@ _LIMITS = {
 _ON = {Limit.COMPUTE: "on", Limit.LINK: "for the", Limit.LATENCY: "of the", Limit.WAIT: "for"}
 
 
-def _limits(explanation: Explanation) -> str:
-    """The largest parts of the critical path, each with the place that has most of it."""
+def _limits(explanation: Explanation, most_places: int) -> str:
+    """The largest parts of the critical path, some with the place that has most of them."""
     whole = explanation.step_time_s
     by_limit: dict[Limit, dict[str, float]] = {}
     for piece in explanation.pieces:
@@ -149,13 +159,15 @@ def _limits(explanation: Explanation) -> str:
         places[piece.place] = places.get(piece.place, 0.0) + piece.seconds
     parts = sorted(by_limit.items(), key=lambda entry: -sum(entry[1].values()))
     said = []
-    for limit, places in parts[:3]:
+    for number, (limit, places) in enumerate(parts[:3]):
         seconds = sum(places.values())
         if seconds < 0.01 * whole:
             continue
         place, most = max(places.items(), key=lambda entry: entry[1])
         words = f"{_percent(seconds / whole)} {_LIMITS[limit]}"
-        if place and len(places) > 1:
+        if number >= most_places:
+            pass
+        elif place and len(places) > 1:
             words += f" ({_percent(most / whole)} {_ON[limit]} {place})"
         elif place:
             words += f" {_ON[limit]} {place}"

@@ -8,7 +8,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -19,8 +19,19 @@ from heterog.files import write_atomically
 from heterog.planners.plan import Plan
 from heterog.planners.planner import MethodRow
 from heterog.planners.stability import TUNED_UNIFORM, Gain, best_data_parallel
+from heterog.report.facts import (
+    changes_section,
+    comparison_table,
+    left_out_table,
+    limits_section,
+    memory_section,
+    ranges_table,
+    words_section,
+)
 from heterog.report.lanes import view_data
+from heterog.report.markup import pair, section
 from heterog.report.modules import ModuleNode, module_tree
+from heterog.report.pictures import cluster_picture, history_picture, stages_picture
 from heterog.simulator.evaluator import MEMORY_MARGIN
 from heterog.units import format_bytes, format_seconds
 
@@ -28,7 +39,11 @@ _PAGE = files("heterog.report") / "page"
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 # At first the tree is open as far as it shows at most this many modules.
 _OPEN_MODULES = 24
+# More are not shown, so that the page stays small: the deepest are left out.
+_MOST_MODULES = 3000
 _NONE = "-"
+_SAME = 1e-3
+"""Relative difference of two predictions of one plan that is none."""
 
 
 def write_report(path: str | Path, plan: Plan, *, explanation: Explanation | None = None) -> None:
@@ -47,42 +62,112 @@ def write_report(path: str | Path, plan: Plan, *, explanation: Explanation | Non
 
 def report_html(plan: Plan, *, explanation: Explanation | None = None) -> str:
     """The page; see ``write_report``."""
+    explanation = explanation or explain(plan, changes=False)
     script = (_PAGE / "report.js").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     timeline = plan.timeline()
     heading = f"{plan.graph.name} on {plan.cluster.name}"
     root = module_tree(plan.graph, plan.cluster, plan.strategy)
-    steps = timeline.program.num_steps
+    data = view_data(timeline)
     slots = {
         "title": escape(f"heterog: {heading}"),
         "script_hash": f"sha256-{digest}",
-        "style": (_PAGE / "report.css").read_text("utf-8"),
+        "style": page_style(),
         "heading": escape(heading),
         "under": escape(_under(plan)),
-        "alert": _alert(plan),
+        "alert": _alert(plan) + notes_html(outdated(explanation)),
         "tiles": "\n".join(_tile(*tile) for tile in _tiles(plan)),
-        "words": _words(plan, explanation),
+        "facts": facts_html(explanation),
+        "prose": words_section(explanation),
         "timeline_label": escape(
             f"timeline of {timeline.program.num_tasks:,} tasks in "
             f"{format_seconds(timeline.seconds)}",
             quote=True,
         ),
-        "timeline_note": f"{steps} steps follow one another without a barrier." * (steps > 1),
+        "timeline_note": _timeline_note(timeline.program.num_steps, int(data["merged"])),
         "memory_label": escape(_memory_label(plan), quote=True),
         "memory_note": f"with the margin of {MEMORY_MARGIN:.0%} that predictions hold",
         "modules_note": escape(_modules_note(plan)),
-        "modules": "\n".join(_module_rows(root, plan, _opened(root))),
+        "modules": "\n".join(_module_rows(root, plan, _opened(root), _deepest(root))),
         "methods": "\n".join(_methods(plan)),
         "provenance": "\n".join(
             f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
             for name, value in _provenance(plan)
         ),
         # Inside a script element only "</" and "<!--" mean anything.
-        "data": json.dumps(view_data(timeline), separators=(",", ":")).replace("<", "\\u003c"),
+        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         "script": script,
     }
-    template = (_PAGE / "report.html.tmpl").read_text("utf-8")
-    return _SLOT.sub(lambda slot: slots[slot[1]], template)
+    return fill_page("report.html.tmpl", slots)
+
+
+def outdated(explanation: Explanation) -> list[str]:
+    """What to say where this version of heterog predicts another step than the plan's file."""
+    told, now = explanation.plan.step_time_s, explanation.step_time_s
+    if told is None or abs(now - told) <= _SAME * told:
+        return []
+    plan = explanation.plan
+    return [
+        f"The plan of {plan.graph.name} on {plan.cluster.name} by {plan.method} was made with a "
+        f"prediction of {format_seconds(told)}; this version of heterog, or the calibration that "
+        f"the cluster has now, predicts {format_seconds(now)}. Plan again."
+    ]
+
+
+def notes_html(notes: Iterable[str]) -> str:
+    """Notes above a page."""
+    return "".join(f'<p class="alert note">{escape(note)}</p>' for note in notes)
+
+
+def page_style() -> str:
+    """The style sheet of every page."""
+    return (_PAGE / "report.css").read_text("utf-8")
+
+
+def fill_page(template: str, slots: Mapping[str, str]) -> str:
+    """A template of the package with its ``{{name}}`` slots filled, all at once."""
+    text = (_PAGE / template).read_text("utf-8")
+    return _SLOT.sub(lambda slot: slots[slot[1]], text)
+
+
+def facts_html(explanation: Explanation) -> str:
+    """What the page says before the timeline: what to do, where, and what limits it."""
+    plan = explanation.plan
+    lead = f'<p class="lead">{escape(explanation.recommendation)}</p>'
+    where = section(
+        "where",
+        "What runs where",
+        stages_picture(explanation),
+        cluster_picture(explanation),
+        ranges_table(explanation),
+        left_out_table(explanation),
+        note="Each square is a device in the colours of what runs there; the dark bar at its "
+        "right is the part of the step in which it computes.",
+    )
+    search = section(
+        "search",
+        "How the search went",
+        history_picture(plan.history, plan.method),
+        note="The best step that each method knew of, by its own judge; the last word is the "
+        "referee's.",
+    )
+    beside = section("gain", "Beside other plans", comparison_table(explanation))
+    parts = (
+        lead,
+        where,
+        pair(limits_section(explanation), beside + search),
+        pair(memory_section(explanation), changes_section(explanation)),
+    )
+    return "\n".join(filter(None, parts))
+
+
+def _timeline_note(steps: int, merged: int) -> str:
+    notes = []
+    if steps > 1:
+        notes.append(f"{steps} steps follow one another without a barrier.")
+    if merged:
+        notes.append(f"{merged:,} short tasks are drawn together with their neighbours.")
+    return " ".join(notes)
 
 
 def _under(plan: Plan) -> str:
@@ -148,16 +233,6 @@ def _tile(what: str, value: str, remark: str, bad: bool) -> str:
     return f"<div{mark}>{''.join(f'<{tag}>{escape(text)}</{tag}>' for tag, text in texts)}</div>"
 
 
-def _words(plan: Plan, explanation: Explanation | None) -> str:
-    explanation = explanation or explain(plan, changes=False)
-    lead = f'<p class="lead">{escape(explanation.recommendation)}</p>'
-    paragraphs = "\n".join(f"<p>{escape(text)}</p>" for text in explanation.paragraphs)
-    return (
-        '<section class="words" aria-labelledby="words-title">'
-        f'<h2 id="words-title">In words</h2>\n{lead}<div>{paragraphs}</div>\n</section>'
-    )
-
-
 def _memory_label(plan: Plan) -> str:
     parts = (
         f"{device.name} at most {format_bytes(peak)} of {format_bytes(device.usable_memory_bytes)}"
@@ -189,7 +264,21 @@ def _opened(root: ModuleNode) -> set[int]:
     return opened
 
 
-def _module_rows(node: ModuleNode, plan: Plan, opened: set[int], depth: int = 0) -> Iterator[str]:
+def _deepest(root: ModuleNode) -> int:
+    """How deep the tree may go so that it has at most ``_MOST_MODULES`` rows."""
+    depth, level, shown = 0, [root], 1
+    while level:
+        below = [child for node in level for child in node.children.values()]
+        shown += len(below)
+        if shown > _MOST_MODULES:
+            break
+        depth, level = depth + 1, below
+    return depth
+
+
+def _module_rows(
+    node: ModuleNode, plan: Plan, opened: set[int], deepest: int, depth: int = 0
+) -> Iterator[str]:
     cells = (
         f'<span class="name" style="--depth:{depth}">{escape(node.name)}</span>'
         f'<span class="num">{format_bytes(node.parameter_bytes)}</span>'
@@ -197,13 +286,13 @@ def _module_rows(node: ModuleNode, plan: Plan, opened: set[int], depth: int = 0)
         f"<span>{_share_bars(node, plan)}{escape(_placement(node, plan))}</span>"
         f"<span>{escape(_synchronisation(node))}</span>"
     )
-    if not node.children:
+    if not node.children or depth >= deepest:
         yield f'<div class="row">{cells}</div>'
         return
     is_open = " open" if id(node) in opened else ""
     yield f'<details{is_open}><summary class="row">{cells}</summary>'
     for child in node.children.values():
-        yield from _module_rows(child, plan, opened, depth + 1)
+        yield from _module_rows(child, plan, opened, deepest, depth + 1)
     yield "</details>"
 
 

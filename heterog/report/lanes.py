@@ -32,6 +32,10 @@ CATEGORIES: tuple[tuple[str, frozenset[str]], ...] = (
 )
 """What tasks are coloured by: a name, and the ``Timeline.kind`` words that it covers."""
 MAX_MEMORY_POINTS = 2000
+"""Of the line of one device; fewer where there are very many devices."""
+MAX_PIECES = 60_000
+"""Tasks beyond which the short ones are drawn together, so that the page stays small."""
+_ALL_MEMORY_POINTS = 64_000
 # What overlaps on one link is drawn in this many rows at most.
 _MAX_ROWS = 5
 
@@ -81,42 +85,170 @@ def view_lanes(timeline: Timeline) -> list[ViewLane]:
 
 
 def view_data(timeline: Timeline) -> dict[str, Any]:
-    """All that the canvas draws, as JSON values."""
+    """All that the canvas draws, as JSON values.
+
+    Of a program with very many tasks the short ones are drawn together: those of one row of one
+    lane, of one category, that begin within the same short span.
+    """
     program = timeline.program
+    lanes = view_lanes(timeline)
     labels, label = _labels(timeline)
     modules, module = _indexed([timeline.module(task) for task in labels.values()])
-    label_module = np.array(module, np.int32)
-    kinds = [_category(timeline.kind(task)) for task in labels.values()]
     names, name = _indexed([timeline.name(task) for task in labels.values()])
-    path = timeline.critical_path()
+    categories = task_categories(timeline)
+    path = np.array([step.task for step in timeline.critical_path()], np.int64)
+    shown = _pieces(timeline, lanes, categories)
+    first = shown.first
+    named = np.array(name, np.int64)[label[first]]
+    merged = np.flatnonzero(shown.counts > 1)
+    words = [
+        f"{count} short tasks, {CATEGORIES[kind][0]}"
+        for count, kind in zip(shown.counts[merged], categories[first[merged]], strict=True)
+    ]
+    names, named[merged] = _extended(names, words)
     return {
         "seconds": timeline.seconds,
         "steps": program.num_steps,
+        "merged": int(program.num_tasks - len(first)) if len(merged) else 0,
         "categories": [words for words, _ in CATEGORIES],
         "names": names,
         "modules": modules,
-        "start": _encoded(timeline.start, "<f8"),
-        "finish": _encoded(timeline.finish, "<f8"),
-        "category": _encoded(np.array(kinds)[label], "<u1"),
-        "name": _encoded(np.array(name)[label], "<i4"),
-        "module": _encoded(label_module[label], "<i4"),
-        "bytes": _encoded(program.num_bytes, "<f8"),
-        "samples": _encoded(program.samples, "<i4"),
-        "micro": _encoded(program.micro, "<i4"),
-        "critical": _encoded(np.array([step.task for step in path]), "<i4"),
+        "start": _encoded(shown.start, "<f8"),
+        "finish": _encoded(shown.finish, "<f8"),
+        "category": _encoded(categories[first], "<u1"),
+        "name": _encoded(named, "<i4"),
+        "module": _encoded(np.array(module, np.int32)[label[first]], "<i4"),
+        "bytes": _encoded(shown.num_bytes, "<f8"),
+        "samples": _encoded(program.samples[first], "<i4"),
+        "micro": _encoded(program.micro[first], "<i4"),
+        "critical": _encoded(shown.pieces_of(path), "<i4"),
         "lanes": [
             {
                 "name": lane.name,
                 "link": lane.device < 0,
                 "host": lane.host,
                 "busy": round(lane.busy, 4),
-                "tasks": _encoded(lane.tasks, "<i4"),
-                "rows": _encoded(lane.rows, "<u1"),
+                "tasks": _encoded(tasks, "<i4"),
+                "rows": _encoded(rows, "<u1"),
             }
-            for lane in view_lanes(timeline)
+            for lane, tasks, rows in zip(lanes, shown.tasks, shown.rows, strict=True)
         ],
         "memory": [_memory(timeline, device) for device in range(program.num_devices)],
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pieces:
+    """What is drawn: tasks, or several short ones as one piece.
+
+    Attributes:
+        first: the first task of each piece, which speaks for it.  # [num_pieces]
+        counts: tasks of each piece.  # [num_pieces]
+        start: seconds.  # [num_pieces]
+        finish: seconds.  # [num_pieces]
+        num_bytes: of all tasks of each piece.  # [num_pieces]
+        tasks: pieces of each lane, by start.
+        rows: where each of them is drawn.
+        of_task: a piece that holds each task.  # [num_tasks]
+    """
+
+    first: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    start: FloatArray
+    finish: FloatArray
+    num_bytes: FloatArray
+    tasks: tuple[npt.NDArray[np.int64], ...]
+    rows: tuple[npt.NDArray[np.uint8], ...]
+    of_task: npt.NDArray[np.int64]
+
+    def pieces_of(self, tasks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The pieces that hold some tasks, each once, in their order."""
+        found: npt.NDArray[np.int64] = self.of_task[tasks]
+        _, places = np.unique(found, return_index=True)
+        return found[np.sort(places)]
+
+
+def _pieces(
+    timeline: Timeline, lanes: Sequence[ViewLane], categories: npt.NDArray[np.int64]
+) -> _Pieces:
+    """Every task as a piece of its own, or as few pieces as are allowed."""
+    program = timeline.program
+    every = np.arange(program.num_tasks)
+    if program.num_tasks <= MAX_PIECES:
+        return _Pieces(
+            first=every,
+            counts=np.ones(program.num_tasks, np.int64),
+            start=timeline.start,
+            finish=timeline.finish,
+            num_bytes=program.num_bytes,
+            tasks=tuple(lane.tasks.astype(np.int64) for lane in lanes),
+            rows=tuple(lane.rows for lane in lanes),
+            of_task=every,
+        )
+    span_s = timeline.seconds / MAX_PIECES
+    found = _merged(timeline, lanes, categories, span_s)
+    while len(found.first) > MAX_PIECES:
+        span_s *= 2.0
+        found = _merged(timeline, lanes, categories, span_s)
+    return found
+
+
+def _merged(
+    timeline: Timeline,
+    lanes: Sequence[ViewLane],
+    categories: npt.NDArray[np.int64],
+    span_s: float,
+) -> _Pieces:
+    """Tasks shorter than a span become one piece with others that begin in the same span."""
+    program = timeline.program
+    firsts, counts, starts, finishes, sizes, tasks, rows = [], [], [], [], [], [], []
+    of_task = np.zeros(program.num_tasks, np.int64)
+    num_pieces = 0
+    for lane in lanes:
+        mine = lane.tasks.astype(np.int64)
+        start, finish = timeline.start[mine], timeline.finish[mine]
+        alone = np.where(finish - start >= span_s, np.arange(1, len(mine) + 1), 0)
+        span = np.floor(start / span_s).astype(np.int64)
+        keys = np.stack([lane.rows.astype(np.int64), span, categories[mine], alone], axis=1)
+        _, first, piece = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        piece = piece.reshape(-1)
+        begin, end = np.full(len(first), np.inf), np.zeros(len(first))
+        np.minimum.at(begin, piece, start)
+        np.maximum.at(end, piece, finish)
+        order = np.argsort(begin, kind="stable")
+        of_task[mine] = num_pieces + np.argsort(order)[piece]
+        firsts.append(mine[first[order]])
+        counts.append(np.bincount(piece, minlength=len(first))[order])
+        starts.append(begin[order])
+        finishes.append(end[order])
+        sizes.append(np.bincount(piece, program.num_bytes[mine], len(first))[order])
+        rows.append(lane.rows[first[order]])
+        tasks.append(np.arange(num_pieces, num_pieces + len(first)))
+        num_pieces += len(first)
+    return _Pieces(
+        first=np.concatenate(firsts),
+        counts=np.concatenate(counts),
+        start=np.concatenate(starts),
+        finish=np.concatenate(finishes),
+        num_bytes=np.concatenate(sizes),
+        tasks=tuple(tasks),
+        rows=tuple(rows),
+        of_task=of_task,
+    )
+
+
+def _extended(names: list[str], more: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """Names with others behind them, and the places of the others."""
+    distinct, index = _indexed(more)
+    return names + distinct, len(names) + np.array(index, np.int64)
+
+
+def task_categories(timeline: Timeline) -> npt.NDArray[np.int64]:
+    """Number of each task's category in ``CATEGORIES``.  # [num_tasks]"""
+    labels, label = _labels(timeline)
+    kinds = [_category(timeline.kind(task)) for task in labels.values()]
+    found: npt.NDArray[np.int64] = np.array(kinds, np.int64)[label]
+    return found
 
 
 def thinned(
@@ -196,7 +328,8 @@ def _category(kind: str) -> int:
 
 
 def _memory(timeline: Timeline, device: int) -> dict[str, Any]:
-    times_s, num_bytes = thinned(*timeline.memory(device))
+    most = min(MAX_MEMORY_POINTS, max(_ALL_MEMORY_POINTS // timeline.cluster.num_devices, 100))
+    times_s, num_bytes = thinned(*timeline.memory(device), most)
     # What is compared with the limit holds the margin as well.
     num_bytes = num_bytes * (1.0 + MEMORY_MARGIN)
     place = timeline.cluster.devices[device]

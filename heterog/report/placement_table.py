@@ -5,7 +5,7 @@ device of its column works on; ``-`` is nothing.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from heterog.cluster.topology import Cluster
 from heterog.explain.decided import SYNC_NAMES, Range
@@ -181,11 +181,14 @@ def placement_lines(explanation: Explanation, width: int, most: int) -> list[str
     batch = explanation.plan.graph.batch_size
     columns, named = columns_by_host(cluster), True
     shown = _longest(ranges, most - 2)
-    table = _cells(shown, columns, batch)
+    table = _cells(shown, columns, f"samples of {batch}")
     if _width([row[1:] for row in table]) + _GAP + _GOOD_NAME > width:
         columns, named = columns_by_type(cluster), False
         shown = _longest(ranges, most - 1)
-        table = _cells(shown, columns, batch)
+        table = _cells(shown, columns, f"samples of {batch}")
+    parts = explanation.decided.num_micro_batches
+    if parts > 1:
+        table[0][0] += f" in {parts} micro-batches"
     rest = len(ranges) - len(shown)
     return [
         *([_cut(legend(columns), width)] if named else []),
@@ -203,13 +206,13 @@ def _longest(ranges: Sequence[Range], most: int) -> list[Range]:
 
 
 def _cells(
-    ranges: Sequence[Range], columns: Sequence[DeviceColumn], batch: int
+    ranges: Sequence[Range], columns: Sequence[DeviceColumn], heading: str
 ) -> list[list[str]]:
     """Headings and a row per range, as texts."""
     has_units = any(each.units for each in ranges)
-    words = f"samples of {batch}" if not has_units else f"samples of {batch}, or units"
+    words = f"{heading}, or units" if has_units else heading
     heads = [words, *(column.head for column in columns), *(["of"] * has_units), "gradients"]
-    names = _without_root([range_name(each) for each in ranges])
+    names = range_names(ranges)
     return [
         heads,
         *(
@@ -224,12 +227,22 @@ def _cells(
     ]
 
 
-def _without_root(names: Sequence[str]) -> list[str]:
-    """Names without the first part of the path where all share it: ``bert.`` says nothing."""
-    roots = {name.partition(".")[0] for name in names}
-    if len(roots) > 1 or not all("." in name for name in names):
-        return list(names)
-    return [name.partition(".")[2] for name in names]
+def range_names(ranges: Sequence[Range]) -> list[str]:
+    """Names of all ranges of a plan, without the module that holds all others (``bert.``)."""
+    paths = [path for each in ranges for path in (each.first, each.last)]
+    roots = {path.partition(".")[0] for path in paths}
+    if len(roots) > 1 or not all("." in path for path in paths):
+        return [range_name(each) for each in ranges]
+    return [
+        range_name(
+            replace(
+                each,
+                first=each.first.partition(".")[2],
+                last=each.last.partition(".")[2],
+            )
+        )
+        for each in ranges
+    ]
 
 
 def _width(table: Sequence[Sequence[str]]) -> int:

@@ -14,6 +14,7 @@ import heterog
 from heterog.cluster import Cluster
 from heterog.planners.plan import Plan, make_plan
 from heterog.report.lanes import view_lanes
+from heterog.report.side_by_side import NamedPlan, write_comparison_page
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.strategy import Decision, Sync
 from tests.report.browser import SIZE, chromium, complaints, requests
@@ -314,3 +315,50 @@ def test_text_of_a_model_is_inert(driver: Any, opened: Open) -> None:
     assert driver.find_elements("css selector", "img") == []
     assert driver.title == f"heterog: {EVIL} on tiny"
     assert complaints(driver) == []
+
+
+@pytest.mark.parametrize("width", [390, 1024, 1600])
+def test_nothing_sticks_out_at_any_width(
+    driver: Any, opened: Open, plan: Plan, tmp_path: Path, width: int
+) -> None:
+    """Pages do not scroll sideways, and no text is cut off by the box it is in."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    path = tmp_path / "plans.html"
+    named = [NamedPlan(name="one", plan=plan), NamedPlan(name="two", plan=plan)]
+    write_comparison_page(path, named)
+    try:
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        opened(plan)
+        check_layout(driver, width)
+        driver.get(path.as_uri())
+        check_layout(driver, width)
+        assert complaints(driver) == []
+    finally:
+        size |= {"width": SIZE[0], "height": SIZE[1]}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def check_layout(driver: Any, width: int) -> None:
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+    # What stands in a box that may scroll (tables, the tree, plans beside each other) is exempt.
+    outside = driver.execute_script(
+        "return [...document.querySelectorAll('h1, h2, h3, p, li, dt, dd, figure, summary')]"
+        ".filter((e) => !e.closest('.wide, .tree, .plans') && e.offsetParent !== null)"
+        ".filter((e) => e.getBoundingClientRect().right > window.innerWidth + 1"
+        " || e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline')"
+        ".map((e) => e.outerHTML.slice(0, 200))"
+    )
+    assert outside == []
+
+
+def test_pictures_are_there_and_prose_unfolds(driver: Any, opened: Open, plan: Plan) -> None:
+    opened(plan)
+    hosts = driver.find_elements("css selector", ".host svg")
+    assert len(hosts) == plan.cluster.num_hosts
+    assert all(each.size["width"] > 0 and each.size["height"] > 0 for each in hosts)
+    lines = driver.find_elements("css selector", ".lines path")
+    assert len(lines) == 1 + len(plan.history)
+    prose = driver.find_element("css selector", ".prose")
+    assert not prose.find_element("css selector", "p").is_displayed()
+    prose.find_element("css selector", "summary").click()
+    assert prose.find_element("css selector", "p").is_displayed()

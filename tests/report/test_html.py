@@ -17,16 +17,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster
-from heterog.errors import InputFileError
+from heterog.errors import HeterogError, InputFileError
 from heterog.explain.explanation import Explanation, explain
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
-from heterog.planners.plan import Plan, make_plan
+from heterog.planners.history import MOST_POINTS, SearchHistory
+from heterog.planners.plan import Plan, load_plan, make_plan
 from heterog.report.html import report_html, write_report
-from heterog.report.lanes import CATEGORIES, thinned, view_data, view_lanes
+from heterog.report.lanes import CATEGORIES, MAX_PIECES, thinned, view_data, view_lanes
+from heterog.report.markup import percent
 from heterog.report.modules import ModuleNode, module_tree
+from heterog.report.pictures import history_picture
+from heterog.report.side_by_side import NamedPlan, comparison_html, write_comparison_page
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.strategy import Decision, Sync
-from heterog.units import format_seconds
+from heterog.units import format_bytes, format_seconds
 from tests.simulator import builders
 
 
@@ -289,6 +295,187 @@ def test_text_of_a_model_stays_text() -> None:
     assert text.count("&lt;script&gt;document.title") >= 6
     assert f"a{EVIL}" in json.loads(page.scripts[0])["modules"]
     assert "b&amp;{{data}}" in page.text
+
+
+def test_facts_are_tables_with_the_explanations_numbers() -> None:
+    plan = served_plan(two_devices())
+    explanation = explain(plan)
+    page = Reader(report_html(plan, explanation=explanation))
+    (only,) = explanation.decided.ranges
+    assert "encoder.a to head A:0 (V100-16GB); B:0 (P100-12GB) 6, 2 parameter servers" in page.text
+    assert only.num_groups == 3
+    for device in explanation.fit.devices:
+        assert (
+            f"{device.device} ({device.device_type}) {format_bytes(device.peak_bytes)}"
+            in page.text
+        )
+    for change in explanation.changes:
+        assert change.what in page.text
+    by_limit: dict[str, float] = {}
+    for piece in explanation.pieces:
+        by_limit[piece.limit] = by_limit.get(piece.limit, 0.0) + piece.seconds
+    assert sum(by_limit.values()) == pytest.approx(explanation.step_time_s)
+    compute = by_limit["compute"] / explanation.step_time_s
+    assert f"compute {percent(compute)}" in page.text
+    assert explanation.quality.data_parallel_s is not None
+    assert format_seconds(explanation.quality.data_parallel_s) in page.text
+    told = [
+        value or "" for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")
+    ]
+    assert {"devices A:0", "devices B:0"} <= set(told), "the cluster is drawn host by host"
+
+
+def test_a_plan_of_another_version_says_that_its_prediction_is_old() -> None:
+    plan = served_plan(two_devices())
+    assert plan.step_time_s is not None
+    assert "was made with a prediction" not in report_html(plan)
+    page = Reader(report_html(replace(plan, step_time_s=plan.step_time_s / 2)))
+    assert f"was made with a prediction of {format_seconds(plan.step_time_s / 2)}" in page.text
+    assert f"predicts {format_seconds(plan.step_time_s)}. Plan again." in page.text
+
+
+# --- the search ----------------------------------------------------------------------------------
+
+
+def test_the_history_of_a_search_falls_and_is_kept_in_the_file(tmp_path: Path) -> None:
+    graph = builders.linear_chain([f"layers.{i}" for i in range(8)], width=512)
+    methods = ("ddp", "tuned_uniform", "local_search")
+    plan = make_plan(graph, two_devices(), methods=methods, budget="300e")
+    assert {each.method for each in plan.history} == set(methods)
+    for each in plan.history:
+        steps = [step_s for _, _, step_s in each.points]
+        assert steps == sorted(set(steps), reverse=True), "only improvements"
+        counts = [count for _, count, _ in each.points]
+        assert counts == sorted(counts)
+        assert each.start_s <= each.points[0][0] <= each.points[-1][0] <= each.finish_s
+    row = next(row for row in plan.rows if row.method == "local_search")
+    found = next(each for each in plan.history if each.method == "local_search")
+    assert row.step_time_s == pytest.approx(found.points[-1][2], rel=0.01)
+    plan.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded.history == plan.history
+    assert "How the search went" in Reader(report_html(loaded)).text
+    assert "How the search went" not in Reader(report_html(replace(plan, history=()))).text
+
+
+def test_a_long_search_keeps_few_points() -> None:
+    evaluator = Evaluator(builders.linear_chain(("a",)), two_devices())
+    history = SearchHistory(evaluator, lambda method, fraction, best: None)
+    history.tell("m", 0.0, np.inf)
+    for step in range(5000):
+        history.tell("m", step / 5000, 5000.0 - step)
+        history.tell("m", step / 5000, 6000.0)  # no improvement
+    (found,) = history.of(["m", "other"])
+    assert 10 < len(found.points) <= MOST_POINTS
+    assert (found.points[0][2], found.points[-1][2]) == (5000.0, 1.0)
+    assert len(history_picture([found], "m")) < 10_000
+
+
+# --- large plans ---------------------------------------------------------------------------------
+
+
+def test_short_tasks_of_large_plans_are_drawn_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that is drawn stays on its lane and in its time; nothing gets lost."""
+    plan = random_plan(3)
+    timeline = plan.timeline()
+    whole = view_data(timeline)
+    monkeypatch.setattr("heterog.report.lanes.MAX_PIECES", timeline.program.num_tasks // 3)
+    few = view_data(timeline)
+    start, finish = (
+        np.frombuffer(base64.b64decode(few[key]), "<f8") for key in ("start", "finish")
+    )
+    assert len(start) <= timeline.program.num_tasks // 3
+    assert few["merged"] > 0
+    assert any("short tasks, " in name for name in few["names"])
+    assert (finish >= start).all()
+    for lane, before, after in zip(
+        view_lanes(timeline), whole["lanes"], few["lanes"], strict=True
+    ):
+        pieces = np.frombuffer(base64.b64decode(after["tasks"]), "<i4")
+        assert (np.diff(start[pieces]) >= 0).all(), "the canvas looks tasks up by start"
+        assert start[pieces].min() == timeline.start[lane.tasks].min()
+        assert finish[pieces].max() == timeline.finish[lane.tasks].max()
+        assert before["busy"] == after["busy"]
+    path = np.frombuffer(base64.b64decode(few["critical"]), "<i4")
+    assert len(path) == len(set(path.tolist())) > 0
+    assert "short tasks are drawn together" in Reader(report_html(plan)).text
+
+
+def test_what_is_drawn_of_a_very_large_plan_is_bounded() -> None:
+    """64 devices with 16 micro-batches each: far more tasks than anybody can see."""
+    graph = builders.linear_chain([f"stage.{i // 8}.{i % 8}" for i in range(12)], batch_size=1024)
+    cluster = Cluster.load("hap_v100_p100")
+    everywhere = Decision(devices=tuple(range(64)), shares=(16,) * 64)
+    strategy = replace(
+        builders.strategy_of(graph, cluster, everywhere), micro_batches=((1,) * 16,) * 64
+    )
+    evaluator = Evaluator(graph, cluster)
+    program, start, finish = evaluator.schedule(evaluator.encode(strategy), Order.FIFO)
+    assert program.num_tasks > MAX_PIECES
+    data = view_data(Timeline(program, start, finish, cluster, graph))
+    assert len(base64.b64decode(data["start"])) <= 8 * MAX_PIECES
+    assert len(json.dumps(data)) < 8e6
+
+
+# --- several plans -------------------------------------------------------------------------------
+
+
+def test_several_plans_side_by_side(tmp_path: Path) -> None:
+    cluster = two_devices()
+    graph = builders.linear_chain(("encoder.a", "encoder.b", "head"))
+    front, back = Decision(devices=(0,), shares=(8,)), Decision(devices=(1,), shares=(8,))
+    pipeline = builders.plan_by_hand(
+        graph, cluster, builders.strategy_of(graph, cluster, [front, back, back])
+    )
+    plans = [
+        NamedPlan(name="served", plan=served_plan(cluster)),
+        NamedPlan(name="<b>", plan=pipeline),
+    ]
+    text = comparison_html(plans)
+    page = Reader(text)
+    assert "2 plans: served, <b>" in page.text
+    assert "<b></" not in text
+    for each in plans:
+        assert each.plan.step_time_s is not None
+        assert format_seconds(each.plan.step_time_s) in page.text
+    assert "encoder.b to head" in page.text
+    assert page.scripts == [], "static: no script at all"
+    assert not re.search(r"https?:|@import|url\(", text)
+    assert "differ" not in page.text
+    larger = builders.linear_chain(("encoder.a",), batch_size=16)
+    other = builders.plan_by_hand(
+        larger,
+        cluster,
+        builders.strategy_of(larger, cluster, Decision(devices=(0, 1), shares=(8, 8))),
+    )
+    mixed = Reader(comparison_html([*plans, NamedPlan(name="large", plan=other)])).text
+    assert "The batches differ: compare samples per second, not step times." in mixed
+    with pytest.raises(HeterogError, match="9 plans are too many for one page; give at most 8"):
+        comparison_html(plans[:1] * 9)
+    write_comparison_page(tmp_path / "page.html", plans)
+    assert (tmp_path / "page.html").read_text("utf-8") == text
+
+
+def test_texts_of_several_plans_stay_text() -> None:
+    graph = builders.linear_chain((f"a{EVIL}", "b"))
+    graph = replace(graph, name=EVIL, source=EVIL)
+    cluster = replace(two_devices(), name=EVIL)
+    hosts = (replace(cluster.hosts[0], name=EVIL), cluster.hosts[1])
+    devices = (replace(cluster.devices[0], name=f"d{EVIL}"), cluster.devices[1])
+    cluster = replace(cluster, hosts=hosts, devices=devices)
+    front, back = Decision(devices=(0,), shares=(8,)), Decision(devices=(1,), shares=(8,))
+    plan = builders.plan_by_hand(
+        graph, cluster, builders.strategy_of(graph, cluster, [front, back])
+    )
+    row = replace(plan.rows[0], method=EVIL, shortage=EVIL)
+    plan = replace(plan, method=EVIL, rows=(row,), shortage=EVIL)
+    for text, scripts in (
+        (comparison_html([NamedPlan(name=EVIL, plan=plan)] * 2), 0),
+        (report_html(plan), 2),
+    ):
+        assert text.count("<script") == scripts
+        assert "<img" not in text
+        assert "&lt;script&gt;" in text
 
 
 def test_a_plan_that_does_not_fit_says_what_is_missing() -> None:

@@ -16,7 +16,8 @@
   const onPath = new Uint8Array(start.length);
   for (const task of path) onPath[task] = 1;
 
-  const GUTTER = 190, AXIS = 22, LANE = 20, SUBROW = 5, MEMORY_ROW = 46;
+  let GUTTER = 190;
+  const AXIS = 22, LANE = 20, SUBROW = 5, MEMORY_ROW = 46;
   const whole = Math.max(data.seconds, 1e-9), closest = Math.min(whole, Math.max(whole * 1e-7, 1e-8));
   const allLanes = [];
   for (const each of data.lanes) {
@@ -118,6 +119,7 @@
     });
   };
   const prepare = (target, height) => {
+    GUTTER = document.documentElement.clientWidth < 640 ? 112 : 190;
     const width = target.parentElement.clientWidth, scale = window.devicePixelRatio || 1;
     if (target.width !== Math.round(width * scale) || target.height !== Math.round(height * scale)) {
       target.style.height = `${height}px`;
@@ -137,7 +139,7 @@
     return keep > 0 ? `${text.slice(0, keep)}…` : "";
   };
   const ticks = () => {
-    const rough = (view.to - view.from) / Math.max((right() - GUTTER) / 110, 1);
+    const rough = (view.to - view.from) / Math.max((right() - GUTTER) / 90, 1);
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = power * [1, 2, 5, 10].find((each) => each * power >= rough);
     const found = [];

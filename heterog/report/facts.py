@@ -1,0 +1,318 @@
+"""The facts of an explanation as tables and bars of the report: where, limits, memory, changes."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from heterog.explain.decided import Range
+from heterog.explain.explanation import Explanation
+from heterog.explain.fit import RemedyKind
+from heterog.report.markup import (
+    NUM_COLOURS,
+    chip,
+    meter,
+    percent,
+    range_colour,
+    section,
+    stacked,
+    table,
+)
+from heterog.report.placement_table import amounts, range_names, split_name
+from heterog.simulator.critical_path import Limit, Purpose
+from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
+from heterog.units import format_bytes, format_seconds
+
+_MOST_RANGES = 40
+_MOST_PIECES = 10
+_MOST_NAMES = 4
+
+LIMIT_COLOURS = {
+    Limit.COMPUTE: "c1",
+    Limit.LINK: "c5",
+    Limit.LATENCY: "c7",
+    Limit.WAIT: "c4",
+}
+_LIMIT_WORDS = {
+    Limit.COMPUTE: "compute",
+    Limit.LINK: "bytes on links",
+    Limit.LATENCY: "latency",
+    Limit.WAIT: "waiting",
+}
+_PURPOSE_WORDS = {
+    Purpose.FORWARD: "forward pass",
+    Purpose.RECOMPUTE: "activations made again",
+    Purpose.BACKWARD: "backward pass",
+    Purpose.UPDATE: "updates of parameters",
+    Purpose.COPIES: "splitting and joining",
+    Purpose.GRADIENTS: "gradients and parameters",
+    Purpose.ACTIVATIONS: "activations",
+    Purpose.NOTHING: "-",
+}
+_MEMORY_COLOURS = {kind: f"c{number}" for number, kind in enumerate(MemoryKind)}
+
+
+def coloured(explanation: Explanation) -> dict[int, int]:
+    """Number of the colour of each range that has one: the longest, in their order."""
+    ranges = explanation.decided.ranges
+    longest = sorted(range(len(ranges)), key=lambda i: -ranges[i].num_groups)[:NUM_COLOURS]
+    return {index: colour for colour, index in enumerate(sorted(longest))}
+
+
+def ranges_table(explanation: Explanation, *, is_narrow: bool = False) -> str:
+    """What runs where: a row per range of modules, with the colour of the diagram."""
+    ranges, colours = explanation.decided.ranges, coloured(explanation)
+    shown = list(enumerate(ranges))[:_MOST_RANGES]
+    names = range_names(ranges)
+    rows = [
+        _range_row(explanation, each, names[index], colours.get(index, -1))
+        for index, each in shown
+    ]
+    more = len(ranges) - len(shown)
+    rest = f'<p class="hint">and {more} more ranges</p>' if more > 0 else ""
+    has_units = any(each.units for each in ranges)
+    heads = ["modules", "devices", "units" if has_units else "samples", "gradients", "split along",
+             "groups"]  # fmt: skip
+    if is_narrow:
+        heads, rows = heads[:4], [row[:4] for row in rows]
+    return table(heads, rows, numbers=(5,)) + rest
+
+
+def _range_row(explanation: Explanation, each: Range, name: str, colour: int) -> list[str]:
+    whole = f"{each.first} to {each.last}"
+    return [
+        f'{chip(range_colour(colour))}<span title="{escape(whole, quote=True)}">'
+        f"{escape(name)}</span>",
+        escape(_devices(explanation, each)),
+        escape(_told(amounts(each))),
+        escape(", ".join(each.syncs) or "-"),
+        escape(split_name(each)),
+        f"{each.num_groups}",
+    ]
+
+
+def _devices(explanation: Explanation, each: Range) -> str:
+    """Names and types of devices with work; of many the ends."""
+    cluster = explanation.plan.cluster
+    working = [d for d, share in zip(each.devices, each.shares, strict=True) if share > 0]
+    by_type: dict[str, list[str]] = {}
+    for device in working:
+        place = cluster.devices[device]
+        by_type.setdefault(place.type.name, []).append(place.name)
+    return "; ".join(f"{_names(names)} ({kind})" for kind, names in by_type.items())
+
+
+def _names(names: Sequence[str]) -> str:
+    if len(names) <= _MOST_NAMES:
+        return ", ".join(names)
+    return f"{len(names)} of {names[0]} to {names[-1]}"
+
+
+def _told(found: Sequence[str]) -> str:
+    """Amounts of devices with work, equal neighbours together: ``"2 x 13, 2 x 11"``."""
+    words: list[list[object]] = []
+    for amount in found:
+        if amount == "-":
+            continue
+        if words and words[-1][1] == amount:
+            words[-1] = [int(str(words[-1][0])) + 1, amount]
+        else:
+            words.append([1, amount])
+    texts = [f"{count} x {amount}" if count != 1 else f"{amount}" for count, amount in words]
+    return ", ".join(texts) if len(texts) <= 8 else f"{', '.join(texts[:7])}, ..."
+
+
+def left_out_table(explanation: Explanation) -> str:
+    """Devices without work, and the step if they get some."""
+    cluster = explanation.plan.cluster
+    rows = []
+    for left in explanation.left_out:
+        names = [cluster.devices[device].name for device in left.devices]
+        kinds = dict.fromkeys(cluster.devices[device].type.name for device in left.devices)
+        if left.step_time_s is None:
+            cost = "does not fit"
+        else:
+            more = left.step_time_s / explanation.step_time_s - 1.0
+            cost = f"{format_seconds(left.step_time_s)} ({100 * more:+.1f} %)"
+        rows.append([escape(_names(names)), escape(", ".join(kinds)), escape(cost)])
+    if not rows:
+        return ""
+    return table(["left out", "type", "step with work there"], rows, numbers=(2,))
+
+
+def limits_bar(explanation: Explanation) -> str:
+    """What the critical path is spent on, as one bar with its key."""
+    whole = explanation.step_time_s
+    by_limit = {
+        limit: sum(piece.seconds for piece in explanation.pieces if piece.limit == limit)
+        for limit in Limit
+    }
+    parts = [
+        (
+            seconds / whole,
+            LIMIT_COLOURS[limit],
+            f"{_LIMIT_WORDS[limit]} {percent(seconds / whole)}",
+        )
+        for limit, seconds in by_limit.items()
+        if seconds > 0.0
+    ]
+    words = "".join(f"<li>{chip(colour)}{escape(what)}</li>" for _, colour, what in parts)
+    bar = stacked(parts, "critical path: " + ", ".join(what for _, _, what in parts))
+    return f'{bar}<ul class="keys">{words}</ul>'
+
+
+def limits_section(explanation: Explanation) -> str:
+    """What the critical path is spent on, as one bar and as a table."""
+    return section(
+        "limits",
+        "What limits the step",
+        limits_bar(explanation),
+        table(
+            ["spent on", "where", "of the step", "time", "for", ""],
+            _limit_rows(explanation),
+            numbers=(2, 3),
+        ),
+        note="The chain of tasks that the step's time follows from; its parts add up to the step.",
+    )
+
+
+def _limit_rows(explanation: Explanation) -> Iterator[list[str]]:
+    whole = explanation.step_time_s
+    summed: dict[tuple[Limit, str, Purpose], float] = {}
+    for piece in explanation.pieces:
+        key = (piece.limit, piece.place, piece.purpose)
+        summed[key] = summed.get(key, 0.0) + piece.seconds
+    ranked = sorted(summed.items(), key=lambda entry: -entry[1])
+    for (limit, place, purpose), seconds in ranked[:_MOST_PIECES]:
+        yield [
+            chip(LIMIT_COLOURS[limit]) + escape(_LIMIT_WORDS[limit]),
+            escape(place or "-"),
+            percent(seconds / whole),
+            format_seconds(seconds),
+            escape(_PURPOSE_WORDS[purpose]),
+            meter(seconds / whole, colour=LIMIT_COLOURS[limit]),
+        ]
+    rest = sum(seconds for _, seconds in ranked[_MOST_PIECES:])
+    if rest > 0.0:
+        count = len(ranked) - _MOST_PIECES
+        yield [f"{count} others", "-", percent(rest / whole), format_seconds(rest), "-",
+               meter(rest / whole, colour="c4")]  # fmt: skip
+
+
+def comparison_table(explanation: Explanation) -> str:
+    """The plan beside what people would do without it, and the bound, as bars."""
+    quality, plan = explanation.quality, explanation.plan
+    named = [(f"this plan ({plan.method})", explanation.step_time_s, "accent")]
+    if quality.data_parallel_s is not None:
+        named.append(
+            (f"best data parallelism ({quality.data_parallel})", quality.data_parallel_s, "c4")
+        )
+    if quality.tuned_uniform_s is not None:
+        named.append(("one tuned decision (tuned_uniform)", quality.tuned_uniform_s, "c4"))
+    if explanation.quickly_found_s is not None:
+        named.append(("a quick search", explanation.quickly_found_s, "c4"))
+    named.append(("no plan can take less", explanation.bound_s, "c3"))
+    longest = max(seconds for _, seconds, _ in named)
+    rows = [
+        [
+            escape(name),
+            format_seconds(seconds),
+            f"{seconds / explanation.step_time_s:.2f}x",
+            meter(seconds / longest, colour=colour),
+        ]
+        for name, seconds, colour in named
+    ]
+    return table(["", "step time", "of this plan's", ""], rows, numbers=(1, 2))
+
+
+def memory_section(explanation: Explanation) -> str:
+    """What fills every device at its fullest moment, against what it has."""
+    devices = explanation.fit.devices
+    most = max(max(d.peak_bytes, d.usable_bytes) for d in devices)
+    alike: dict[tuple[object, ...], list[DeviceMemory]] = {}
+    for device in devices:
+        key = (device.device_type, device.usable_bytes, format_bytes(device.peak_bytes))
+        alike.setdefault(key, []).append(device)
+    kinds = [kind for kind in MemoryKind if any(d.bytes_of(kind) > 0.005 * most for d in devices)]
+    keys = "".join(f"<li>{chip(_MEMORY_COLOURS[kind])}{escape(kind)}</li>" for kind in kinds)
+    rows = [_memory_row(members, most) for members in alike.values()]
+    return section(
+        "fit",
+        "Memory at its fullest",
+        f'<ul class="keys">{keys}</ul>',
+        table(["device", "needs", "usable", "lacks", ""], rows, numbers=(1, 2, 3)),
+        remedies_table(explanation),
+    )
+
+
+def _memory_row(members: Sequence[DeviceMemory], most: int) -> list[str]:
+    first = members[0]
+    names = [device.device for device in members]
+    parts = [
+        (size / most, _MEMORY_COLOURS[kind], f"{kind} {format_bytes(size)}")
+        for kind, size in first.parts
+        if size > 0
+    ]
+    label = f"{first.device}: " + ", ".join(what for _, _, what in parts)
+    limit = f'<span class="limit" style="left:{100.0 * first.usable_bytes / most:.2f}%"></span>'
+    lacks = f"<b>{format_bytes(first.lacking_bytes)}</b>" if first.lacking_bytes else "-"
+    return [
+        escape(f"{_names(names)} ({first.device_type})"),
+        format_bytes(first.peak_bytes),
+        format_bytes(first.usable_bytes),
+        lacks,
+        f'<div class="tank">{stacked(parts, label)}{limit}</div>',
+    ]
+
+
+_REMEDIES = {
+    RemedyKind.RECOMPUTE: "compute activations again in {amount} groups",
+    RemedyKind.MICRO_BATCHES: "cut the batch into {amount} micro-batches",
+    RemedyKind.BATCH_SIZE: "train with a batch of {amount}",
+}
+
+
+def remedies_table(explanation: Explanation) -> str:
+    """What makes the plan fit, if it does not."""
+    rows = []
+    for remedy in explanation.remedies:
+        if remedy.kind == RemedyKind.MEMORY:
+            words = f"{format_bytes(remedy.amount)} usable on every {remedy.device_type}"
+        else:
+            words = _REMEDIES[remedy.kind].format(amount=remedy.amount)
+        seconds = "-" if remedy.step_time_s is None else format_seconds(remedy.step_time_s)
+        rows.append([escape(words), seconds])
+    return table(["what would make it fit", "step time"], rows, numbers=(1,)) if rows else ""
+
+
+def changes_section(explanation: Explanation) -> str:
+    """What buying something would save, most first."""
+    rows = []
+    for change in explanation.changes:
+        before = "does not fit" if change.before_s is None else format_seconds(change.before_s)
+        after = "does not fit" if change.after_s is None else format_seconds(change.after_s)
+        rows.append(
+            [
+                escape(change.what),
+                escape(change.where or "-"),
+                escape(before),
+                escape(after),
+                percent(change.saving),
+                meter(change.saving, colour="c3"),
+            ]
+        )
+    if not rows:
+        return ""
+    heads = ["bought", "where", "now", "with it", "saves", ""]
+    return section(
+        "changes",
+        "What would help",
+        table(heads, rows, numbers=(2, 3, 4)),
+        note="Each change was planned anew by a quick search, and so was the cluster as it is.",
+    )
+
+
+def words_section(explanation: Explanation) -> str:
+    """The same in words, folded away."""
+    paragraphs = "\n".join(f"<p>{escape(text)}</p>" for text in explanation.paragraphs)
+    return (
+        f'<details class="prose card"><summary>The same in words</summary>{paragraphs}</details>'
+    )

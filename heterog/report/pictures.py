@@ -1,0 +1,275 @@
+"""Pictures of the report as inline SVG without text: the cluster, the search, a small timeline.
+
+All of them are bounded, however large the plan: a device is a square, a method a line, and a
+timeline a row of at most ``_BINS`` columns per device.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.explain.explanation import Explanation
+from heterog.planners.history import MethodHistory
+from heterog.report.facts import coloured
+from heterog.report.lanes import CATEGORIES, task_categories, view_lanes
+from heterog.report.markup import chip, percent, range_colour
+from heterog.report.placement_table import amounts, range_names, sync_name
+from heterog.simulator.timeline import Timeline
+from heterog.strategy.program import IntArray
+from heterog.units import format_seconds
+
+_SIZE, _GAP, _PER_ROW = 34, 6, 8
+_MOST_STAGES = 12
+_MOST_LANES = 64
+_BINS = 240
+_ROW = 12
+
+
+# --- cluster ------------------------------------------------------------------------------------
+
+
+def cluster_picture(explanation: Explanation) -> str:
+    """Hosts as cards, devices as squares in the colours of the ranges that run there."""
+    cluster = explanation.plan.cluster
+    told = _ranges_of_devices(explanation)
+    cards = []
+    for index, host in enumerate(cluster.hosts):
+        devices = cluster.host_devices(index)
+        kinds = dict.fromkeys(cluster.devices[device].type.name for device in devices)
+        facts = [", ".join(kinds)]
+        if len(devices) > 1:
+            facts.append(f"{host.intra.kind} {host.intra.bandwidth_bytes_per_s / 1e9:g} GB/s")
+        if cluster.num_hosts > 1:
+            facts.append(f"NIC {host.nic_line_rate_bytes_per_s * 8e-9:g} Gbit/s")
+        cards.append(
+            f'<figure class="host"><figcaption><b>{escape(host.name)}</b> '
+            f"{escape(' · '.join(facts))}</figcaption>"
+            f"{_devices_svg(explanation, devices, told)}</figure>"
+        )
+    return f'<div class="hosts">{"".join(cards)}</div>'
+
+
+def _ranges_of_devices(explanation: Explanation) -> Mapping[int, list[tuple[str, str]]]:
+    """(colour, words) of each range in which a device has work, by device."""
+    found: dict[int, list[tuple[str, str]]] = {}
+    colours, names = coloured(explanation), range_names(explanation.decided.ranges)
+    for index, each in enumerate(explanation.decided.ranges):
+        colour = range_colour(colours.get(index, -1))
+        for device, amount in zip(each.devices, amounts(each), strict=True):
+            if amount != "-":
+                found.setdefault(device, []).append((colour, f"{names[index]}: {amount}"))
+    return found
+
+
+def _devices_svg(
+    explanation: Explanation,
+    devices: Sequence[int],
+    told: Mapping[int, list[tuple[str, str]]],
+) -> str:
+    columns = min(len(devices), _PER_ROW)
+    rows = -(-len(devices) // _PER_ROW)
+    width, height = columns * (_SIZE + _GAP) - _GAP, rows * (_SIZE + _GAP) - _GAP
+    squares = "".join(
+        _device_square(explanation, device, told.get(device, []), number)
+        for number, device in enumerate(devices)
+    )
+    names = ", ".join(explanation.plan.cluster.devices[device].name for device in devices[:8])
+    return (
+        f'<svg role="img" aria-label="{escape(f"devices {names}", quote=True)}" width="{width}" '
+        f'height="{height}" viewBox="0 0 {width} {height}">{squares}</svg>'
+    )
+
+
+def _device_square(
+    explanation: Explanation, device: int, told: Sequence[tuple[str, str]], number: int
+) -> str:
+    """A square in stripes; how busy the device is, is the height of the dark bar at its right."""
+    x, y = number % _PER_ROW * (_SIZE + _GAP), number // _PER_ROW * (_SIZE + _GAP)
+    place, busy = explanation.plan.cluster.devices[device], explanation.busy[device]
+    colours = list(dict.fromkeys(colour for colour, _ in told))
+    stripe = _SIZE / max(len(colours), 1)
+    fills = "".join(
+        f'<rect x="{x + i * stripe:.1f}" y="{y}" width="{stripe:.1f}" height="{_SIZE}" '
+        f'fill="var(--{colour})"/>'
+        for i, colour in enumerate(colours)
+    )
+    tall = busy * (_SIZE - 4)
+    words = [
+        f"{place.name} {place.type.name}",
+        f"computes {percent(busy)} of the step" if told else "left out",
+        *(text for _, text in told[:6]),
+    ]
+    return (
+        f"<g><title>{escape(chr(10).join(words))}</title>{fills}"
+        f'<rect class="{"frame" if told else "frame idle"}" x="{x + 0.5}" y="{y + 0.5}" '
+        f'width="{_SIZE - 1}" height="{_SIZE - 1}" rx="4"/>'
+        f'<rect class="busy" x="{x + _SIZE - 7}" y="{y + _SIZE - 2 - tall:.1f}" width="4" '
+        f'height="{tall:.1f}"/></g>'
+    )
+
+
+def stages_picture(explanation: Explanation) -> str:
+    """The ranges as boxes in the order of the forward pass, each with its devices."""
+    ranges, colours = explanation.decided.ranges, coloured(explanation)
+    if len(ranges) < 2:
+        return ""
+    cluster, stage_names = explanation.plan.cluster, range_names(ranges)
+    boxes = []
+    for index, each in enumerate(ranges[:_MOST_STAGES]):
+        colour = range_colour(colours.get(index, -1))
+        working = [d for d, share in zip(each.devices, each.shares, strict=True) if share > 0]
+        names = [cluster.devices[device].name for device in working]
+        who = ", ".join(names) if len(names) <= 4 else f"{len(names)} devices"
+        boxes.append(
+            f'<li style="border-color:var(--{colour})"><b>{escape(stage_names[index])}</b>'
+            f"<span>{escape(who)}</span><span>{escape(sync_name(each))}</span></li>"
+        )
+    rest = len(ranges) - _MOST_STAGES
+    if rest > 0:
+        boxes.append(f"<li><b>{rest} more</b><span>see the table</span></li>")
+    return f'<ol class="stages" aria-label="ranges of modules in order">{"".join(boxes)}</ol>'
+
+
+# --- search -------------------------------------------------------------------------------------
+
+
+def history_picture(histories: Sequence[MethodHistory], chosen: str) -> str:
+    """Best step of each method over the seconds of the search, and the best of all so far.
+
+    Values above three times the best are drawn at the upper edge.
+    """
+    if not any(len(each.points) for each in histories):
+        return ""
+    frame = _frame(histories)
+    ranked = sorted(histories, key=lambda each: each.points[-1][2])
+    lines, keys = [_so_far(histories, frame)], []
+    for number, each in enumerate(ranked):
+        colour = f"c{number % len(CATEGORIES)}"
+        final = format_seconds(each.points[-1][2])
+        is_chosen = ' class="chosen"' if each.method == chosen else ""
+        lines.append(
+            f'<path d="{_steps(each, frame)}" stroke="var(--{colour})"{is_chosen}>'
+            f"<title>{escape(f'{each.method}: {final}')}</title></path>"
+        )
+        count = len(each.points)
+        keys.append(
+            f"<li{is_chosen}>{chip(colour)}{escape(each.method)} "
+            f'<span class="soft">{final}{f", {count} improvements" * (count > 1)}</span></li>'
+        )
+    label = f"best step time over {format_seconds(frame.end_s)} of search; the best is {chosen}"
+    return (
+        '<div class="plot"><div class="ylabels">'
+        f"<span>{format_seconds(frame.top_s)}</span><span>{format_seconds(frame.best_s)}</span>"
+        f'</div><svg role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 1000 200" '
+        f'preserveAspectRatio="none" class="lines">{"".join(lines)}</svg>'
+        f'<div class="xlabels"><span>0 s</span><span>seconds of search</span>'
+        f"<span>{format_seconds(frame.end_s)}</span></div></div>"
+        f'<ul class="keys"><li>{chip("ink")}best so far</li>{"".join(keys)}</ul>'
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frame:
+    """What a plot of a search shows: seconds to the right, seconds per step upwards."""
+
+    end_s: float
+    best_s: float
+    top_s: float
+
+    def x(self, seconds: float) -> str:
+        return f"{4.0 + 992.0 * min(seconds / self.end_s, 1.0):.1f}"
+
+    def y(self, step_s: float) -> str:
+        part = (self.top_s - min(step_s, self.top_s)) / (self.top_s - self.best_s)
+        return f"{6.0 + 184.0 * part:.1f}"
+
+
+def _frame(histories: Sequence[MethodHistory]) -> _Frame:
+    best = min(each.points[-1][2] for each in histories)
+    worst = max(point[2] for each in histories for point in each.points)
+    return _Frame(
+        end_s=max(max(each.finish_s for each in histories), 1e-9),
+        best_s=best,
+        top_s=max(min(worst, 3.0 * best), best * 1.02),
+    )
+
+
+def _steps(each: MethodHistory, frame: _Frame) -> str:
+    """A falling staircase from a method's first value to its end; a dot if that is at once."""
+    seconds, _, value = each.points[0]
+    drawn = [f"M{frame.x(seconds)} {frame.y(value)}"]
+    drawn += [f"H{frame.x(at_s)}V{frame.y(step_s)}" for at_s, _, step_s in each.points[1:]]
+    return f"{''.join(drawn)}H{frame.x(max(each.finish_s, each.points[-1][0]))}h0.1"
+
+
+def _so_far(histories: Sequence[MethodHistory], frame: _Frame) -> str:
+    """The best of all methods until each moment."""
+    found = sorted((point[0], point[2]) for each in histories for point in each.points)
+    best = found[0][1]
+    drawn = [f"M{frame.x(found[0][0])} {frame.y(best)}"]
+    for seconds, step_s in found[1:]:
+        if step_s < best:
+            best = step_s
+            drawn.append(f"H{frame.x(seconds)}V{frame.y(best)}")
+    return f'<path class="so-far" d="{"".join(drawn)}H{frame.x(frame.end_s)}"/>'
+
+
+# --- timeline -----------------------------------------------------------------------------------
+
+
+def small_timeline(timeline: Timeline, end_s: float) -> str:
+    """What every device computes, and when, in a picture of bounded size.
+
+    Args:
+        timeline: of a plan.
+        end_s: seconds at the right edge, so that several pictures can share a scale.
+    """
+    lanes = [lane for lane in view_lanes(timeline) if lane.device >= 0][:_MOST_LANES]
+    categories = task_categories(timeline)
+    rows: list[str] = []
+    for number, lane in enumerate(lanes):
+        used = _most_used(timeline, lane.tasks, categories[lane.tasks], end_s)
+        rows.extend(_runs(used, _ROW * number))
+    height = max(_ROW * len(lanes) - 2, _ROW)
+    names = ", ".join(lane.name for lane in lanes[:8])
+    label = f"compute of {names} over {format_seconds(timeline.seconds)}"
+    return (
+        f'<svg role="img" aria-label="{escape(label, quote=True)}" class="mini" '
+        f'viewBox="0 0 {_BINS} {height}" style="height:{height}px" preserveAspectRatio="none">'
+        f"{''.join(rows)}</svg>"
+    )
+
+
+def _most_used(
+    timeline: Timeline, tasks: IntArray, kinds: npt.NDArray[np.int64], end_s: float
+) -> list[int]:
+    """For each of ``_BINS`` equal spans the category that fills most of it, -1 for idle."""
+    edges = np.linspace(0.0, end_s, _BINS + 1)
+    filled = np.zeros((len(CATEGORIES), _BINS))
+    start, finish = timeline.start[tasks], timeline.finish[tasks]
+    for category in np.unique(kinds):
+        some = kinds == category
+        # Tasks of one device do not overlap, so their seconds until a moment grow in pieces.
+        times = np.stack([start[some], finish[some]], axis=1).reshape(-1)
+        done = np.cumsum(finish[some] - start[some])
+        seconds = np.stack([done - (finish - start)[some], done], axis=1).reshape(-1)
+        filled[category] = np.diff(np.interp(edges, times, seconds))
+    best = filled.argmax(axis=0)
+    is_used = filled.sum(axis=0) > 0.25 * (edges[1] - edges[0])
+    return [int(number) for number in np.where(is_used, best, -1)]
+
+
+def _runs(used: Sequence[int], top: int) -> Iterator[str]:
+    """Neighbouring spans of one category as one rectangle."""
+    first = 0
+    for index in range(1, len(used) + 1):
+        if index == len(used) or used[index] != used[first]:
+            if used[first] >= 0:
+                yield (
+                    f'<rect x="{first}" y="{top}" width="{index - first}" height="{_ROW - 2}" '
+                    f'fill="var(--c{used[first]})"/>'
+                )
+            first = index

@@ -1,0 +1,168 @@
+"""Several plans on one page: a table of their numbers, and a column of pictures for each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from heterog.errors import HeterogError
+from heterog.explain.explanation import Explanation, explain
+from heterog.files import write_atomically
+from heterog.planners.plan import Plan
+from heterog.planners.stability import TUNED_UNIFORM
+from heterog.report.facts import limits_bar, ranges_table
+from heterog.report.html import fill_page, notes_html, outdated, page_style
+from heterog.report.lanes import CATEGORIES
+from heterog.report.markup import chip, element, meter, percent, section
+from heterog.report.pictures import cluster_picture, small_timeline, stages_picture
+from heterog.units import format_bytes, format_seconds
+
+MOST_PLANS = 8
+"""Plans on one page."""
+_NONE = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedPlan:
+    """A plan and what it is called on the page.
+
+    Attributes:
+        name: of its file, say.
+        plan: to show.
+    """
+
+    name: str
+    plan: Plan
+
+
+def write_comparison_page(path: str | Path, plans: Sequence[NamedPlan]) -> None:
+    """Write several plans side by side as one self-contained HTML file.
+
+    Raises:
+        HeterogError: there are more than ``MOST_PLANS``.
+        InputFileError: the file cannot be written.
+    """
+    write_atomically(path, comparison_html(plans).encode())
+
+
+def comparison_html(plans: Sequence[NamedPlan]) -> str:
+    """The page; see ``write_comparison_page``."""
+    if len(plans) > MOST_PLANS:
+        raise HeterogError(
+            f"{len(plans)} plans are too many for one page; give at most {MOST_PLANS}."
+        )
+    explained = [(each.name, explain(each.plan, changes=False)) for each in plans]
+    notes = [*_differences(plans), *(note for _, found in explained for note in outdated(found))]
+    heading = f"{len(plans)} plans: {', '.join(each.name for each in plans)}"
+    end_s = max(each.plan.timeline().seconds for each in plans)
+    slots = {
+        "title": escape(f"heterog: {heading}"),
+        "style": page_style(),
+        "heading": escape(heading),
+        "alert": notes_html(notes),
+        "numbers": section("numbers", "Side by side", _numbers(explained)),
+        "key": _key(),
+        "plans": "\n".join(_column(name, found, end_s) for name, found in explained),
+    }
+    return fill_page("plans.html.tmpl", slots)
+
+
+def _differences(plans: Sequence[NamedPlan]) -> list[str]:
+    """What to keep in mind where the plans answer different questions."""
+    first = plans[0].plan
+    notes = []
+    if any(each.plan.graph.name != first.graph.name for each in plans):
+        notes.append("The plans are for different models.")
+    if any(each.plan.graph.batch_size != first.graph.batch_size for each in plans):
+        notes.append("The batches differ: compare samples per second, not step times.")
+    if any(each.plan.cluster.fingerprint() != first.cluster.fingerprint() for each in plans):
+        notes.append("The clusters differ.")
+    if any(each.plan.calibration != first.calibration for each in plans):
+        notes.append("The predictions come from different cost models.")
+    return notes
+
+
+def _numbers(explained: Sequence[tuple[str, Explanation]]) -> str:
+    """A row per number, a column per plan; bars share a scale."""
+    founds = [found for _, found in explained]
+    steps = [found.plan.step_time_s for found in founds]
+    longest = max((step for step in steps if step is not None), default=1.0)
+    rates = [found.plan.throughput_samples_per_s for found in founds]
+    fastest = max((rate for rate in rates if rate is not None), default=1.0)
+    rows = [
+        ("model", [escape(found.plan.graph.name) for found in founds]),
+        ("cluster", [escape(found.plan.cluster.name) for found in founds]),
+        ("batch", [f"{found.plan.graph.batch_size}" for found in founds]),
+        ("method", [escape(found.plan.method) for found in founds]),
+        ("step time", [_bar(step, longest, "accent", _seconds(step)) for step in steps]),
+        ("samples/s", [_bar(rate, fastest, "c3", _rate(rate)) for rate in rates]),
+        ("over data parallelism", [_gain(found, tuned=False) for found in founds]),
+        ("over tuned uniform", [_gain(found, tuned=True) for found in founds]),
+        ("no plan can take less", [format_seconds(found.bound_s) for found in founds]),
+        ("memory of the fullest", [_fullest(found) for found in founds]),
+        ("ranges of modules", [f"{len(found.decided.ranges)}" for found in founds]),
+        ("micro-batches", [f"{found.decided.num_micro_batches}" for found in founds]),
+        ("devices left out", [f"{len(found.decided.idle)}" for found in founds]),
+        ("search", [_search(found.plan) for found in founds]),
+    ]
+    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name, _ in explained)
+    body = "\n".join(
+        f'<tr><th scope="row">{escape(what)}</th>'
+        + "".join(f"<td>{cell}</td>" for cell in cells)
+        + "</tr>"
+        for what, cells in rows
+    )
+    return (
+        f'<div class="wide"><table class="plans-table"><thead><tr><td></td>{heads}</tr></thead>'
+        f"<tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+def _bar(value: float | None, longest: float, colour: str, words: str) -> str:
+    return words if value is None else f"{words}{meter(value / longest, colour=colour)}"
+
+
+def _seconds(value: float | None) -> str:
+    return "does not run" if value is None else f"<b>{format_seconds(value)}</b>"
+
+
+def _rate(value: float | None) -> str:
+    return _NONE if value is None else f"{value:,.1f}"
+
+
+def _gain(found: Explanation, *, tuned: bool) -> str:
+    for each in found.plan.gains:
+        if (each.over == TUNED_UNIFORM) == tuned:
+            return f"{each.speedup:.2f}x <span class=soft>({escape(each.over)})</span>"
+    return _NONE
+
+
+def _fullest(found: Explanation) -> str:
+    device = found.fit.fullest
+    part = percent(device.peak_bytes / device.usable_bytes)
+    words = f"{format_bytes(device.peak_bytes)} on {device.device} ({part})"
+    return element("b", escape(words)) if device.lacking_bytes else escape(words)
+
+
+def _search(plan: Plan) -> str:
+    return escape(f"{plan.num_evaluations:,} evaluations, {plan.budget}, seed {plan.seed}")
+
+
+def _key() -> str:
+    items = (f"<li>{chip(f'c{n}')}{escape(words)}</li>" for n, (words, _) in enumerate(CATEGORIES))
+    return f'<ul class="keys">{"".join(items)}</ul>'
+
+
+def _column(name: str, found: Explanation, end_s: float) -> str:
+    """Everything about one plan; timelines of all plans have the same scale."""
+    timeline = found.plan.timeline()
+    return (
+        f'<section aria-label="{escape(name, quote=True)}">'
+        f"<h2>{escape(name)}</h2>"
+        f'<p class="lead">{escape(found.recommendation)}</p>'
+        f"{stages_picture(found)}{cluster_picture(found)}"
+        f"<h3>Compute of each device, {format_seconds(timeline.seconds)} of "
+        f"{format_seconds(end_s)}</h3>{small_timeline(timeline, end_s)}"
+        f"<h3>What limits the step</h3>{limits_bar(found)}"
+        f"<h3>What runs where</h3>{ranges_table(found, is_narrow=True)}</section>"
+    )
