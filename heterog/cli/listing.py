@@ -40,12 +40,7 @@ def clusters(as_json: JsonOption = False) -> None:
     presets = [Cluster.load(name) for name in preset_names()]
     testbeds = [load_testbed(name) for name in shipped_testbeds()]
     if as_json:
-        print_json(
-            [
-                cluster.to_dict() | {"is_testbed": cluster in testbeds}
-                for cluster in (*presets, *testbeds)
-            ]
-        )
+        print_json([cluster.to_dict() for cluster in (*presets, *testbeds)])
         return
     out.print(clusters_table(presets))
     out.print(clusters_table(testbeds, title="testbeds: shaped ranks on this machine (Linux)"))

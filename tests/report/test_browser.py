@@ -1,7 +1,6 @@
 """The report in a real browser: it draws, asks for nothing, and obeys mouse and keyboard."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from heterog.report.side_by_side import NamedPlan, write_comparison_page
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.strategy import Decision, Sync
 from tests.report.browser import SIZE, chromium, complaints, requests
+from tests.report.hostile import forced
 from tests.simulator import builders
 
 Open = Callable[[Plan], "Page"]
@@ -303,7 +303,7 @@ def test_twenty_thousand_tasks(opened: Open) -> None:
 
 def test_text_of_a_model_is_inert(driver: Any, opened: Open) -> None:
     graph = builders.linear_chain((f"a{EVIL}", f"b{EVIL}"))
-    graph = replace(graph, name=EVIL, source=EVIL)
+    graph = forced(graph, name=EVIL, source=EVIL)
     cluster = builders.cluster_of((10.0, ["V100-16GB"]), (10.0, ["P100-12GB"]))
     decision = Decision(devices=(0, 1), shares=(6, 2))
     plan = builders.plan_by_hand(graph, cluster, builders.strategy_of(graph, cluster, decision))

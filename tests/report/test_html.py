@@ -33,6 +33,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.strategy import Decision, Sync
 from heterog.units import format_bytes, format_seconds
+from tests.report.hostile import forced
 from tests.simulator import builders
 
 
@@ -282,8 +283,8 @@ EVIL = "</script><script>document.title='owned'</script><img src=x onerror=docum
 
 def test_text_of_a_model_stays_text() -> None:
     graph = builders.linear_chain((f"a{EVIL}", "b&amp;{{data}}"))
-    graph = replace(graph, name=EVIL, source=EVIL)
-    cluster = replace(two_devices(), name=EVIL)
+    graph = forced(graph, name=EVIL, source=EVIL)
+    cluster = forced(two_devices(), name=EVIL)
     strategy = builders.strategy_of(graph, cluster, Decision(devices=(0, 1), shares=(6, 2)))
     plan = builders.plan_by_hand(graph, cluster, strategy)
     row = replace(plan.rows[0], method=EVIL, shortage=EVIL)
@@ -403,7 +404,7 @@ def test_short_tasks_of_large_plans_are_drawn_together(monkeypatch: pytest.Monke
 
 def test_what_is_drawn_of_a_very_large_plan_is_bounded() -> None:
     """64 devices with 16 micro-batches each: far more tasks than anybody can see."""
-    graph = builders.linear_chain([f"stage.{i // 8}.{i % 8}" for i in range(12)], batch_size=1024)
+    graph = builders.linear_chain([f"stage.{i // 8}.{i % 8}" for i in range(16)], batch_size=1024)
     cluster = Cluster.load("hap_v100_p100")
     everywhere = Decision(devices=tuple(range(64)), shares=(16,) * 64)
     strategy = replace(
@@ -458,11 +459,10 @@ def test_several_plans_side_by_side(tmp_path: Path) -> None:
 
 def test_texts_of_several_plans_stay_text() -> None:
     graph = builders.linear_chain((f"a{EVIL}", "b"))
-    graph = replace(graph, name=EVIL, source=EVIL)
-    cluster = replace(two_devices(), name=EVIL)
-    hosts = (replace(cluster.hosts[0], name=EVIL), cluster.hosts[1])
-    devices = (replace(cluster.devices[0], name=f"d{EVIL}"), cluster.devices[1])
-    cluster = replace(cluster, hosts=hosts, devices=devices)
+    graph = forced(graph, name=EVIL, source=EVIL)
+    cluster = two_devices()
+    hosts = (forced(cluster.hosts[0], name=EVIL), cluster.hosts[1])
+    cluster = forced(cluster, name=EVIL, hosts=hosts)
     front, back = Decision(devices=(0,), shares=(8,)), Decision(devices=(1,), shares=(8,))
     plan = builders.plan_by_hand(
         graph, cluster, builders.strategy_of(graph, cluster, [front, back])
