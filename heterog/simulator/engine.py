@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.simulator.cost_model import Prices
-from heterog.strategy.kernels import helper, kernel, lean_kernel
+from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
@@ -79,6 +79,7 @@ class Schedule(NamedTuple):
     heap_time: FloatArray
     heap_item: IntArray
     alive: IntArray  # unfinished readers of each buffer
+    touching: IntArray  # of ``memory_kernel``: events that touch each device's memory
 
 
 def make_schedule(num_tasks: int, num_reads: int, num_buffers: int, num_queues: int) -> Schedule:
@@ -103,10 +104,65 @@ def make_schedule(num_tasks: int, num_reads: int, num_buffers: int, num_queues: 
         heap_time=np.empty(4 * num_tasks + 64),
         heap_item=np.empty(4 * num_tasks + 64, np.int32),
         alive=np.empty(max(num_buffers, 1), np.int32),
+        # Each buffer is made by a task that starts and ends, and each read ends once.
+        touching=np.empty(2 * num_buffers + num_reads + 1, np.int32),
     )
 
 
-@lean_kernel
+class Workspace(NamedTuple):
+    """What one simulation counts with; made by ``simulate``, because kernels allocate nothing."""
+
+    left: FloatArray  # seconds of compute that each device still has to begin
+    busy: npt.NDArray[np.uint64]  # bit set of links in use
+    free_at: FloatArray  # of each link
+    # Link queues whose head might start now: something arrived, or a link of their gate came free.
+    candidate: IntArray
+    is_candidate: npt.NDArray[np.bool_]
+    is_held: npt.NDArray[np.bool_]  # whether each queue's communicator runs an operation
+    idle: npt.NDArray[np.bool_]  # of each device, as the following
+    busy_until: FloatArray
+    op_until: FloatArray
+    drag_until: FloatArray
+    drag_share: FloatArray
+    debt: FloatArray
+    first_open: IntArray  # first micro-batch with ops left
+    ran: IntArray  # end of the ops in ``Schedule.sequence`` that have run
+    touched: IntArray  # devices to look at
+    is_touched: npt.NDArray[np.bool_]
+    chain_start: IntArray  # of the ops of each device and micro-batch in ``Schedule.chain``
+    position: IntArray  # of the next op of each chain
+    fresh: IntArray  # tasks that just got ready
+
+
+def _make_workspace(tape: Tape, prices: Prices, num_devices: int) -> Workspace:
+    num_tasks = int(tape.counts[NUM_TASKS])
+    num_micro = int(tape.tasks["micro"][:num_tasks].max(initial=0)) + 1
+    num_chains = num_devices * num_micro
+    times = np.zeros((6, num_devices))
+    return Workspace(
+        left=times[0],
+        busy=np.zeros(prices.gate.shape[1], np.uint64),
+        free_at=np.zeros(prices.num_resources),
+        candidate=np.empty(prices.num_queues, np.int32),
+        is_candidate=np.zeros(prices.num_queues, np.bool_),
+        is_held=np.zeros(prices.num_queues, np.bool_),
+        idle=np.ones(num_devices, np.bool_),
+        busy_until=times[1],
+        op_until=times[2],
+        drag_until=times[3],
+        drag_share=times[4],
+        debt=times[5],
+        first_open=np.zeros(num_devices, np.int32),
+        ran=np.empty(num_devices, np.int32),
+        touched=np.empty(num_devices, np.int32),
+        is_touched=np.zeros(num_devices, np.bool_),
+        chain_start=np.zeros(num_chains + 1, np.int32),
+        position=np.empty(num_chains, np.int32),
+        fresh=np.empty(num_tasks, np.int32),
+    )
+
+
+@kernel
 def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
     """Seconds of every task on a tape."""
     for number in range(tape.counts[NUM_TASKS]):
@@ -136,8 +192,8 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
             )
 
 
-@lean_kernel
-def rank_kernel(tape: Tape, seconds: FloatArray, rank: FloatArray) -> None:
+@helper
+def _rank_tasks(tape: Tape, seconds: FloatArray, rank: FloatArray) -> None:
     """Upward rank: rank(o) = seconds(o) + max over successors of rank (HeteroG section 4.2)."""
     num_tasks = tape.counts[NUM_TASKS]
     rank[:num_tasks] = 0.0
@@ -229,9 +285,11 @@ def pop_event(times: FloatArray, items: IntArray, size: int) -> int:
     return size
 
 
-@kernel
-def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -> IntArray:
-    """Successor lists, room for the queues, and the chains; returns where each chain starts.
+@helper
+def _prepare(
+    tape: Tape, prices: Prices, schedule: Schedule, work: Workspace, num_devices: int
+) -> None:
+    """Successor lists, room for the queues, and the chains.
 
     Chain ``device * num_micro + micro`` holds the ops of one micro-batch on one device.
     """
@@ -258,10 +316,8 @@ def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -
     # Queue numbers: links first, then one per device for its free tasks.
     num_queues = prices.num_queues + num_devices
     schedule.queue_size[:num_queues] = 0
-    num_micro = 1
-    for task in range(num_tasks):
-        num_micro = max(num_micro, tape.tasks[task].micro + 1)
-    chain_start = np.zeros(num_devices * num_micro + 1, np.int32)
+    chain_start, position = work.chain_start, work.position
+    num_micro = len(position) // num_devices
     for task in range(num_tasks):
         kind = tape.tasks[task].kind
         if kind >= FIRST_LINK_KIND:
@@ -277,14 +333,18 @@ def _prepare(tape: Tape, prices: Prices, schedule: Schedule, num_devices: int) -
         schedule.queue_size[queue] = 0
     for chain in range(num_devices * num_micro):
         chain_start[chain + 1] += chain_start[chain]
-    schedule.sequence_start[: num_devices + 1] = chain_start[::num_micro]
-    filled = np.zeros(num_devices * num_micro, np.int32)
+        position[chain] = chain_start[chain]
+    for device in range(num_devices + 1):
+        schedule.sequence_start[device] = chain_start[device * num_micro]
     for task in range(num_tasks):
         if tape.tasks[task].kind < FIRST_FREE_KIND:
             chain = tape.tasks[task].device * num_micro + tape.tasks[task].micro
-            schedule.chain[chain_start[chain] + filled[chain]] = task
-            filled[chain] += 1
-    return chain_start
+            schedule.chain[position[chain]] = task
+            position[chain] += 1
+    for chain in range(num_devices * num_micro):
+        position[chain] = chain_start[chain]
+    for device in range(num_devices):
+        work.ran[device] = schedule.sequence_start[device]
 
 
 @helper
@@ -297,8 +357,7 @@ def dragged(seconds: float, window: float, share: float) -> float:
     return seconds + share * window
 
 
-@kernel
-def simulate_kernel(
+def simulate(
     tape: Tape, prices: Prices, schedule: Schedule, num_devices: int, order: int, limit_s: float
 ) -> tuple[float, int]:
     """Run a priced program; returns (time of the last finish, number of finished tasks).
@@ -309,19 +368,36 @@ def simulate_kernel(
     As soon as the end is sure to come after ``limit_s``, the run is given up; it returns (a lower
     bound of the end, ``GIVEN_UP``), and the details mean nothing.
     """
+    work = _make_workspace(tape, prices, num_devices)
+    end, done = _simulate_kernel(tape, prices, schedule, work, num_devices, order, limit_s)
+    return float(end), int(done)
+
+
+@kernel
+def _simulate_kernel(
+    tape: Tape,
+    prices: Prices,
+    schedule: Schedule,
+    work: Workspace,
+    num_devices: int,
+    order: int,
+    limit_s: float,
+) -> tuple[float, int]:
     num_tasks = tape.counts[NUM_TASKS]
-    left = np.zeros(num_devices)  # seconds of compute that each device still has to begin
+    left = work.left
     for task in range(num_tasks):
         if tape.tasks[task].kind < FIRST_LINK_KIND:
             left[tape.tasks[task].device] += schedule.seconds[task]
-    if left.max() > limit_s:
-        return left.max(), GIVEN_UP
-    chain_start = _prepare(tape, prices, schedule, num_devices)
-    num_micro = (len(chain_start) - 1) // num_devices
+    for device in range(num_devices):
+        if left[device] > limit_s:
+            return left[device], GIVEN_UP
+    _prepare(tape, prices, schedule, work, num_devices)
+    chain_start, position = work.chain_start, work.position
+    num_micro = len(position) // num_devices
     words = prices.gate.shape[1]
     rank = schedule.rank
     if order == 1 or limit_s < np.inf:
-        rank_kernel(tape, schedule.seconds, rank)
+        _rank_tasks(tape, schedule.seconds, rank)
     if order == 1:
         for task in range(num_tasks):
             schedule.priority[task] = -rank[task]
@@ -331,31 +407,19 @@ def simulate_kernel(
     heap_time, heap_item = schedule.heap_time, schedule.heap_item
     priority, items = schedule.priority, schedule.queue_item
     num_link_queues = prices.num_queues
-    busy = np.zeros(words, np.uint64)
-    free_at = np.zeros(prices.num_resources)
-    # Link queues whose head might start now: something arrived, or a link of their gate came free.
-    candidate = np.empty(num_link_queues, np.int32)
-    is_candidate = np.zeros(num_link_queues, np.bool_)
-    is_held = np.zeros(num_link_queues, np.bool_)  # its communicator runs an operation
+    busy, free_at = work.busy, work.free_at
+    candidate, is_candidate, is_held = work.candidate, work.is_candidate, work.is_held
     num_candidates = 0
-    idle = np.ones(num_devices, np.bool_)
-    busy_until = np.zeros(num_devices)
-    op_until = np.zeros(num_devices)
-    drag_until = np.zeros(num_devices)
-    drag_share = np.zeros(num_devices)
-    debt = np.zeros(num_devices)
-    position = chain_start[:-1].copy()  # of each chain
-    first_open = np.zeros(num_devices, np.int32)  # first micro-batch with ops left
-    ran = schedule.sequence_start[:num_devices].copy()
-    touched = np.empty(num_devices, np.int32)  # devices to look at
-    is_touched = np.zeros(num_devices, np.bool_)
+    idle, busy_until, op_until = work.idle, work.busy_until, work.op_until
+    drag_until, drag_share, debt = work.drag_until, work.drag_share, work.debt
+    first_open, ran = work.first_open, work.ran
+    touched, is_touched = work.touched, work.is_touched
     num_touched = 0
     num_heap = 0
     num_events = 0
     done = 0
     now = 0.0
-    # Tasks that just got ready.
-    fresh = np.empty(num_tasks, np.int32)
+    fresh = work.fresh
     num_fresh = 0
     for task in range(num_tasks):
         if schedule.waiting_for[task] == 0:

@@ -1,7 +1,7 @@
 """The evaluator: what every planner asks how good a strategy is."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,9 +19,9 @@ from heterog.simulator.engine import (
     Schedule,
     make_schedule,
     price_kernel,
-    simulate_kernel,
+    simulate,
 )
-from heterog.simulator.memory import memory_kernel
+from heterog.simulator.memory import peak_memory
 from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
 from heterog.simulator.referee import replay
 from heterog.strategy.channels import ChannelTable
@@ -172,6 +172,10 @@ class Evaluator:
         cluster: the devices and links.
         cost_model: seconds of tasks; by default the calibration that the cluster names, else the
             roofline prior.
+
+    Attributes:
+        num_evaluations: simulations so far.
+        poll: called before every simulation; what it raises ends a search (``Spending.limits``).
     """
 
     def __init__(
@@ -183,6 +187,7 @@ class Evaluator:
         self.tables = graph_tables(graph)
         self.channels = ChannelTable(cluster)
         self.num_evaluations = 0
+        self.poll: Callable[[], None] = lambda: None
         self._rule_numbers: dict[OpRules, int] = {(): 0}
         self._rules_by_number: list[OpRules] = [()]
         self._rule_sets: dict[int, _RuleSet] = {0: _RuleSet(graph, (), cluster.num_devices)}
@@ -404,6 +409,7 @@ class Evaluator:
         prices, nominal = self.prices(choice), self._schedule
         result = np.empty(noise.num_draws)
         for draw in range(noise.num_draws):
+            self.poll()
             noisy = noisy_prices(prices, noise.resource[draw])
             seconds = noisy_seconds(self._tape, prices, noisy, nominal.seconds, noise.device[draw])
             end, _, _ = replay(
@@ -441,6 +447,7 @@ class Evaluator:
 
     def _lower(self, choice: Choice) -> Prices:
         """Lower a choice, to be simulated at these prices."""
+        self.poll()
         prices = self.prices(choice)
         rules = self._rule_set(choice.rule_set)
         self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
@@ -459,7 +466,7 @@ class Evaluator:
         schedule, tape = self._schedule, self._tape
         # Four kernels with memory's, not one: compiled together they ran a third slower.
         price_kernel(tape, prices, schedule.seconds)
-        end, done = simulate_kernel(
+        end, done = simulate(
             tape, prices, schedule, num_devices, int(order), limit_s * choice.num_steps
         )
         self.num_evaluations += 1
@@ -472,7 +479,7 @@ class Evaluator:
         peaks = np.empty((len(schedules), self.cluster.num_devices))
         resident = resident_bytes(self.tables_of(choice), choice)
         for schedule, peak in zip(schedules, peaks, strict=True):
-            memory_kernel(self._tape, schedule, resident, peak)
+            peak_memory(self._tape, schedule, resident, peak)
         return np.asarray(peaks.max(axis=0), np.float64)
 
     def _make_room(self, prices: Prices) -> None:

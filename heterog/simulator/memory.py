@@ -11,7 +11,7 @@ by the evaluator's ``MEMORY_MARGIN``, the device's context by a cluster's ``rese
 import numpy as np
 
 from heterog.simulator.engine import Schedule
-from heterog.strategy.kernels import kernel
+from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.program import FIRST_FREE_KIND, FloatArray, IntArray, Program
 from heterog.strategy.tape import NUM_BUFFERS, NUM_READS, Tape
 
@@ -46,19 +46,33 @@ def buffer_lives(
     return begin, end
 
 
-@kernel
-def memory_kernel(tape: Tape, schedule: Schedule, resident: FloatArray, peak: FloatArray) -> None:
+def peak_memory(tape: Tape, schedule: Schedule, resident: FloatArray, peak: FloatArray) -> None:
     """Peak bytes of each device: a buffer lives from its maker's start to its last reader's end.
 
     Each device is followed on its own: its ops, whose order is fixed, are merged in time with the
     link and free tasks that touch its memory. At one instant, ends come before starts.
+
+    Args:
+        tape: the program.
+        schedule: of the engine or the referee.
+        resident: bytes that are there all the time.  # [num_devices]
+        peak: written.  # [num_devices]
     """
+    lists = np.zeros((3, len(resident) + 1), np.int32)
+    _memory_kernel(tape, schedule, resident, peak, lists)
+
+
+@kernel
+def _memory_kernel(
+    tape: Tape, schedule: Schedule, resident: FloatArray, peak: FloatArray, lists: IntArray
+) -> None:
     alive = schedule.alive
     alive[: tape.counts[NUM_BUFFERS]] = 0
     for read in range(tape.counts[NUM_READS]):
         alive[tape.reads[read]] += 1
     num_devices = len(resident)
-    touching, touching_start = _events_by_device(tape, schedule, num_devices)
+    _list_events(tape, schedule, num_devices, lists)
+    touching, touching_start = schedule.touching, lists[0]
     for device in range(num_devices):
         live = resident[device]
         most = live
@@ -110,17 +124,17 @@ def memory_kernel(tape: Tape, schedule: Schedule, resident: FloatArray, peak: Fl
         peak[device] = most
 
 
-@kernel
-def _events_by_device(
-    tape: Tape, schedule: Schedule, num_devices: int
-) -> tuple[IntArray, IntArray]:
-    """Starts and ends of link and free tasks that touch each device's memory, in time order."""
-    start = np.zeros(num_devices + 1, np.int32)
-    seen = np.full(num_devices, -1, np.int64)
-    touching = np.empty(0, np.int32)
-    filled = np.zeros(num_devices, np.int32)
+@helper
+def _list_events(tape: Tape, schedule: Schedule, num_devices: int, lists: IntArray) -> None:
+    """Starts and ends of link and free tasks that touch each device's memory, in time order.
+
+    They go to ``schedule.touching``, and where each device's begin to ``lists[0]``.
+    """
+    start, seen, filled = lists[0], lists[1], lists[2]
+    touching = schedule.touching
     for writing in range(2):
-        seen[:] = -1
+        for device in range(num_devices):
+            seen[device] = -1
         index = 0
         while schedule.events[index] >= 0:
             event = schedule.events[index]
@@ -148,5 +162,3 @@ def _events_by_device(
         if writing == 0:
             for device in range(num_devices):
                 start[device + 1] += start[device]
-            touching = np.empty(start[num_devices], np.int32)
-    return touching, start

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from heterog.strategy.channels import communicators
 from heterog.strategy.kernels import kernel
@@ -176,7 +177,8 @@ def multiplex(
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     ops = np.zeros((2, foreground.num_devices))
     busy = np.zeros((2, foreground.num_devices))
-    ends = multiplex_kernel(
+    ends = np.zeros(2)
+    multiplex_kernel(
         foreground.device,
         foreground.seconds,
         foreground.lag,
@@ -186,11 +188,16 @@ def multiplex(
         flat,
         starts,
         np.asarray(allowance, np.float64),
+        np.isin(np.arange(len(allowance)), foreground.device),
         foreground.step_seconds,
         WARM_UP_STEPS,
         WARM_UP_STEPS + MEASURED_STEPS,
         ops,
         busy,
+        ends,
+        starts[:-1].copy(),
+        np.zeros((3, len(allowance))),
+        np.zeros(len(foreground.device)),
     )
     return Multiplexed(
         step_seconds=float(ends[1] - ends[0]) / MEASURED_STEPS,
@@ -210,25 +217,25 @@ def multiplex_kernel(
     background: FloatArray,
     background_start: IntArray,
     allowance: FloatArray,
+    has_tasks: npt.NDArray[np.bool_],
     alone_seconds: float,
     num_warm_up: int,
     num_steps: int,
     ops: FloatArray,
     busy: FloatArray,
-) -> FloatArray:
-    """(end of the warm-up, end of all steps); ``ops`` and ``busy`` get the totals until then."""
+    ends: FloatArray,
+    following: IntArray,
+    times: FloatArray,
+    finish: FloatArray,
+) -> None:
+    """``ends`` gets the end of the warm-up and that of all steps, ``ops`` and ``busy`` the totals.
+
+    The last three are working memory: the first background op of each device, three rows of zeros
+    with one entry per device, and an entry per task.
+    """
     num_tasks = len(device)
     num_devices = len(allowance)
-    finish = np.zeros(num_tasks)
-    free = np.zeros(num_devices)
-    following = background_start[:-1].copy()
-    done = np.zeros(num_devices)
-    used = np.zeros(num_devices)
-    has_tasks = np.zeros(num_devices, np.bool_)
-    for task in range(num_tasks):
-        if device[task] >= 0:
-            has_tasks[device[task]] = True
-    ends = np.zeros(2)
+    free, done, used = times[0], times[1], times[2]
     begin = 0.0
     for step in range(num_steps):
         end = begin
@@ -267,11 +274,8 @@ def multiplex_kernel(
                     free[own] = finish[task]
                 end = max(end, finish[task])
         begin = end
-        if step == num_warm_up - 1:
-            ends[0] = end
-            ops[0] = done
-            busy[0] = used
-    ends[1] = begin
-    ops[1] = done
-    busy[1] = used
-    return ends
+        if step == num_warm_up - 1 or step == num_steps - 1:
+            moment = 1 if step == num_steps - 1 else 0
+            ends[moment] = end
+            for own in range(num_devices):
+                ops[moment, own], busy[moment, own] = done[own], used[own]

@@ -21,12 +21,14 @@ when flows share links as they do in a real network:
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from heterog.simulator.cost_model import Prices
 from heterog.simulator.engine import GIVEN_UP, Schedule, pop_event, push_event
-from heterog.strategy.kernels import kernel, lean_kernel
+from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.strategy.tape import NUM_TASKS, Tape
 
@@ -60,14 +62,16 @@ def replay(
         finish=np.empty(num_tasks),
         events=np.empty(2 * num_tasks + 1, np.int32),
     )
-    end, done = replay_kernel(tape, prices, replayed, num_devices, sequence, limit_s)
+    end, done = replay_order(tape, prices, replayed, num_devices, sequence, limit_s)
     return end, done, replayed
 
 
 @kernel
-def is_linear_extension(tape: Tape, sequence: IntArray) -> bool:
-    """Whether every task comes after the makers of all buffers that it reads."""
-    position = np.empty(len(sequence), np.int32)
+def is_linear_extension(tape: Tape, sequence: IntArray, position: IntArray) -> bool:
+    """Whether every task comes after the makers of all buffers that it reads.
+
+    ``position`` is working memory, one entry per task.
+    """
     for index in range(len(sequence)):
         position[sequence[index]] = index
     for task in range(len(sequence)):
@@ -77,8 +81,72 @@ def is_linear_extension(tape: Tape, sequence: IntArray) -> bool:
     return True
 
 
-@kernel
-def replay_kernel(
+class Workspace(NamedTuple):
+    """What one replay counts with; made by ``replay_order``, because kernels allocate nothing."""
+
+    # A server is a device's stream, a pair of devices or a communicator (numbered like its first
+    # channel); each works through its own part of the sequence.
+    server: IntArray  # of each task, as the following
+    waiting_for: IntArray
+    payload: FloatArray
+    loaded: FloatArray  # what busy members added to the latency in the engine
+    queue: IntArray  # the tasks of each server in their order
+    over: IntArray  # tasks that have just ended
+    position: IntArray  # of each server's next task in ``queue``, and one entry more
+    last: IntArray
+    is_free: npt.NDArray[np.bool_]
+    touched: IntArray  # servers to look at
+    is_touched: npt.NDArray[np.bool_]
+    left: FloatArray  # seconds of compute that each device still has to begin
+    largest_held: FloatArray  # of each channel, as the following
+    # Active flows, at most one per server: what was left of each when its rate last changed.
+    flow: IntArray
+    flow_channel: IntArray
+    unsent: FloatArray
+    since: FloatArray
+    rate: FloatArray
+    until: FloatArray
+    fair: FloatArray
+    through: IntArray  # tasks whose bytes have just arrived
+    room: FloatArray  # of each link, as the following
+    weight: FloatArray
+    users: IntArray
+    links: IntArray
+
+
+def _make_workspace(num_tasks: int, num_devices: int, prices: Prices) -> Workspace:
+    num_channels = len(prices.channel_latency_s)
+    num_servers = num_devices + num_channels
+    return Workspace(
+        server=np.empty(num_tasks, np.int32),
+        waiting_for=np.empty(num_tasks, np.int32),
+        payload=np.empty(num_tasks),
+        loaded=np.zeros(num_tasks),
+        queue=np.empty(num_tasks, np.int32),
+        over=np.empty(num_tasks, np.int32),
+        position=np.zeros(num_servers + 1, np.int32),
+        last=np.empty(num_servers, np.int32),
+        is_free=np.ones(num_servers, np.bool_),
+        touched=np.empty(num_servers, np.int32),
+        is_touched=np.zeros(num_servers, np.bool_),
+        left=np.zeros(num_devices),
+        largest_held=np.zeros(num_channels),
+        flow=np.empty(num_channels, np.int32),
+        flow_channel=np.empty(num_channels, np.int32),
+        unsent=np.empty(num_channels),
+        since=np.empty(num_channels),
+        rate=np.empty(num_channels),
+        until=np.empty(num_channels),
+        fair=np.empty(num_channels),
+        through=np.empty(num_channels, np.int32),
+        room=np.empty(prices.num_resources),
+        weight=np.empty(prices.num_resources),
+        users=np.zeros(prices.num_resources, np.int32),
+        links=np.empty(prices.num_resources, np.int32),
+    )
+
+
+def replay_order(
     tape: Tape,
     prices: Prices,
     schedule: Schedule,
@@ -92,8 +160,23 @@ def replay_kernel(
     and seconds of the engine's run, and upward ranks if there is a limit; ``start``, ``finish``
     and ``events`` are written.
     """
-    assert is_linear_extension(tape, sequence)
+    work = _make_workspace(len(sequence), num_devices, prices)
+    assert is_linear_extension(tape, sequence, work.server)
+    end, done = _replay_kernel(tape, prices, schedule, work, sequence, limit_s)
+    return float(end), int(done)
+
+
+@kernel
+def _replay_kernel(
+    tape: Tape,
+    prices: Prices,
+    schedule: Schedule,
+    work: Workspace,
+    sequence: IntArray,
+    limit_s: float,
+) -> tuple[float, int]:
     num_tasks = len(sequence)
+    num_devices = len(work.left)
     num_channels = len(prices.channel_latency_s)
     num_servers = num_devices + num_channels
     seconds, start, finish = schedule.seconds, schedule.start, schedule.finish
@@ -103,14 +186,9 @@ def replay_kernel(
     resource_start, resource = prices.resource_start, prices.resource
     held = prices.resource_s_per_byte
     heap_time, heap_item = schedule.heap_time, schedule.heap_item
-    # A server is a device's stream, a pair of devices or a communicator (numbered like its first
-    # channel); each works through its own part of the sequence.
-    server = np.empty(num_tasks, np.int32)
-    waiting_for = np.empty(num_tasks, np.int32)
-    payload = np.empty(num_tasks)
-    loaded = np.zeros(num_tasks)  # what busy members added to the latency in the engine
-    left = np.zeros(num_devices)  # seconds of compute that each device still has to begin
-    position = np.zeros(num_servers + 1, np.int32)
+    server, waiting_for = work.server, work.waiting_for
+    payload, loaded, left = work.payload, work.loaded, work.left
+    position, last, queue = work.position, work.last, work.queue
     for task in range(num_tasks):
         record = tape.tasks[task]
         is_link = record.kind >= FIRST_LINK_KIND
@@ -128,43 +206,31 @@ def replay_kernel(
             left[record.device] += seconds[task]
     for index in range(num_servers):
         position[index + 1] += position[index]
-    last = position[1:].copy()
-    queue = np.empty(num_tasks, np.int32)
+        last[index] = position[index + 1]
     for index in range(num_tasks):
         task = sequence[index]
         queue[position[server[task]]] = task
         position[server[task]] += 1
-    position[1:] = position[:-1].copy()
+    for index in range(num_servers - 1, -1, -1):
+        position[index + 1] = position[index]
     position[0] = 0
-    largest_held = np.zeros(num_channels)
+    largest_held = work.largest_held
     for channel in range(num_channels):
         for entry in range(resource_start[channel], resource_start[channel + 1]):
             largest_held[channel] = max(largest_held[channel], held[entry])
-    is_free = np.ones(num_servers, np.bool_)
-    touched = np.empty(num_servers, np.int32)  # servers to look at
-    is_touched = np.zeros(num_servers, np.bool_)
+    is_free, touched, is_touched = work.is_free, work.touched, work.is_touched
     num_touched = 0
     for index in range(num_servers):
         if position[index] < last[index]:
             touched[num_touched] = index
             is_touched[index] = True
             num_touched += 1
-    # Active flows, at most one per server: what was left of each when its rate last changed.
-    flow = np.empty(num_channels, np.int32)
-    flow_channel = np.empty(num_channels, np.int32)
-    unsent = np.empty(num_channels)
-    since = np.empty(num_channels)
-    rate = np.empty(num_channels)
-    until = np.empty(num_channels)
-    fair = np.empty(num_channels)
+    flow, flow_channel, unsent = work.flow, work.flow_channel, work.unsent
+    since, rate, until, fair = work.since, work.rate, work.until, work.fair
     num_flows = 0
     is_changed = False
-    room = np.empty(prices.num_resources)
-    weight = np.empty(prices.num_resources)
-    users = np.zeros(prices.num_resources, np.int32)
-    links = np.empty(prices.num_resources, np.int32)
-    through = np.empty(num_channels, np.int32)  # tasks whose bytes have just arrived
-    over = np.empty(num_tasks, np.int32)  # tasks that have just ended
+    room, weight, users, links = work.room, work.weight, work.users, work.links
+    through, over = work.through, work.over
     num_heap = 0
     num_events = 0
     done = 0
@@ -297,7 +363,7 @@ def replay_kernel(
     return now, done
 
 
-@lean_kernel
+@helper
 def fair_rates(
     num_flows: int,
     flow_channel: IntArray,

@@ -5,13 +5,15 @@ from then on: beside its file, or in the user's cache folder (``NUMBA_CACHE_DIR`
 where that is not writable. What is compiled is stale when any of ``SOURCES`` has changed, because
 kernels call each other and unpack each other's tuples; numba alone looks at a kernel's own file.
 
-Three things keep compilation short, and each also made kernels faster:
+Three things keep compilation short, and the first also made kernels faster:
 
-- Kernels that allocate nothing are compiled without reference counts (``_nrt=False``). A kernel
-  gets tuples of fifty arrays, and every call used to count references to each of them, atomically.
+- Kernels allocate nothing, so they are compiled without reference counts (``_nrt=False``). A
+  kernel gets tuples of fifty arrays; each use of one would count references to it, atomically.
 - So helpers are functions that LLVM inlines where that pays. They used to be copied into every
   caller before types were inferred, which took most of a minute.
-- Helpers have no wrapper that Python could call.
+- Helpers have no wrapper that Python could call, no cache of their own (whatever calls them has
+  it), and one version for all integers: numba would compile another one for each constant and each
+  width that they are called with.
 """
 
 import hashlib
@@ -46,33 +48,51 @@ SOURCES = (
 """Files that define kernels, the tuples they unpack, or numbers that are compiled into them."""
 
 # Division by zero gives infinity as in numpy: no branch, no exception, shorter code.
-_COMMON: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+_COMMON: dict[str, Any] = {
+    "nogil": True,
+    "error_model": "numpy",
+    "no_cfunc_wrapper": True,
+    "_nrt": False,
+}
 
 
 def kernel(function: Function) -> Function:
-    """Compile a function that Python calls and that may make arrays."""
-    return _compiled(function, {})
-
-
-def lean_kernel(function: Function) -> Function:
-    """Compile a function that Python calls and that makes no arrays."""
-    return _compiled(function, {"_nrt": False})
-
-
-def helper(function: Function) -> Function:
-    """Compile a function that only kernels call and that makes no arrays."""
-    return _compiled(function, {"_nrt": False, "no_cpython_wrapper": True})
-
-
-def _compiled(function: Function, options: dict[str, Any]) -> Function:
-    dispatcher: Any = nb.njit(**_COMMON, **options)(function)
-    _names.add(function.__name__)
+    """Compile a function that Python calls; it makes no arrays."""
+    dispatcher: Any = _compiled(function, {})
     if dispatcher is not function:  # it is where NUMBA_DISABLE_JIT is set
         try:
             dispatcher._cache = _Cache(function)
         except RuntimeError:  # no folder is writable: compiled anew in every process
             pass
     return dispatcher  # type: ignore[no-any-return]
+
+
+def helper(function: Function) -> Function:
+    """Compile a function that only kernels call and that makes no arrays."""
+    compiled = _compiled(function, {"no_cpython_wrapper": True})
+    if compiled is not function:
+        _take_any_integer(compiled)
+    return compiled
+
+
+def _take_any_integer(dispatcher: Any) -> None:
+    """Look for versions of a function by wide types only; calls convert what they pass."""
+    find = dispatcher.get_call_template
+
+    def find_wide(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return find(tuple(map(_wide, arguments)), keywords)
+
+    dispatcher.get_call_template = find_wide
+
+
+def _wide(argument: Any) -> Any:
+    plain = nb.types.unliteral(argument)  # type: ignore[no-untyped-call]
+    return nb.types.int64 if isinstance(plain, nb.types.Integer) else plain
+
+
+def _compiled(function: Function, options: dict[str, Any]) -> Function:
+    _names.add(function.__name__)
+    return nb.njit(**_COMMON, **options)(function)  # type: ignore[no-any-return]
 
 
 _names: set[str] = set()  # of all kernels that were defined

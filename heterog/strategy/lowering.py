@@ -28,7 +28,7 @@ from heterog.graph.axis_plan import EVERYWHERE
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import Channel, ChannelTable, slice_parts
-from heterog.strategy.kernels import helper, kernel, lean_kernel
+from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.program import FloatArray, IntArray, Program, TaskKind
 from heterog.strategy.strategy import SLICED, Strategy, Sync, split_in_proportion
 from heterog.strategy.tables import GraphTables, graph_tables
@@ -357,16 +357,23 @@ def program_from_tape(
     )
 
 
-@kernel
 def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     """Bytes on each device for the whole step: parameters, optimizer state, buffers, batch.
 
     And the largest workspace of a kernel there: a device runs one op at a time, and one of them
     nearly always runs when memory is fullest.
     """
+    resident: FloatArray = np.zeros(choice.member.shape[1])
+    workspace = np.zeros_like(resident)
+    _resident_kernel(tables, choice, resident, workspace)
+    return resident + workspace
+
+
+@kernel
+def _resident_kernel(
+    tables: GraphTables, choice: Choice, resident: FloatArray, workspace: FloatArray
+) -> None:
     num_devices = choice.member.shape[1]
-    resident = np.zeros(num_devices)
-    workspace = np.zeros(num_devices)
     num_layouts = len(choice.shares) // len(tables.axis_units)
     for parameter in range(len(tables.parameter_bytes)):
         group = tables.parameter_group[parameter]
@@ -413,10 +420,9 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
                     samples += choice.shares[layout, micro, device]
                 most = max(most, samples)
             resident[device] += tables.common_bytes + most * tables.input_bytes_per_sample
-    return resident + workspace
 
 
-@lean_kernel
+@kernel
 def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> bool:
     """Write the program of a choice to a tape; ``False`` if the tape is too short."""
     num_devices = choice.member.shape[1]

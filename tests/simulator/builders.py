@@ -22,7 +22,7 @@ from heterog.graph.sharding_rules import legal_rules
 from heterog.planners.plan import Plan, plan_from_rows
 from heterog.planners.planner import Candidate, MethodRow
 from heterog.simulator.cost_model import ChannelSeconds, CostModel, Prices, price_channels
-from heterog.simulator.engine import Order, make_schedule, price_kernel, simulate_kernel
+from heterog.simulator.engine import Order, make_schedule, price_kernel, simulate
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import replay
 from heterog.simulator.roofline import Roofline
@@ -548,7 +548,7 @@ class Tasks:
         num_devices = self.cluster.num_devices
         schedule = make_schedule(count, reads, count, prices.num_queues + num_devices)
         price_kernel(tape, prices, schedule.seconds)
-        end, done = simulate_kernel(tape, prices, schedule, num_devices, int(order), np.inf)
+        end, done = simulate(tape, prices, schedule, num_devices, int(order), np.inf)
         assert done == count
         assert end == max(schedule.finish)
         fair_end, fair_done, replayed = replay(tape, prices, schedule, num_devices)

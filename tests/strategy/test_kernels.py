@@ -27,8 +27,7 @@ def decorated(tree: ast.Module) -> list[ast.FunctionDef]:
         node
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
-        and {ast.unparse(each) for each in node.decorator_list}
-        & {"kernel", "lean_kernel", "helper"}
+        and {ast.unparse(each) for each in node.decorator_list} & {"kernel", "helper"}
     ]
 
 
@@ -75,7 +74,7 @@ def test_all_that_is_compiled_into_kernels_makes_them_stale() -> None:
     assert all((PACKAGE / source).exists() for source in kernels.SOURCES)
 
 
-@pytest.mark.parametrize("decorator", ["kernel", "lean_kernel"])
+@pytest.mark.parametrize("decorator", ["kernel"])
 def test_a_kernel_is_kept_until_any_source_changes(
     decorator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
