@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from heterog.agents.planners import DEFAULT_POLICY, LEARNED, use_policy
 from heterog.cluster import Cluster
 from heterog.errors import HeterogWarning
-from heterog.graph.capture import capture
+from heterog.graph.capture import capture_step
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.plan import BEST, Plan, make_plan
 from heterog.planners.planner import Budget
 from heterog.planners.portfolio import AUTO
+from heterog.runtime.rehearsal import rehearsal_of
 
 
 def plan(
@@ -38,9 +39,15 @@ def plan(
         policy: what ``agent`` and ``agent+search`` ask: ``"default"``, ``"heldout"`` or a file.
 
     Returns:
-        The best plan; ``plan.outcome`` says whether it fits.
+        The best plan; ``plan.outcome`` says whether it fits and runs. That of a workload has been
+        rehearsed: played through on all ranks, without data.
     """
-    graph = workload if isinstance(workload, OpGraph) else capture(workload)
+    rehearse = None
+    if isinstance(workload, OpGraph):
+        graph = workload
+    else:
+        captured = capture_step(workload)
+        graph, rehearse = captured.graph, rehearsal_of(captured)
     use_policy(policy)
     methods = method.split(",") if isinstance(method, str) else method
     if policy != DEFAULT_POLICY and not {AUTO, *LEARNED} & set(methods):
@@ -58,4 +65,5 @@ def plan(
         seed=seed,
         order=order,
         step_barrier=step_barrier,
+        rehearse=rehearse,
     )

@@ -19,6 +19,7 @@ from heterog.user_code import is_from_file
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.graph.op_graph import OpGraph
+    from heterog.planners.issue_order import Rehearse
 
 out = Console(width=100 if not sys.stdout.isatty() else None)
 err = Console(stderr=True)
@@ -94,8 +95,11 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
-def load_model_graph(model: str, batch_size: int | None) -> "OpGraph":
-    """The graph of a zoo name, a user's function, or a saved file."""
+def load_model(model: str, batch_size: int | None) -> "tuple[OpGraph, Rehearse | None]":
+    """The graph of a zoo name, a user's function, or a saved file.
+
+    And how its plans are rehearsed: a saved graph has no kernels that could be tried.
+    """
     if model.endswith((".json", ".json.gz")):
         from heterog.graph.serialize import load_graph
 
@@ -105,23 +109,35 @@ def load_model_graph(model: str, batch_size: int | None) -> "OpGraph":
                 f"{model} was captured with batch size {graph.batch_size}, not {batch_size}; "
                 "capture the model again with --batch-size."
             )
-        return graph
+        return graph, None
     from heterog.zoo import load_workload
 
     workload = load_workload(model, batch_size)
     # Only now: a wrong name is told without waiting for torch.
     from heterog.graph import capture as capturing
+    from heterog.runtime.rehearsal import rehearsal_of
 
-    captured: OpGraph = capturing.capture(workload)
-    return captured
+    captured = capturing.capture_step(workload)
+    return captured.graph, rehearsal_of(captured)
+
+
+def load_model_graph(model: str, batch_size: int | None) -> "OpGraph":
+    """The graph of a zoo name, a user's function, or a saved file."""
+    return load_model(model, batch_size)[0]
+
+
+def loaded_models(models: str, quiet: bool) -> "Iterator[tuple[OpGraph, Rehearse | None]]":
+    """What ``load_model`` says of names with commas, at their default batch sizes, in turn."""
+    for model in split_names(models):
+        with progress_line(quiet) as progress:
+            progress(f"capture {model}", 0.0, float("inf"))
+            loaded = load_model(model, None)
+        yield loaded
 
 
 def model_graphs(models: str, quiet: bool) -> Iterator["OpGraph"]:
     """The graphs of names with commas, at their default batch sizes, one after another."""
-    for model in split_names(models):
-        with progress_line(quiet) as progress:
-            progress(f"capture {model}", 0.0, float("inf"))
-            graph = load_model_graph(model, None)
+    for graph, _ in loaded_models(models, quiet):
         yield graph
 
 

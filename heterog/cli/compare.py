@@ -19,8 +19,8 @@ from heterog.cli.common import (
     SeedOption,
     WorkersOption,
     load_cluster,
+    loaded_models,
     method_names,
-    model_graphs,
     out,
     print_json,
     progress_line,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.graph.op_graph import OpGraph
     from heterog.planners.compare import Comparison, Question
+    from heterog.planners.issue_order import Rehearse
 
 
 def compare(
@@ -60,7 +61,7 @@ def compare(
     """
     from heterog.files import check_writable, write_atomically
     from heterog.planners.compare import Question
-    from heterog.planners.plan import check_batch, parse_orders
+    from heterog.planners.plan import parse_orders
     from heterog.planners.planner import Budget
     from heterog.report.tables import methods_table
 
@@ -76,25 +77,26 @@ def compare(
     targets = [load_cluster(name) for name in split_names(clusters)]
     documents: list[dict[str, Any]] = []
 
-    def pairs() -> "Iterator[tuple[OpGraph, Cluster]]":
-        for graph in model_graphs(models, as_json):
+    def cases() -> "Iterator[tuple[OpGraph, Cluster, Rehearse | None]]":
+        for graph, rehearse in loaded_models(models, as_json):
             for target in targets:
-                check_batch(graph, target)
-                yield graph, target
+                yield graph, target, rehearse
 
     def found(crew: Workers) -> "Iterator[Comparison]":
         if crew is HERE:
-            for graph, target in pairs():
+            for graph, target, rehearse in cases():
                 with progress_line(as_json) as progress:
-                    yield question.ask(graph, target, progress)
+                    yield _rehearsed(question.ask(graph, target, progress), rehearse)
             return
-        everything = list(pairs())
+        everything = list(cases())
         with progress_line(as_json) as progress:
             asked = question, methods
-            for done, result in enumerate(crew.map(_compare, asked, everything), 1):
+            pairs = [(graph, target) for graph, target, _ in everything]
+            for done, result in enumerate(crew.map(_compare, asked, pairs), 1):
                 text = f"{result.graph.name} on {result.cluster.name}"
                 progress(text, done / len(everything), float("inf"))
-                yield result
+                # Here: the kernels of a captured step do not travel to workers.
+                yield _rehearsed(result, everything[done - 1][2])
 
     with open_workers(workers) as crew:
         for result in found(crew):
@@ -107,6 +109,10 @@ def compare(
         write_atomically(csv_file, _csv(documents).encode())
     if as_json:
         print_json({"rows": documents})
+
+
+def _rehearsed(found: "Comparison", rehearse: "Rehearse | None") -> "Comparison":
+    return found if rehearse is None else found.rehearsed(rehearse)
 
 
 def _compare(asked: "tuple[Question, str]", pair: "tuple[OpGraph, Cluster]") -> "Comparison":

@@ -41,7 +41,6 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Compare a policy with baselines and searches."""
-    from heterog.planners.plan import check_batch
     from heterog.planners.planner import Budget
 
     parsed = Budget.parse(budget)
@@ -58,7 +57,6 @@ def evaluate(
     documents: list[dict[str, Any]] = []
     for graph in model_graphs(models, as_json):
         for target in targets:
-            check_batch(graph, target)
             with progress_line(as_json) as progress:
                 found = evaluate_policy(
                     policy,

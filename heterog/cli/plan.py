@@ -18,6 +18,7 @@ from heterog.cli.common import (
     PolicyOption,
     SeedOption,
     load_cluster,
+    load_model,
     load_model_graph,
     method_names,
     out,
@@ -87,7 +88,7 @@ def plan(
     """
     from heterog.explain.explanation import explain
     from heterog.files import check_writable
-    from heterog.planners.plan import check_batch, make_plan, parse_orders
+    from heterog.planners.plan import make_plan, parse_orders
     from heterog.planners.planner import Budget
     from heterog.report.answer import answer
     from heterog.report.html import write_report
@@ -109,8 +110,7 @@ def plan(
     target = load_cluster(cluster)
     with progress_line(as_json) as progress:
         progress("capture", 0.0, float("inf"))
-        graph = load_model_graph(model, batch_size)
-        check_batch(graph, target)
+        graph, rehearse = load_model(model, batch_size)
         found = make_plan(
             graph,
             target,
@@ -119,6 +119,7 @@ def plan(
             seed=seed,
             order=order,
             step_barrier=not no_step_barrier,
+            rehearse=rehearse,
             progress=progress,
         )
         if background:

@@ -138,6 +138,19 @@ _SUMS = frozenset({"add.Tensor", "sub.Tensor"})
 """Sums of a part that is spread over devices and one that all have: it enters once."""
 
 
+def micro_batches_refused(graph: OpGraph, num_micro: int) -> str:
+    """Why a step cannot be cut into micro-batches, in words; empty if it can."""
+    whole = ops_of_the_whole_batch(graph) if num_micro > 1 else []
+    if not whole:
+        return ""
+    op = graph.ops[whole[0]]
+    return (
+        f"{num_micro} micro-batches cannot be combined with ops that need the whole batch (they "
+        f"would see a micro-batch only): {len(whole)}, the first is '{op.kind}' in module "
+        f"'{op.module or '(root)'}'; plan without micro-batches."
+    )
+
+
 def ops_of_the_whole_batch(graph: OpGraph) -> list[int]:
     """Ops that would compute something else if they saw one micro-batch at a time.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
+from heterog.planners.issue_order import Rehearse
 from heterog.planners.plan import row_to_dict
 from heterog.planners.planner import Budget, MethodRow, planners
 from heterog.planners.portfolio import (
@@ -13,6 +14,7 @@ from heterog.planners.portfolio import (
     Progress,
     assert_not_below,
     best_row,
+    rehearsed,
     run_methods,
     use_op_rules,
     with_noise,
@@ -71,6 +73,24 @@ class Comparison:
     lower_bound_s: float
     seed: int
     picked_from: str = ""
+
+    def rehearsed(self, rehearse: Rehearse) -> "Comparison":
+        """The same with every strategy played through on shapes; see ``portfolio.rehearsed``."""
+        own = [row for row in self.rows if row.method != AUTO]
+        evaluator = Evaluator(self.graph, self.cluster)
+        rows = rehearsed(evaluator, own, rehearse, every=True)
+        auto = [row for row in self.rows if row.method == AUTO]
+        if not auto:
+            return replace(self, rows=tuple(rows))
+        best = best_row(rows)
+        picked = replace(
+            best,
+            method=AUTO,
+            stage=auto[0].stage,
+            num_evaluations=auto[0].num_evaluations,
+            search_seconds=auto[0].search_seconds,
+        )
+        return replace(self, rows=(*rows, picked), picked_from=best.method)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """The rows as printed by ``--json``; ``auto`` says whose row it picked."""

@@ -1,13 +1,51 @@
 """In which order ranks take up the tasks of a plan, and when they let go of what they send."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 
+from heterog.planners.planner import Candidate
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
+from heterog.strategy.strategy import Strategy
 from heterog.units import MIB
 
 AHEAD_BYTES = 2 * MIB
 """How far ahead a parameter server announces what it receives and sends: enough to bridge the
 40 ms that TCP may delay an acknowledgement at 100 Mbit/s; little beside what a step holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class IssuedStep:
+    """A strategy as ranks run it.
+
+    Attributes:
+        program: lowered from the strategy, for one step.
+        task_order: every task in the order in which ranks take them up; see ``issue_order``.
+        sent_before: see ``sends_by_op``.
+    """
+
+    program: Program
+    task_order: tuple[int, ...]
+    sent_before: tuple[tuple[int, int], ...]
+
+
+Rehearse = Callable[[Strategy, IssuedStep], str]
+"""Why ranks could not execute a strategy; empty if they can."""
+
+
+def issued_step(evaluator: Evaluator, candidate: Candidate) -> IssuedStep:
+    """The program and order of a candidate, in the first of its orders."""
+    # The order is that of one step, which is what a rank runs, also where eight were simulated.
+    choice = evaluator.encode(candidate.strategy)._replace(num_steps=1)
+    program, start, finish = evaluator.schedule(choice, candidate.orders[0])
+    order = issue_order(program, start, finish)
+    return IssuedStep(
+        program=program,
+        task_order=tuple(order.tolist()),
+        sent_before=sends_by_op(program, start, finish, order),
+    )
 
 
 def issue_order(program: Program, start: FloatArray, finish: FloatArray) -> IntArray:

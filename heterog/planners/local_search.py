@@ -331,8 +331,14 @@ class _Search:
         return state
 
 
+_CANNOT_RUN_CHARGE = 1e6
+"""More than any overflow of memory costs; finite, as differences of costs decide."""
+
+
 def _cost(evaluation: Evaluation) -> float:
     """Seconds, plus a charge for memory overflow that always outweighs speed."""
+    if evaluation.outcome == Outcome.CANNOT_RUN:
+        return evaluation.step_time_s * _CANNOT_RUN_CHARGE
     if evaluation.outcome != Outcome.OUT_OF_MEMORY:
         return evaluation.step_time_s
     overflow_gib = evaluation.overflow_bytes / 2**30

@@ -1,5 +1,6 @@
 """The plan: what was decided, what it is predicted to do, and all that is needed to run it."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,13 +24,14 @@ from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.names import shown
 from heterog.planners.background import BackgroundPlan, plan_background
 from heterog.planners.history import MethodHistory, SearchHistory
-from heterog.planners.issue_order import issue_order, sends_by_op
+from heterog.planners.issue_order import Rehearse, issued_step
 from heterog.planners.plan_file import BackgroundRecord, PlanRecord, RowRecord, read_plan_record
 from heterog.planners.planner import Budget, MethodRow
 from heterog.planners.portfolio import (
     Progress,
     assert_not_below,
     best_row,
+    rehearsed,
     run_methods,
     use_op_rules,
     with_noise,
@@ -312,6 +314,7 @@ def make_plan(
     order: str = BEST,
     step_barrier: bool = True,
     cost_model: CostModel | None = None,
+    rehearse: Rehearse | None = None,
     progress: Progress = lambda method, fraction, best: None,
 ) -> Plan:
     """Plan one training step on a cluster.
@@ -325,14 +328,15 @@ def make_plan(
         order: ``best``, or the one order that searching methods may use.
         step_barrier: whether a step ends with all updates.
         cost_model: seconds of tasks; the roofline prior by default.
+        rehearse: plays the winner through on shapes; what cannot be executed loses to the next
+            best. See ``heterog.runtime.rehearsal.rehearsal_of``.
         progress: told about every method's progress.
 
     Raises:
-        StrategyError: the batch is smaller than the number of devices.
+        StrategyError: no method has a strategy at all.
         UnknownNameError: a method or order does not exist.
         BudgetError: the budget allows no search.
     """
-    check_batch(graph, cluster)
     parsed = Budget.parse(budget) if isinstance(budget, str) else budget
     evaluator = Evaluator(graph, cluster, cost_model)
     history = SearchHistory(evaluator, progress)
@@ -347,6 +351,9 @@ def make_plan(
         progress=history.tell,
     )
     search_seconds = time.perf_counter() - begin
+    if rehearse is not None:
+        progress("rehearsal", 0.0, math.inf)
+        rows = rehearsed(evaluator, rows, rehearse)
     plan = plan_from_rows(
         evaluator, rows, budget=str(parsed), seed=seed, search_seconds=search_seconds
     )
@@ -367,10 +374,7 @@ def plan_from_rows(
     rows = with_noise(evaluator, rows)
     assert row.candidate is not None
     strategy = row.candidate.strategy
-    # The order is that of one step, which is what a rank runs, also where eight were simulated.
-    choice = evaluator.encode(strategy)._replace(num_steps=1)
-    program, start, finish = evaluator.schedule(choice, row.candidate.orders[0])
-    sequence = issue_order(program, start, finish)
+    issued = issued_step(evaluator, row.candidate)
     bound = lower_bound_s(
         graph, cluster, evaluator.cost_model, with_op_rules=use_op_rules(rows)
     ).seconds
@@ -381,9 +385,9 @@ def plan_from_rows(
         cluster=cluster,
         strategy=strategy,
         order=row.order,
-        task_order=tuple(int(task) for task in sequence),
-        sent_before=sends_by_op(program, start, finish, sequence),
-        program_hash=program.hash,
+        task_order=issued.task_order,
+        sent_before=issued.sent_before,
+        program_hash=issued.program.hash,
         outcome=row.outcome,
         step_time_s=row.step_time_s,
         peak_memory_bytes=row.peak_memory_bytes,
@@ -397,16 +401,6 @@ def plan_from_rows(
         num_evaluations=sum(each.num_evaluations for each in rows),
         shortage=row.shortage,
     )
-
-
-def check_batch(graph: OpGraph, cluster: Cluster) -> None:
-    """Refuse a batch that cannot give every device a sample."""
-    if graph.batch_size < cluster.num_devices:
-        raise StrategyError(
-            f"the batch of {graph.batch_size} is smaller than the {cluster.num_devices} devices "
-            f"of '{cluster.name}'; choose --batch-size {cluster.num_devices} or more, or a "
-            "smaller cluster."
-        )
 
 
 def parse_orders(name: str) -> tuple[Order, ...]:
@@ -442,6 +436,7 @@ def row_to_dict(
         "num_evaluations": row.num_evaluations,
         "search_seconds": row.search_seconds,
         "shortage": row.shortage,
+        "is_rehearsed": row.is_rehearsed,
         "batch_size": batch_size,
         "seed": seed,
     }
@@ -459,6 +454,7 @@ def _row_from_record(record: RowRecord) -> MethodRow:
         search_seconds=record.search_seconds,
         shortage=record.shortage,
         noisy_step_times_s=tuple(record.noisy_step_times_s),
+        is_rehearsed=record.is_rehearsed,
     )
 
 

@@ -56,6 +56,7 @@ class RowRecord(Record):
     num_evaluations: Int32
     search_seconds: Seconds
     shortage: Text
+    is_rehearsed: bool = False
     batch_size: Count
     seed: _Seed
 

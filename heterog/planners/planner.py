@@ -165,7 +165,7 @@ class Task:
     report: Callable[[float, float], None] = field(default=lambda fraction, best: None)
 
 
-OUTCOMES = ("ok", "out_of_memory", "not_applicable")
+OUTCOMES = ("ok", "out_of_memory", "cannot_run", "not_applicable")
 """What can become of a method; a plan's file with another word is refused."""
 
 
@@ -183,11 +183,13 @@ class MethodRow:
         num_evaluations: simulations spent.
         search_seconds: seconds spent.
         shortage: why it is not ``ok``, in words.
-        overflow_bytes: bytes missing on the worst device, 0 if it fits.
+        overflow_bytes: bytes missing on the worst device, 0 if it fits, infinite if it cannot run.
         candidate: the strategy itself; ``None`` if the method does not apply.
         noisy_step_times_s: seconds per step when devices and links are not as fast as predicted,
             one for each draw of ``simulator.noise``; the same draws for every method. Empty for
             rows that no gain is quoted between.
+        is_rehearsed: the strategy was played through on all ranks without data; where it was not,
+            ``ok`` is what the simulator says.
     """
 
     method: str
@@ -202,6 +204,7 @@ class MethodRow:
     overflow_bytes: float = 0.0
     candidate: Candidate | None = None
     noisy_step_times_s: tuple[float, ...] = ()
+    is_rehearsed: bool = False
 
 
 STAGES = ("baseline", "zero_shot", "search")

@@ -24,6 +24,7 @@ import heterog.planners.two_segment
 # Registered last: it starts from what all others have found.
 import heterog.planners.local_search  # noqa: F401
 from heterog.errors import StrategyError
+from heterog.planners.issue_order import Rehearse, issued_step
 from heterog.planners.planner import (
     Budget,
     Candidate,
@@ -35,7 +36,7 @@ from heterog.planners.planner import (
 )
 from heterog.planners.stability import TUNED_UNIFORM, best_data_parallel
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.simulator.noise import draw_noise
 from heterog.strategy.strategy import Strategy
 
@@ -214,6 +215,45 @@ def best_row(rows: Sequence[MethodRow]) -> MethodRow:
         reasons = "; ".join(f"{row.method}: {row.shortage or 'no reason given'}" for row in rows)
         raise StrategyError(f"no method applies here ({reasons}); ask another one, or auto.")
     return min(applicable, key=lambda row: (row.overflow_bytes, row.step_time_s or 0.0))
+
+
+def rehearsed(
+    evaluator: Evaluator, rows: Sequence[MethodRow], rehearse: Rehearse, *, every: bool = False
+) -> list[MethodRow]:
+    """The rows, best first played through until one is known to run.
+
+    Args:
+        evaluator: of the graph and cluster.
+        rows: of methods.
+        rehearse: says why a strategy could not be executed.
+        every: go through all rows that fit, not only up to the winner.
+
+    Returns:
+        The rows in their order; ``cannot_run`` with the reason where a rehearsal failed.
+    """
+    result = list(rows)
+    known: dict[tuple[Strategy, Order], str] = {}
+    fitting = [number for number, row in enumerate(rows) if row.step_time_s is not None]
+    for number in sorted(fitting, key=lambda index: result[index].step_time_s or 0.0):
+        row = result[number]
+        assert row.candidate is not None
+        key = row.candidate.strategy, row.candidate.orders[0]
+        if key not in known:
+            known[key] = rehearse(row.candidate.strategy, issued_step(evaluator, row.candidate))
+        if not known[key]:
+            result[number] = replace(row, is_rehearsed=True)
+            if not every:
+                break
+            continue
+        result[number] = replace(
+            row,
+            outcome=str(Outcome.CANNOT_RUN),
+            step_time_s=None,
+            shortage=known[key],
+            overflow_bytes=math.inf,
+            is_rehearsed=True,
+        )
+    return result
 
 
 def use_op_rules(rows: Sequence[MethodRow]) -> bool:

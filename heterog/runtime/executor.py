@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan
-from heterog.graph.batch_plan import ops_of_the_whole_batch
+from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.placement import Placement
@@ -410,16 +410,9 @@ def local_ops(captured: CapturedStep, plan: AxisPlan, device: torch.device) -> d
 
 def _check(part: RankProgram) -> None:
     """Refuse what cannot be executed as it stands."""
-    if part.num_micro == 1:
-        return
-    whole = ops_of_the_whole_batch(part.graph)
-    if whole:
-        op = part.graph.ops[whole[0]]
-        raise StrategyError(
-            f"{part.num_micro} micro-batches cannot be combined with ops that need the whole "
-            f"batch (they would see a micro-batch only): {len(whole)}, the first is '{op.kind}' "
-            f"in module '{op.module or '(root)'}'; plan without micro-batches."
-        )
+    refused = micro_batches_refused(part.graph, part.num_micro)
+    if refused:
+        raise StrategyError(refused)
 
 
 def device_sets(program: Program) -> set[tuple[int, ...]]:

@@ -20,6 +20,7 @@ from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.sharding_rules import local_shape
+from heterog.planners.issue_order import IssuedStep, Rehearse
 from heterog.runtime.collectives import Communicator, Pending, Sending
 from heterog.runtime.executor import StepExecutor, device_sets, local_ops
 from heterog.runtime.local_op import LocalOp
@@ -44,6 +45,21 @@ _Key = tuple[int, int, tuple[int, ...] | None, int]
 
 class RehearsalError(Exception):
     """Something that would go wrong between ranks; its text says what."""
+
+
+def rehearsal_of(captured: CapturedStep) -> Rehearse:
+    """What planners ask whether a strategy of a captured step can be executed."""
+
+    def ask(strategy: Strategy, issued: IssuedStep) -> str:
+        return rehearse(
+            captured,
+            strategy,
+            issued.program,
+            issued.task_order,
+            sent_before=issued.sent_before,
+        )
+
+    return ask
 
 
 def rehearse(

@@ -9,6 +9,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import axis_plan
+from heterog.graph.batch_plan import micro_batches_refused, ops_of_the_whole_batch
 from heterog.graph.op_graph import FloatArray, OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.simulator.calibration import cost_model_of
@@ -61,6 +62,8 @@ class Outcome(StrEnum):
 
     OK = "ok"
     OUT_OF_MEMORY = "out_of_memory"
+    CANNOT_RUN = "cannot_run"
+    """Ranks would not compute what one device does, or get stuck."""
     GIVEN_UP = "given_up"
     """Slower than the limit that was asked for; ``step_time_s`` is a lower bound."""
 
@@ -75,7 +78,7 @@ class Evaluation:
         peak_memory_bytes: of each device.
         order: the order in which waiting tasks ran.
         shortage: for ``out_of_memory``, the device and the missing bytes in words.
-        overflow_bytes: bytes missing on the worst device, 0 if none.
+        overflow_bytes: bytes missing on the worst device, 0 if none; infinite for what cannot run.
     """
 
     outcome: Outcome
@@ -192,6 +195,7 @@ class Evaluator:
         self._rules_by_number: list[OpRules] = [()]
         self._rule_sets: dict[int, _RuleSet] = {0: _RuleSet(graph, (), cluster.num_devices)}
         self._schedule = make_schedule(1, 1, 1, 1)
+        self._whole_batch_ops = ops_of_the_whole_batch(graph)
         self._usable = np.array([device.usable_memory_bytes for device in cluster.devices])
         types = cluster.device_types
         updates = [op for op, _, _ in graph.updates]
@@ -343,7 +347,7 @@ class Evaluator:
             if not is_done or seconds > limit_s:
                 found.append(given_up(seconds, order))
                 continue
-            found.append(self._judge(seconds, self._peak(choice, self._schedule), order))
+            found.append(self._judge(choice, seconds, self._peak(choice, self._schedule), order))
             if found[-1].outcome == Outcome.OK:
                 limit_s = seconds
         return found
@@ -379,7 +383,7 @@ class Evaluator:
         seconds, replayed = self._replay(choice, limit_s)
         if replayed is None or seconds > limit_s:
             return given_up(seconds, order)
-        return self._judge(seconds, self._peak(choice, self._schedule, replayed), order)
+        return self._judge(choice, seconds, self._peak(choice, self._schedule, replayed), order)
 
     def _replay(self, choice: Choice, limit_s: float = math.inf) -> tuple[float, Schedule | None]:
         """(seconds per step, schedule) of the choice that was simulated last, by the referee.
@@ -418,9 +422,18 @@ class Evaluator:
             result[draw] = end / choice.num_steps
         return result
 
-    def _judge(self, seconds: float, peak: FloatArray, order: Order) -> Evaluation:
+    def _judge(self, choice: Choice, seconds: float, peak: FloatArray, order: Order) -> Evaluation:
         """The evaluation of a predicted step time and memory."""
         peak = np.rint(peak * (1.0 + MEMORY_MARGIN))
+        if choice.num_micro > 1 and self._whole_batch_ops:
+            return Evaluation(
+                outcome=Outcome.CANNOT_RUN,
+                step_time_s=seconds,
+                peak_memory_bytes=tuple(round(value) for value in peak),
+                order=order,
+                shortage=micro_batches_refused(self.graph, choice.num_micro),
+                overflow_bytes=math.inf,  # whatever fits is better
+            )
         over = peak - self._usable
         worst = int(np.argmax(over))
         missing = float(over[worst])

@@ -1,0 +1,84 @@
+"""What a rehearsal makes of methods' rows; plans for batches smaller than the cluster."""
+
+from dataclasses import replace
+
+import pytest
+
+import heterog
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture_step
+from heterog.planners.compare import compare_methods
+from heterog.planners.issue_order import IssuedStep
+from heterog.planners.plan import make_plan
+from heterog.planners.planner import Budget, planners
+from heterog.planners.portfolio import AUTO
+from heterog.runtime.rehearsal import rehearsal_of
+from heterog.strategy.strategy import Strategy
+from tests.runtime.cases import workload_of
+
+CLUSTER = Cluster.load("paper_8gpu")
+BASELINES = ("ev_ar", "ddp", "model_parallel")
+
+
+def test_the_next_best_wins_where_the_best_cannot_run() -> None:
+    graph = capture_step(workload_of("own loss")).graph
+    asked: list[Strategy] = []
+
+    def only_the_second(strategy: Strategy, issued: IssuedStep) -> str:
+        asked.append(strategy)
+        return "rank 1 waits for rank 2" if len(asked) == 1 else ""
+
+    plain = make_plan(graph, CLUSTER, methods=BASELINES, budget="10e")
+    plan = make_plan(graph, CLUSTER, methods=BASELINES, budget="10e", rehearse=only_the_second)
+    assert plan.outcome == "ok"
+    assert plan.method != plain.method
+    assert asked[0] == plain.strategy
+    rows = {row.method: row for row in plan.rows}
+    assert rows[plain.method].outcome == "cannot_run"
+    assert rows[plain.method].shortage == "rank 1 waits for rank 2"
+    assert rows[plan.method].is_rehearsed
+
+
+def test_a_plan_that_cannot_run_says_why_and_is_saved(tmp_path: object) -> None:
+    graph = capture_step(workload_of("own loss")).graph
+    plan = make_plan(
+        graph, CLUSTER, methods=("ddp",), budget="10e", rehearse=lambda *_: "rank 0 is alone"
+    )
+    assert (plan.outcome, plan.step_time_s) == ("cannot_run", None)
+    assert plan.shortage == "rank 0 is alone"
+    plan.save(f"{tmp_path}/plan.json")
+    assert heterog.load_plan(f"{tmp_path}/plan.json").outcome == "cannot_run"
+
+
+def test_compare_rehearses_every_row() -> None:
+    captured = capture_step(workload_of("own loss"))
+    found = compare_methods(
+        captured.graph, CLUSTER, [*BASELINES, AUTO], budget=Budget(evaluations=5)
+    ).rehearsed(rehearsal_of(captured))
+    assert all(row.is_rehearsed for row in found.rows if row.outcome == "ok")
+    assert found.rows[-1].method == AUTO
+
+
+@pytest.mark.parametrize("name", ["contrastive", "pseudo-labels", "gathered"])
+def test_no_method_cuts_a_batch_that_is_needed_whole(name: str) -> None:
+    graph = capture_step(workload_of(name)).graph
+    found = compare_methods(graph, CLUSTER, [AUTO], budget=Budget(evaluations=40))
+    for row in found.rows:
+        if row.outcome == "cannot_run":
+            assert "need the whole batch" in row.shortage
+        elif row.candidate is not None:
+            assert row.candidate.strategy.num_micro_batches == 1, row.method
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_batch_smaller_than_the_number_of_devices(batch: int) -> None:
+    workload = workload_of("own loss")
+    few = tuple(tensor[:batch] for tensor in workload.make_batch())
+    captured = capture_step(replace(workload, example_batch=few))
+    found = compare_methods(
+        captured.graph, CLUSTER, [AUTO], budget=Budget(evaluations=30)
+    ).rehearsed(rehearsal_of(captured))
+    assert {row.method for row in found.rows} == {AUTO, *(each.name for each in planners())}
+    assert found.rows[-1].outcome == "ok"
+    for row in found.rows:
+        assert row.outcome in ("ok", "not_applicable"), (row.method, row.shortage)
