@@ -14,7 +14,7 @@ from heterog.planners.planner import Budget, planners
 from heterog.planners.portfolio import AUTO
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.strategy.strategy import Strategy
-from tests.runtime.cases import workload_of
+from tests.runtime.cases import batch_of, workload_of
 
 CLUSTER = Cluster.load("paper_8gpu")
 BASELINES = ("ev_ar", "ddp", "model_parallel")
@@ -73,7 +73,7 @@ def test_no_method_cuts_a_batch_that_is_needed_whole(name: str) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_batch_smaller_than_the_number_of_devices(batch: int) -> None:
     workload = workload_of("own loss")
-    few = tuple(tensor[:batch] for tensor in workload.make_batch())
+    few = tuple(tensor[:batch] for tensor in batch_of("own loss", 0))
     captured = capture_step(replace(workload, example_batch=few))
     found = compare_methods(
         captured.graph, CLUSTER, [AUTO], budget=Budget(evaluations=30)
