@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from heterog.cluster import Cluster
 from heterog.errors import ConformanceError, HeterogError
+from heterog.names import name_problem
 from heterog.planners.planner import (
     STAGES,
     Budget,
@@ -49,11 +50,11 @@ def check_planner(planner: Planner, evaluator: Evaluator | None = None) -> None:
 def check_name_and_stage(planner: Planner, evaluator: Evaluator | None = None) -> None:
     """A method has a name, a stage of ``planner.STAGES``, and a way to plan."""
     name, stage = getattr(planner, "name", None), getattr(planner, "stage", None)
-    if not isinstance(name, str) or not name or "," in name or name == AUTO:
-        raise ConformanceError(
-            f"{type(planner).__name__} has the name {name!r}; a method's name is text without a "
-            f"comma, and not '{AUTO}'."
-        )
+    problem = name_problem(name) if isinstance(name, str) else "is no text"
+    if problem is None and ("," in str(name) or name == AUTO):
+        problem = f"has a comma, or is '{AUTO}'; commas separate the names of methods"
+    if problem is not None:
+        raise ConformanceError(f"{type(planner).__name__} has the name {name!r}, which {problem}.")
     if stage not in STAGES:
         raise ConformanceError(f"{name} has the stage {stage!r}; known are {', '.join(STAGES)}.")
     if not callable(getattr(planner, "plan", None)):

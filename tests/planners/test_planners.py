@@ -126,7 +126,7 @@ def test_a_method_that_conforms_passes() -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ("name", r"a method's name is text without a comma"),
+        ("name", r"has the name 'a,b', which has a comma"),
         ("stage", r"has the stage 'later'; known are baseline, zero_shot, search"),
         ("empty", r"no candidate and gives no reason"),
         ("orders", r"without any order to run in"),
