@@ -3,9 +3,11 @@
 import ast
 import builtins
 import importlib
+import json
 import keyword
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 import typer.main
 
-import heterog.agents.planners  # noqa: F401  registers the policies as methods
+import heterog.agents.planners
 from heterog import __version__
 from heterog.agents.checkpoint import shipped_policies
 from heterog.agents.config import Algorithm, TrainingConfig
@@ -24,7 +26,7 @@ from heterog.agents.encoder import ENCODERS
 from heterog.agents.proposals import NUM_SAMPLES
 from heterog.agents.sources import PIPELINED_PART
 from heterog.cli import app
-from heterog.cluster.spec import ClusterSpec, preset_names
+from heterog.cluster.spec import ClusterSpec, parse_cluster, preset_names
 from heterog.envs.candidates import MAX_CANDIDATES
 from heterog.envs.clusters import ClusterRange
 from heterog.envs.merging import MAX_BLOCKS
@@ -36,6 +38,7 @@ from heterog.envs.spaces import Padding, pair_space
 from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
 from heterog.explain.explanation import SUFFICES
 from heterog.export import TARGETS
+from heterog.graph import serialize
 from heterog.graph.sharding_rules.table import RULES
 from heterog.planners.planner import planners
 from heterog.planners.portfolio import EQUALLY_GOOD, NUM_DRAWS
@@ -588,3 +591,67 @@ def test_the_layers_of_the_page_are_those_that_are_held() -> None:
     }
     missing = {name for name in packages if f"**`{name}`**" not in text_of("ARCHITECTURE.md")}
     assert not missing, f"ARCHITECTURE.md says nothing of {sorted(missing)}"
+
+
+# --- examples ------------------------------------------------------------------------------------
+
+
+def indented_blocks(text: str, first: str) -> list[str]:
+    """Indented blocks of a text that begin with a line."""
+    lines = text.splitlines()
+    blocks = []
+    for number, line in enumerate(lines):
+        if line.strip() == first and line.startswith("    "):
+            end = number
+            while end < len(lines) and (lines[end].startswith("    ") or not lines[end].strip()):
+                end += 1
+            blocks.append(textwrap.dedent("\n".join(lines[number:end])))
+    return blocks
+
+
+CLUSTER_FILES = [
+    (name, block)
+    for name in ("README.md", "docs/guide.md", "heterog/cluster/spec.py")
+    for block in indented_blocks(text_of(name), "schema_version: 1")
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "block"), CLUSTER_FILES, ids=[each[0] for each in CLUSTER_FILES]
+)
+def test_the_cluster_files_of_the_docs_can_be_read(place: str, block: str, tmp_path: Path) -> None:
+    calibration = re.search(r"calibration: (\S+)", block)
+    if calibration:
+        block = block.replace(calibration[0], "")
+    cluster = parse_cluster(block, tmp_path / "lab.yaml")
+    assert cluster.num_devices >= 4, place
+
+
+def test_the_cluster_files_are_found() -> None:
+    assert {place for place, _ in CLUSTER_FILES} == {
+        "README.md", "docs/guide.md", "heterog/cluster/spec.py"
+    }  # fmt: skip
+
+
+def test_the_workload_of_the_readme_can_be_planned() -> None:
+    (code,) = indented_blocks(text_of("README.md"), "import torch, heterog")
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    (lab,) = indented_blocks(text_of("README.md"), "schema_version: 1")
+    plan = heterog.plan(
+        names["workload"](), parse_cluster(lab, Path("lab.yaml")), method="cp_ar", budget="5e"
+    )
+    assert plan.step_time_s is not None
+    (use,) = indented_blocks(
+        text_of("README.md"),
+        'plan = heterog.plan(workload(), heterog.Cluster.load("lab.yaml"), budget="30s")',
+    )
+    for name in re.findall(r"(?<!\")\bplan\.(\w+)", use):
+        assert hasattr(plan, name), f"README.md uses plan.{name}"
+
+
+def test_the_graph_of_the_format_description_can_be_read() -> None:
+    doc = serialize.__doc__ or ""
+    (example,) = indented_blocks(doc, "{")
+    graph = serialize.graph_from_dict(json.loads(example), "the example")
+    assert graph.num_ops == 3
