@@ -31,6 +31,7 @@ from heterog.errors import HeterogError, HeterogWarning
 app = typer.Typer(
     help="Finds how to train a PyTorch model on a cluster of unequal GPUs.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

@@ -87,7 +87,9 @@ EncoderOption = Annotated[
 WorkersOption = Annotated[
     str, typer.Option("--workers", help="processes, or ray or ray:N for a Ray cluster")
 ]
-SeedOption = Annotated[int, typer.Option("--seed", help="of everything random")]
+SeedOption = Annotated[
+    int, typer.Option("--seed", min=0, max=2**63 - 1, help="of everything random")
+]
 
 
 def print_json(value: Any) -> None:

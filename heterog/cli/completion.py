@@ -36,10 +36,11 @@ def testbeds(incomplete: str) -> list[str]:
 
 
 def methods(incomplete: str) -> list[str]:
-    """Methods."""
+    """Methods, and Python files that hold one."""
     from heterog.planners.methods import METHODS
 
-    return _starting((method.name for method in METHODS), incomplete)
+    names = _starting((method.name for method in METHODS), incomplete)
+    return names + (_files(incomplete, (".py",)) if incomplete else [])
 
 
 def policies(incomplete: str) -> list[str]:

@@ -16,7 +16,7 @@ def report(
     plans: Annotated[
         list[Path],
         typer.Argument(
-            metavar="PLAN...",
+            metavar="PLAN",
             help="files that 'heterog plan -o' wrote; several are put side by side",
             autocompletion=completion.plans,
         ),
