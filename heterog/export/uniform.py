@@ -99,7 +99,7 @@ def uniform_remarks(plan: Plan, target: str, *, expressed: Sync | None = None) -
             f"No step barrier: {target} finishes all updates before the next step begins, so the "
             "predicted step time is not reached."
         )
-    return [*remarks, *_global_values(plan, target)]
+    return [*remarks, *_global_values(plan)]
 
 
 def _samples(decision: Decision) -> dict[int, int]:
@@ -129,7 +129,7 @@ def _refuse_whole_batch_ops(plan: Plan, target: str) -> None:
                 )
 
 
-def _global_values(plan: Plan, target: str) -> list[str]:
+def _global_values(plan: Plan) -> list[str]:
     """Sums over the batch that a part of the step reads, which each rank has of its own only."""
     graph = plan.graph
     batch = batch_plan(graph)

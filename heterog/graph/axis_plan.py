@@ -125,13 +125,13 @@ class _Propagation:
         for index, op in enumerate(graph.ops):
             given = tuple(self.placements[tensor] for tensor in op.inputs)
             if op.phase == Phase.UPDATE:
-                self._add(index, given, (R,), None, self.tensor_axis[op.inputs[0]])
+                self._add(given, (R,), None, self.tensor_axis[op.inputs[0]])
             elif graph.is_view[index]:
                 self._add_view(index, given)
             elif index in self.rules:
                 rule, result = self.rules[index]
                 axis = self.axis_of[_axis_units(rule)]
-                self._add(index, rule.inputs, rule.outputs, result.special, axis)
+                self._add(rule.inputs, rule.outputs, result.special, axis)
             else:
                 self._add_as_in_batch(index)
             self._check_local_statistics(index, given)
@@ -162,7 +162,6 @@ class _Propagation:
 
     def _add(
         self,
-        op: int,
         needed: tuple[Placement, ...],
         outputs: tuple[Placement, ...],
         special: str | None,
@@ -176,7 +175,7 @@ class _Propagation:
 
     def _add_as_in_batch(self, op: int) -> None:
         outputs = tuple(self.batch.placements[tensor] for tensor in self.graph.outputs(op))
-        self._add(op, self.batch.needed[op], outputs, self.batch.specials[op], BATCH_AXIS)
+        self._add(self.batch.needed[op], outputs, self.batch.specials[op], BATCH_AXIS)
 
     def _add_view(self, op: int, given: tuple[Placement, ...]) -> None:
         """A view follows what it looks at."""
@@ -190,7 +189,7 @@ class _Propagation:
             self._add_as_in_batch(op)
             return
         needed, outputs, special = self._through(op, given, max(self.axes[axis], 1))
-        self._add(op, needed, outputs, special, axis)
+        self._add(needed, outputs, special, axis)
 
     def _through(
         self, op: int, given: tuple[Placement, ...], units: int

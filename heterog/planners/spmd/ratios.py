@@ -69,7 +69,7 @@ def best_ratios(work: Work, prices: Prices, triples: Sequence[int]) -> tuple[flo
     classes = device_classes(prices.evaluator, prices.devices)
     rows, bounds, weights = _stages(work, prices, triples, classes)
     num_classes, num_stages = len(classes), len(weights)
-    memory, usable = _memory(work, prices, triples, classes)
+    memory, usable = _memory(work, triples, classes)
     # Columns: ratios, stage times, relative overflow of memory.
     width = num_classes + num_stages + 1
     matrix = np.zeros((len(rows) + num_classes, width))
@@ -180,7 +180,7 @@ def _gathered(work: Work, triples: Sequence[int]) -> list[int]:
 
 
 def _memory(
-    work: Work, prices: Prices, triples: Sequence[int], classes: Sequence[DeviceClass]
+    work: Work, triples: Sequence[int], classes: Sequence[DeviceClass]
 ) -> tuple[list[float], list[float]]:
     """(Share of a device's memory per unit of ratio, share that is left for it) by class.
 
