@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterog.agents.config import Algorithm, TrainingConfig
+from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.cli.common import (
     JsonOption,
     ModelsOption,
@@ -24,7 +24,9 @@ from heterog.workers import open_workers
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from heterog.agents.training import Report
+    from heterog.agents.policy import Policy
+    from heterog.agents.sources import PairSource
+    from heterog.agents.training import Report, TrainingResult
 
 _DEFAULTS = TrainingConfig()
 
@@ -79,41 +81,24 @@ def train(
     for path in (output, checkpoint):
         if path is not None:
             check_writable(path)
-    for name, value in (
-        ("--pairs", pairs),
-        ("--steps", steps),
-        ("--search", search),
-    ):
-        if value < 1:
-            raise HeterogError(f"{name} {value} is too small; give 1 or more.")
-    if max_devices is not None and max_devices < 2:
-        raise HeterogError(f"--max-devices {max_devices}: a cluster needs 2 devices or more.")
+    _check_sizes(pairs, steps, search, max_devices)
     if initial and resume is not None:
         raise HeterogError(
             f"--resume {resume} goes on with the weights in there, so --initial {initial} would "
             "have no effect; give one of the two."
         )
+    if algorithm not in list(Algorithm):
+        raise UnknownNameError("algorithm", algorithm, list(Algorithm))
     names = split_names(models)
     crew = open_workers(workers)
 
-    from heterog.agents.checkpoint import load_checkpoint, save_checkpoint
-    from heterog.agents.config import PolicyConfig
+    from heterog.agents.checkpoint import save_checkpoint
     from heterog.agents.ppo_training import make_trainer
-    from heterog.agents.sources import (
-        GENERATED,
-        PIPELINED_PART,
-        PairSource,
-        captured,
-        parse_clusters,
-    )
     from heterog.agents.training import check_settings
-    from heterog.envs.clusters import ClusterRange
     from heterog.envs.conformance import load_reward
     from heterog.envs.reward import reward_of
 
-    if algorithm not in list(Algorithm):
-        raise UnknownNameError("algorithm", algorithm, list(Algorithm))
-    encoder = use_encoder(encoder) if encoder else ""
+    network, start = _network(encoder, initial)
     judge = load_reward(reward) if reward else reward_of
     config = TrainingConfig(
         algorithm=Algorithm(algorithm),
@@ -124,39 +109,13 @@ def train(
         seed=seed,
     )
     check_settings(config, judge)
-    start = load_checkpoint(initial).policy if initial else None
-    if start is not None and encoder not in ("", start.config.encoder):
-        raise HeterogError(
-            f"--initial {initial} has the encoder '{start.config.encoder}', and its weights do "
-            f"not fit '{encoder}'; leave one of the two out."
-        )
-    network = PolicyConfig(encoder=encoder) if encoder else PolicyConfig()
-    if encoder == "paper":  # it decides each block on its own
-        network = replace(network, rank=0)
-    given, generated = parse_clusters(split_names(clusters))
-    if generated == 0.0 and max_devices is not None:
-        raise HeterogError(
-            f"--max-devices {max_devices} is about generated clusters, and --clusters {clusters} "
-            f"has none; add '{GENERATED}' to it, or leave --max-devices out."
-        )
-    wanted = ClusterRange() if max_devices is None else ClusterRange(max_devices=max_devices)
     report = _reporter(as_json)
-    found = []
-    for number, name in enumerate(names):
-        report("capture", number / len(names), name)
-        found.append(captured(name, graphs))
+    source = _source(names, graphs, clusters, max_devices, config, report)
     with crew:
-        trainer = make_trainer(
-            PairSource(
-                graphs=found,
-                clusters=given,
-                generated=generated,
-                pipelined=PIPELINED_PART if config.imitates else 0.0,
-                wanted=wanted,
-                seed=seed,
-            ),
+        result = make_trainer(
+            source,
             config,
-            start.config if start is not None else network,
+            network,
             provenance={"name": output.stem, "asked_clusters": clusters},
             logdir=logdir,
             checkpoint=checkpoint,
@@ -165,11 +124,82 @@ def train(
             reward=judge,
             workers=crew,
             report=report,
-        )
-        result = trainer.run()
+        ).run()
     save_checkpoint(output, result.checkpoint)
-    first, last = result.history[0], min(result.history, key=lambda row: row["best_of_16"])
-    document = {
+    if as_json:
+        print_json(_document(result, output, algorithm))
+    else:
+        out.print(_words(result, output, search), soft_wrap=True, markup=False)
+    if not result.finished:
+        raise typer.Exit(130)  # as shells have it for what Ctrl-C has ended
+
+
+def _check_sizes(pairs: int, steps: int, search: int, max_devices: int | None) -> None:
+    for name, value in (("--pairs", pairs), ("--steps", steps), ("--search", search)):
+        if value < 1:
+            raise HeterogError(f"{name} {value} is too small; give 1 or more.")
+    if max_devices is not None and max_devices < 2:
+        raise HeterogError(f"--max-devices {max_devices}: a cluster needs 2 devices or more.")
+
+
+def _network(encoder: str, initial: str) -> "tuple[PolicyConfig, Policy | None]":
+    """What to train: sizes, and the policy to begin with if there is one."""
+    from heterog.agents.checkpoint import load_checkpoint
+
+    name = use_encoder(encoder) if encoder else ""
+    if not initial:
+        network = PolicyConfig(encoder=name) if name else PolicyConfig()
+        # The paper's decides each block on its own.
+        return (replace(network, rank=0) if name == "paper" else network), None
+    start = load_checkpoint(initial).policy
+    if name not in ("", start.config.encoder):
+        raise HeterogError(
+            f"--initial {initial} has the encoder '{start.config.encoder}', and its weights do "
+            f"not fit '{name}'; leave one of the two out."
+        )
+    return start.config, start
+
+
+def _source(
+    names: "Sequence[str]",
+    folder: Path | None,
+    clusters: str,
+    max_devices: int | None,
+    config: TrainingConfig,
+    report: "Report",
+) -> "PairSource":
+    """The pairs to train on; every model is captured now."""
+    from heterog.agents.sources import (
+        GENERATED,
+        PIPELINED_PART,
+        PairSource,
+        captured,
+        parse_clusters,
+    )
+    from heterog.envs.clusters import ClusterRange
+
+    given, generated = parse_clusters(split_names(clusters))
+    if generated == 0.0 and max_devices is not None:
+        raise HeterogError(
+            f"--max-devices {max_devices} is about generated clusters, and --clusters {clusters} "
+            f"has none; add '{GENERATED}' to it, or leave --max-devices out."
+        )
+    found = []
+    for number, name in enumerate(names):
+        report("capture", number / len(names), name)
+        found.append(captured(name, folder))
+    return PairSource(
+        graphs=found,
+        clusters=given,
+        generated=generated,
+        pipelined=PIPELINED_PART if config.imitates else 0.0,
+        wanted=ClusterRange() if max_devices is None else ClusterRange(max_devices=max_devices),
+        seed=config.seed,
+    )
+
+
+def _document(result: "TrainingResult", output: Path, algorithm: str) -> dict[str, Any]:
+    return {
         "policy": str(output),
         "algorithm": algorithm,
         "reward": result.checkpoint.provenance["reward"],
@@ -178,17 +208,20 @@ def train(
         "seconds": result.seconds,
         "history": [dict(row) for row in result.history],
     }
-    if as_json:
-        print_json(document)
-        return
-    out.print(
+
+
+def _words(result: "TrainingResult", output: Path, search: int) -> str:
+    """One sentence: how good the policy has become."""
+    if not result.history:
+        return (
+            f"{output}: interrupted before anything was learned; this is the policy it began with"
+        )
+    first, last = result.history[0], min(result.history, key=lambda row: row["best_of_16"])
+    return (
         f"{output}: best of 16 draws over search, untrained {first['best_of_16']:.3f}, trained "
         f"{last['best_of_16']:.3f} (1 is as good as {search} evaluations); "
         f"{_rewards(result.history)}{result.num_evaluations:,} evaluations in "
-        f"{result.seconds:.0f} s"
-        f"{'' if result.finished else '; interrupted'}",
-        soft_wrap=True,
-        markup=False,
+        f"{result.seconds:.0f} s{'' if result.finished else '; interrupted'}"
     )
 
 

@@ -298,6 +298,35 @@ def test_train_refuses_bad_options(options: list[str], text: str, tmp_path: Path
     assert text in str(done.exception)
 
 
+@pytest.mark.parametrize("stage", ["validation pairs", "validation"])
+def test_training_that_is_interrupted_keeps_the_best(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first validation and after it: written, said, and exit code 130."""
+    from typer.testing import CliRunner
+
+    from heterog.cli import app, train
+    from heterog.graph.serialize import save_graph
+
+    graph, policy = tmp_path / "lm.json.gz", tmp_path / "mine.pt"
+    save_graph(language_graph(), graph)
+
+    def reporter(quiet: bool) -> object:
+        def report(now: str, fraction: float, text: str) -> None:
+            if now == stage:
+                raise KeyboardInterrupt
+
+        return report
+
+    monkeypatch.setattr(train, "_reporter", reporter)
+    options = ["--pairs", "1", "--steps", "1", "--search", "5", "-o", str(policy)]
+    done = CliRunner().invoke(app, ["train", "--models", str(graph), *options])
+    assert done.exit_code == 130, done.output
+    wanted = "before anything was learned" if stage == "validation pairs" else "; interrupted"
+    assert wanted in done.output.replace("\n", " ")
+    assert load_checkpoint(policy).policy.config == PolicyConfig()
+
+
 def test_searches_that_start_from_the_others_run_last() -> None:
     """Whatever is imported first: ``auto`` gives them what the others found, and their rest."""
     code = (
