@@ -215,6 +215,17 @@ def test_a_command_that_is_mentioned_exists(place: str, line: str) -> None:
     check_values(rest)
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_plan_is_run_on_the_testbed_it_was_made_for(path: Path) -> None:
+    cluster = ""
+    for line in command_lines(path.read_text()):
+        options = dict(pairwise(shlex.split(line)))
+        if line.startswith("heterog plan"):
+            cluster = options.get("--cluster", "")
+        elif line.startswith("heterog run") and "--testbed" in options:
+            assert options["--testbed"] == cluster, f"'{line}' would be refused"
+
+
 def test_the_documented_commands_are_many() -> None:
     """The patterns above still find them."""
     assert len(WHOLE) > 60
