@@ -22,6 +22,7 @@ class _StrategyEnv(gym.Env[Padded, Any]):
     """What both environments share: pairs, padding, the end of an episode."""
 
     metadata = {"render_modes": []}  # noqa: RUF012  (as Gymnasium declares it)
+    observation_space: gym.Space[Any]
 
     def __init__(
         self,
@@ -34,6 +35,11 @@ class _StrategyEnv(gym.Env[Padded, Any]):
         self.padding = padding or Padding.of(self.pairs)
         self.padding.check(self.pairs)
         self._number = 0
+        self._make_spaces()
+
+    def _make_spaces(self) -> None:
+        """Set ``observation_space`` and ``action_space``, which follow from the padding."""
+        raise NotImplementedError
 
     @property
     def pair(self) -> Pair:
@@ -114,17 +120,10 @@ class StrategyOneShotEnv(_StrategyEnv):
     v0).
     """
 
-    def __init__(
-        self,
-        pairs: Sequence[Pair] | None = None,
-        padding: Padding | None = None,
-        reward: RewardFunction = reward_of,
-    ) -> None:
-        super().__init__(pairs, padding, reward)
-        self.observation_space: gym.Space[Any] = gym.spaces.Dict(pair_space(self.padding))
-        self.action_space = gym.spaces.MultiDiscrete(
-            [self.padding.candidates] * self.padding.blocks
-        )
+    def _make_spaces(self) -> None:
+        padding = self.padding
+        self.observation_space = gym.spaces.Dict(pair_space(padding))
+        self.action_space = gym.spaces.MultiDiscrete([padding.candidates] * padding.blocks)
 
     def reset(
         self, *, seed: int | None = None, options: Info | None = None
@@ -179,15 +178,9 @@ bound, and the part of the batch that changed devices |
     v0).
     """
 
-    def __init__(
-        self,
-        pairs: Sequence[Pair] | None = None,
-        padding: Padding | None = None,
-        reward: RewardFunction = reward_of,
-    ) -> None:
-        super().__init__(pairs, padding, reward)
+    def _make_spaces(self) -> None:
         blocks, candidates = self.padding.blocks, self.padding.candidates
-        self.observation_space: gym.Space[Any] = gym.spaces.Dict(
+        self.observation_space = gym.spaces.Dict(
             pair_space(self.padding)
             | {
                 "block": gym.spaces.Box(0, blocks, (1,), np.int64),
