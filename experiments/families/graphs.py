@@ -60,7 +60,7 @@ def of_layers(layer: Any, *, inner: int = 8, **options: Any) -> Workload:
     return sgd(model, graph_batch)
 
 
-@family("pyg_gcn")
+@family("pyg_gcn", is_quick=True)
 def gcn() -> Workload:
     """GCN: self loops and symmetric normalisation."""
     return of_layers(pyg.GCNConv)
@@ -72,7 +72,7 @@ def gat() -> Workload:
     return of_layers(pyg.GATConv, heads=2, concat=False)
 
 
-@family("pyg_sage", is_quick=True)
+@family("pyg_sage")
 def sage() -> Workload:
     """GraphSAGE: the mean of neighbours."""
     return of_layers(pyg.SAGEConv)

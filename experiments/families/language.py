@@ -209,7 +209,7 @@ def mixtral() -> Workload:
                   dtype=torch.float32)  # fmt: skip
 
 
-@family("mixtral_grouped", tolerance=FLOAT32, is_quick=True)
+@family("mixtral_grouped", tolerance=FLOAT32)
 def mixtral_grouped() -> Workload:
     """Mixtral with experts by grouped matrix products, in single precision."""
     return causal("Mixtral", num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2,
@@ -343,7 +343,7 @@ def distilbert_qa() -> Workload:
                         "DistilBertForQuestionAnswering", batch)  # fmt: skip
 
 
-@family("bert_classifier_dropout", is_random=True, is_quick=True)
+@family("bert_classifier_dropout", is_random=True)
 def bert_classifier_dropout() -> Workload:
     """BERT for classification with dropout outside attention."""
 

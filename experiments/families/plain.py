@@ -34,7 +34,7 @@ class Recurrent(nn.Module):
         return functional.cross_entropy(scores, words[:, 1:].reshape(-1))
 
 
-@family("lstm_language_model", is_quick=True)
+@family("lstm_language_model")
 def lstm_language_model() -> Workload:
     """LSTM: the target is the input, one word later."""
     return sgd(lambda: Recurrent("LSTM").double(), lambda: (tokens(),))
@@ -282,7 +282,7 @@ def top1_experts() -> Workload:
     return sgd(Network, lambda: (torch.randn(BATCH, 6), torch.randint(0, 3, (BATCH,))))
 
 
-@family("spectral_norm_mlp")
+@family("spectral_norm_mlp", is_quick=True)
 def spectral_norm_mlp() -> Workload:
     """Weights divided by their largest singular value, which buffers follow."""
 

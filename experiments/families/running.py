@@ -54,10 +54,16 @@ class Row(NamedTuple):
     failed: dict[str, str]
 
 
-def run_family(family: Family, limit_s: float) -> Row:
-    """Run a family in a process of its own, for a limited time."""
+def run_family(family: Family, limit_s: float, *, searches: bool = True) -> Row:
+    """Run a family in a process of its own.
+
+    Args:
+        family: of models.
+        limit_s: seconds that it may take from one answer to the next.
+        searches: whether a plan is searched for, too.
+    """
     here, there = _FORK.Pipe()
-    process = _FORK.Process(target=_family_process, args=(family, there))
+    process = _FORK.Process(target=_family_process, args=(family, there, searches))
     process.start()
     there.close()
     row = None
@@ -88,13 +94,13 @@ def _end(process: BaseProcess) -> None:
     process.join()
 
 
-def _family_process(family: Family, pipe: Connection) -> None:
+def _family_process(family: Family, pipe: Connection, searches: bool) -> None:
     os.setpgid(0, 0)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     try:
-        _run(family, lambda kind, key, value: pipe.send((kind, key, value)))
+        _run(family, searches, lambda kind, key, value: pipe.send((kind, key, value)))
     except HeterogError as error:
         pipe.send(("refused", "capture", str(error)))
     except Exception:
@@ -104,10 +110,10 @@ def _family_process(family: Family, pipe: Connection) -> None:
     os._exit(0)
 
 
-def _run(family: Family, tell: Callable[[str, str, Any], None]) -> None:
+def _run(family: Family, searches: bool, tell: Callable[[str, str, Any], None]) -> None:
     captured = capture_step(family.workload())
     ranks: Ranks | None = None
-    plans = strategies(captured.graph)
+    plans = strategies(captured.graph, searches=searches)
     while True:
         try:
             name, plan = next(plans)

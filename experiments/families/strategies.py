@@ -49,7 +49,7 @@ def shares_of(graph: OpGraph, *weights: int) -> tuple[int, ...]:
     return graph.batch_size - sum(rest), *rest
 
 
-def strategies(graph: OpGraph) -> Iterator[tuple[str, Plan]]:
+def strategies(graph: OpGraph, *, searches: bool) -> Iterator[tuple[str, Plan]]:
     """A plan of every kind that the graph has, by name."""
     for name, make in (
         ("parameter_servers", _servers),
@@ -60,7 +60,8 @@ def strategies(graph: OpGraph) -> Iterator[tuple[str, Plan]]:
         strategy = make(graph)
         if strategy is not None:
             yield name, _plan_of(graph, strategy)
-    yield "searched", make_plan(graph, cluster(), budget=SEARCH)
+    if searches:
+        yield "searched", make_plan(graph, cluster(), budget=SEARCH)
 
 
 def _plan_of(graph: OpGraph, strategy: Strategy) -> Plan:

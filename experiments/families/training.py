@@ -238,7 +238,7 @@ class TokenModel(nn.Module):
         return out
 
 
-@family("where_masked_target", is_quick=True)
+@family("where_masked_target")
 def where_masked_target() -> Workload:
     """The target is masked by ``torch.where`` inside the model."""
 
@@ -299,7 +299,7 @@ def hand_masked_mean() -> Workload:
     return sgd(lambda: Masked().double(), lambda: (tokens(), labels_of()))
 
 
-@family("vae", is_random=True)
+@family("vae", is_random=True, is_quick=True)
 def vae() -> Workload:
     """A variational autoencoder: noise in the middle of the step."""
 

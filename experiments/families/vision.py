@@ -105,7 +105,7 @@ def segformer() -> Workload:
     )  # fmt: skip
 
 
-@family("clip", is_quick=True)
+@family("clip")
 def clip() -> Workload:
     """CLIP: every image is compared with every text of the batch; targets from ``arange``."""
     side = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -249,7 +249,7 @@ def _classes(*shape: int) -> Batch:
     return torch.randn(BATCH, *shape, dtype=torch.float64), torch.randint(0, LABELS, (BATCH,))
 
 
-@family("cnn_3d")
+@family("cnn_3d", is_quick=True)
 def cnn_3d() -> Workload:
     """Video: three-dimensional convolutions, pooling and BatchNorm."""
     return sgd(
@@ -277,7 +277,7 @@ class _Causal(nn.Module):
         return x + functional.leaky_relu(changed)
 
 
-@family("tcn_weight_norm", is_quick=True)
+@family("tcn_weight_norm")
 def tcn() -> Workload:
     """A temporal convolutional network: each step predicts the next sample."""
 

@@ -1,0 +1,28 @@
+"""A few model families of ``experiments/model_families.py``, chosen for unlike features."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "model_families.py"
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_families_run_under_every_strategy_and_equal_plain_pytorch() -> None:
+    """Own loss, self loops, sparse tables, ties, noise, BatchNorm, spectral norm, a penalty."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick", "--no-search", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    rows = json.loads(done.stdout)["rows"]
+    assert len(rows) == 8
+    for row in rows:
+        assert row["equal"], (row, done.stderr)
+        assert {"parameter_servers", "pipeline", "zero3"} <= row["strategies"].keys()
+    assert done.returncode == 0
