@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from families.family import Batch, Family
 from heterog.graph.capture import CapturedStep
-from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import Special
 from heterog.planners.plan import Plan
@@ -45,11 +45,19 @@ class Part(NamedTuple):
     device: int
 
 
-def train_on_one_device(family: Family, captured: CapturedStep, plan: Plan) -> Trained:
+def train_on_one_device(
+    family: Family, captured: CapturedStep, plan: Plan, *, is_flipped: bool = False
+) -> Trained:
     """The same steps without any of this project, but for what cannot be the same by itself.
 
     BatchNorm sees the local groups that the plan makes, with running statistics of their own on
     every device; random ops are given the numbers that the ranks draw.
+
+    Args:
+        family: of models.
+        captured: its step.
+        plan: that the ranks follow.
+        is_flipped: the samples of a batch come in reverse, which is the same but for rounding.
     """
     program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
     part = RankProgram(captured.graph, plan.strategy, program, 0)
@@ -64,6 +72,8 @@ def train_on_one_device(family: Family, captured: CapturedStep, plan: Plan) -> T
     losses = []
     for step in range(STEPS):
         batch = family.batch(step)
+        if is_flipped:
+            batch = pytree.tree_map(lambda value: value.flip(0), batch)
         optimizer.zero_grad()
         draws = Draws(captured, part, step) if family.is_random else nullcontext()
         with draws:
@@ -116,10 +126,14 @@ def local_groups(part: RankProgram) -> list[Part]:
         NotImplementedError: they are not the same for all of them.
     """
     found: set[tuple[Part, ...]] = set()
-    for index, special in enumerate(part.plan.specials):
+    for index, op in enumerate(part.graph.ops):
         layout = part.layout_of_op(index)
-        if special == Special.LOCAL_STATISTICS and layout is not None:
+        if "batch_norm" not in op.kind or op.phase != Phase.FORWARD or layout is None:
+            continue
+        if part.plan.specials[index] == Special.LOCAL_STATISTICS:
             found.add(tuple(_parts(part, layout)))
+        elif op.args.get("training") is True:  # a rule splits its channels
+            found.add((Part(0, part.graph.batch_size, layout.devices[0]),))
     # Who computes them does not matter, but for whose running statistics change.
     if len({tuple(each[:2] for each in parts) for parts in found}) > 1:
         raise NotImplementedError("layers with BatchNorm have unlike local groups")

@@ -25,6 +25,8 @@ ALL = (0, 1, 2)
 NUM_RANKS = len(ALL)
 SEARCH = "60e"
 """Budget of the plan that is searched: enough for every method to answer."""
+METHODS = ("cp_ar", "tuned_uniform", "pipeline", "poplar", "local_search")
+"""Methods that search it: those that are quick on thousands of small ops."""
 # So slow that sharing models of a few thousand weights out is worth its while.
 _CLUSTER = "schema_version: 1\nname: three_kinds\nhosts:" + "".join(
     f"""
@@ -61,7 +63,7 @@ def strategies(graph: OpGraph, *, searches: bool) -> Iterator[tuple[str, Plan]]:
         if strategy is not None:
             yield name, _plan_of(graph, strategy)
     if searches:
-        yield "searched", make_plan(graph, cluster(), budget=SEARCH)
+        yield "searched", make_plan(graph, cluster(), methods=METHODS, budget=SEARCH)
 
 
 def _plan_of(graph: OpGraph, strategy: Strategy) -> Plan:

@@ -7,6 +7,8 @@ run. Forward hooks annotate every node with its module; a backward node finds it
 autograd's sequence number. Everything that touches private names of torch is in this file.
 """
 
+import functools
+import gc
 import sys
 import traceback
 import warnings
@@ -119,6 +121,11 @@ def capture(workload: Workload) -> OpGraph:
 
 def capture_step(workload: Workload) -> CapturedStep:
     """Capture a workload and keep the fx graph; see ``capture``."""
+    with _caches_without_fakes():
+        return _capture_step(workload)
+
+
+def _capture_step(workload: Workload) -> CapturedStep:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(action="ignore"), mode:
         with _clear_errors(workload, None):
@@ -140,6 +147,30 @@ def capture_step(workload: Workload) -> CapturedStep:
             raise CaptureError(f"workload '{workload.name}': no parameter requires a gradient.")
     traced = _trace(workload, mode, model, parameters, buffers, batch)
     return _Reader(workload, traced, parameters, buffers, frozen, batch).read()
+
+
+@contextmanager
+def _caches_without_fakes() -> Iterator[None]:
+    """Empties what models have cached meanwhile: fake tensors, which the real model would read.
+
+    Libraries keep tables that depend on sizes alone (positions of patches, say) in ``lru_cache``.
+    """
+    before = {id(cache): cache.cache_info().misses for cache in _caches()}
+    try:
+        yield
+    finally:
+        for cache in _caches():
+            if cache.cache_info().misses != before.get(id(cache), 0):
+                cache.cache_clear()
+
+
+def _caches() -> list[Any]:
+    """Every ``lru_cache`` of this process but those of torch and ours: they hold no tensors."""
+    # By type: asking a lazy proxy what it is an instance of may import or warn.
+    kind: type = functools._lru_cache_wrapper
+    found: Any = (each for each in gc.get_objects() if type(each) is kind)
+    own = ("torch.", "sympy.", "heterog.")
+    return [cache for cache in found if not str(getattr(cache, "__module__", "")).startswith(own)]
 
 
 def _make_model(workload: Workload) -> nn.Module:

@@ -412,6 +412,13 @@ class _RehearsedOp(LocalOp):
         return list(made)
 
     def _make(self, inputs: Sequence[Tensor], samples: int, is_first: bool) -> list[Tensor]:
+        if self._is_as_captured(inputs, samples):
+            # It is known what it makes. Some kernels of the meta device refuse or shape what those
+            # of devices do not (_grouped_mm, _embedding_bag).
+            return [
+                torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=META)
+                for meta in self.call.outputs
+            ]
         made = self._kernel(inputs, samples, is_first=is_first)
         places = zip(made, self.call.outputs, self.rule.outputs, strict=True)
         for value, meta, place in places:
@@ -419,6 +426,16 @@ class _RehearsedOp(LocalOp):
             if tuple(value.shape) != wanted:
                 raise RehearsalError(f"it makes {tuple(value.shape)} instead of {wanted}")
         return made
+
+    def _is_as_captured(self, inputs: Sequence[Tensor], samples: int) -> bool:
+        """Whether an op gets and makes whole tensors, as it did when it was captured."""
+        given = [(tuple(value.shape), value.dtype) for value in inputs]
+        return given == [
+            (meta.shape, getattr(torch, meta.dtype)) for meta in self.call.inputs
+        ] and all(
+            local_shape(meta.shape, place, samples, self.units) == meta.shape
+            for meta, place in zip(self.call.outputs, self.rule.outputs, strict=True)
+        )
 
 
 class _Parcel(NamedTuple):

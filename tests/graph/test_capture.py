@@ -1,5 +1,6 @@
 """Capture: structure, phases, modules, costs and errors on small models."""
 
+import functools
 import re
 import traceback
 from typing import Any
@@ -368,6 +369,30 @@ def test_graph_layers_are_captured_for_graphs_without_own_loops_which_is_checked
         return
     with pytest.raises(RuntimeError, match="self loops of its own"):
         step.module(*state, x, torch.tensor([[0, 1, 2], [1, 1, 4]]), target)
+
+
+@functools.lru_cache(maxsize=4)
+def places_of(size: int) -> Tensor:
+    """A table that a library keeps for every size."""
+    return torch.arange(size) * 0.1
+
+
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x + places_of(6))
+        return out
+
+
+def test_what_a_library_caches_meanwhile_is_not_what_the_real_model_reads() -> None:
+    """Positions of patches in ``transformers``: the model was fed fake tensors after capture."""
+    batch = (torch.zeros(8, 6), torch.zeros(8, 4))
+    capture(workload(Placed, *batch))
+    assert type(places_of(6)) is Tensor
+    capture(workload(Placed, *batch))  # with a real table in the cache
 
 
 class GroupedExperts(nn.Module):
