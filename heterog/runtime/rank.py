@@ -33,6 +33,7 @@ from heterog.runtime.background import (
     has_own_process,
     stream_of_priority,
 )
+from heterog.runtime.collectives import gather_texts
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.launch import HEARTBEAT, PORT_FILE
 from heterog.strategy.program import FloatArray
@@ -135,6 +136,10 @@ def train(
     join(timeout_s, backend="gloo" if on_cpus else "")
     tell("capturing the model")
     step = deploy(workload, plan)
+    if save:  # before the training that would be lost
+        from heterog.runtime.checkpoint.state import check_whole
+
+        check_whole(step)
     if resume:
         tell("reading the checkpoint")
         from heterog.runtime.checkpoint import load_checkpoint  # half a second on every rank
@@ -178,9 +183,10 @@ def train(
         save_checkpoint(step, save)
     step.flush()  # without a step barrier the last updates may still be open
     tell("leaving")
-    background_steps: list[Any] = [0] * dist.get_world_size()
+    background_steps = [0] * dist.get_world_size()
     if plan.background is not None:
-        dist.all_gather_object(background_steps, beside.stop() if beside else 0)
+        # As texts: objects would be pickled.
+        background_steps = list(map(int, gather_texts(str(beside.stop() if beside else 0))))
     median_s = statistics.median(seconds)
     return step, {
         "model": plan.graph.name,

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from heterog.graph.capture import capture
 from heterog.planners.plan import load_plan, make_plan
 from heterog.runtime import launch
 from heterog.runtime.launch import LaunchError, run_ranks
+from heterog.strategy.tensor_parallel import shardings
 from heterog.zoo import load_workload
-from tests.simulator.builders import cluster_of
+from tests.simulator.builders import cluster_of, plan_by_hand
 
 MODEL = """
 import torch, heterog
@@ -106,6 +108,19 @@ def test_a_run_is_saved_and_resumed(plan: Path, model: str, tmp_path: Path) -> N
     )
     assert more["num_steps_before"] == 4, "the one that warms up trains, too"
     assert more["losses"] == [None, None]
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_saved_is_refused_before_it_is_trained(model: str, tmp_path: Path) -> None:
+    graph = capture(load_workload(model, None))
+    even = make_plan(graph, two_devices(), methods=["ddp"], budget="1e").strategy
+    sharded = shardings(graph, range(len(even.decisions)))[0]
+    path = tmp_path / "sharded.json"
+    plan_by_hand(graph, two_devices(), replace(even, op_rules=sharded.op_rules)).save(path)
+    seen: list[str] = []
+    with pytest.raises(LaunchError, match="checkpoints cannot hold yet"):
+        run_ranks(path, 2, num_steps=50, save=tmp_path / "c", timeout_s=120, progress=seen.append)
+    assert not any(stage.startswith("step") for stage in seen)
 
 
 def test_the_options_of_the_command_reach_the_ranks(
