@@ -9,6 +9,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +21,8 @@ import typer.main
 
 import heterog.agents.planners
 from heterog import __version__
-from heterog.agents.checkpoint import shipped_policies
-from heterog.agents.config import Algorithm, TrainingConfig
+from heterog.agents.checkpoint import load_checkpoint, shipped_policies
+from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.encoder import ENCODERS
 from heterog.agents.proposals import NUM_SAMPLES
 from heterog.agents.sources import PIPELINED_PART
@@ -483,6 +484,15 @@ def test_a_number_is_that_of_the_code(page: str, pattern: str, value: object) ->
         assert float(said) == pytest.approx(float(value)), f"{page}: {match[0]}"
     else:
         assert said == value
+
+
+@pytest.mark.parametrize("name", shipped_policies())
+def test_the_defaults_of_training_are_those_of_the_shipped_policies(name: str) -> None:
+    """As ``TrainingConfig`` says; the log beside each policy tells."""
+    log = json.loads(text_of(f"heterog/agents/policies/{name}.json"))
+    defaults = json.loads(json.dumps(asdict(TrainingConfig())))
+    assert log["training_config"] == defaults
+    assert load_checkpoint(name).policy.config == PolicyConfig()
 
 
 def commands() -> Iterator[tuple[str, Any]]:
