@@ -6,7 +6,7 @@ from enum import StrEnum
 from itertools import count
 
 from heterog.cluster.topology import Cluster, Device, Host
-from heterog.explain.decided import what_was_decided
+from heterog.explain.decided import ranges_of
 from heterog.graph.grouping import group_ops
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
@@ -179,11 +179,11 @@ def strategies_with(
         devices: indices of those that join.
         speeds: samples per second of every device.
     """
-    decided = what_was_decided(strategy, evaluator.graph, evaluator.cluster)
-    spans = [(0, decided.num_groups)]
-    if len(decided.ranges) > 1:
-        longest = sorted(decided.ranges, key=lambda r: (-r.num_groups, r.first_group))
-        spans += [(r.first_group, r.first_group + r.num_groups) for r in longest[:_MOST_RANGES]]
+    ranges = ranges_of(strategy.decisions)
+    spans = [(0, len(strategy.decisions))]
+    if len(ranges) > 1:
+        longest = sorted(ranges, key=lambda groups: (-len(groups), groups.start))
+        spans += [(groups.start, groups.stop) for groups in longest[:_MOST_RANGES]]
     for first, last in spans:
         yield _joined(strategy, evaluator, devices, speeds, first, last)
 

@@ -22,13 +22,17 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import LowerBound, lower_bound_s
 from heterog.simulator.memory_breakdown import Fit, memory_fit
-from heterog.simulator.timeline import Timeline
+from heterog.simulator.timeline import Cause, Timeline
 
 SUFFICES = 0.01
 """Data parallelism is good enough where it takes at most this part longer than the best."""
 
 _MANY_TASKS = 20_000
 """Of larger programs (many devices, or eight steps without a barrier) fewer are simulated."""
+
+
+_SAME_BOUND = 1e-6
+"""A plan's file may round its bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,21 @@ class LeftOut:
 
     devices: tuple[int, ...]
     step_time_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """Collectives on the critical path that were ready before their communicator was free.
+
+    Attributes:
+        devices: of the communicator, which runs one operation at a time.
+        num_collectives: that waited for another one, per step.
+        seconds: of the path that are spent in these collectives.
+    """
+
+    devices: tuple[int, ...]
+    num_collectives: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +94,10 @@ class Explanation:
         left_out: devices without work, host by host.
         pieces: the critical path by place, purpose and module, the longest first; the seconds add
             up to ``step_time_s``.
+        queued: collectives on the critical path that waited for others of their devices, by
+            communicator, the most seconds first.
         busy: part of the step in which each device computes.
-        bound: what no strategy can beat.
+        bound: what no strategy can beat: that of the plan.
         quality: the plan beside data parallelism.
         fit: memory of every device.
         remedies: what makes it fit, if it does not.
@@ -90,6 +111,7 @@ class Explanation:
     decided: Decided
     left_out: tuple[LeftOut, ...]
     pieces: tuple[Piece, ...]
+    queued: tuple[Queued, ...]
     busy: tuple[float, ...]
     bound: LowerBound
     quality: Quality
@@ -123,6 +145,7 @@ class Explanation:
             "decided": asdict(self.decided),
             "left_out": [asdict(each) for each in self.left_out],
             "critical_path": [asdict(piece) for piece in self.pieces],
+            "queued": [asdict(each) for each in self.queued],
             "busy": list(self.busy),
             "lower_bound": asdict(self.bound) | {"left_to_gain": self.left_to_gain},
             "quality": asdict(self.quality),
@@ -192,8 +215,9 @@ def explain(
             replace(piece, seconds=piece.seconds / program.num_steps)
             for piece in totals(critical_pieces(timeline, evaluator.cost_model))
         ),
+        queued=_queued(timeline),
         busy=tuple((timeline.busy_s / timeline.seconds).tolist()),
-        bound=lower_bound_s(plan.graph, plan.cluster, evaluator.cost_model),
+        bound=_bound_of(plan, evaluator),
         quality=_quality(rows, min(found_s, default=0.0)),
         fit=fit,
         remedies=remedies(evaluator, plan.strategy, order, fit),
@@ -205,6 +229,34 @@ def explain(
         paragraphs=sentences.paragraphs(facts),
         recommendation=sentences.recommendation(facts),
     )
+
+
+def _bound_of(plan: Plan, evaluator: Evaluator) -> LowerBound:
+    """The bound that the plan was made with: with rules of single ops if a method used some."""
+    bound = lower_bound_s(plan.graph, plan.cluster, evaluator.cost_model, with_op_rules=True)
+    is_same = math.isclose(bound.seconds, plan.lower_bound_s, rel_tol=_SAME_BOUND)
+    if is_same or plan.strategy.op_rules:
+        return bound
+    return lower_bound_s(plan.graph, plan.cluster, evaluator.cost_model)
+
+
+def _queued(timeline: Timeline) -> tuple[Queued, ...]:
+    """Collectives of the critical path that waited for their communicator, per step."""
+    program = timeline.program
+    found: dict[tuple[int, ...], list[float]] = {}
+    for step in timeline.critical_path():
+        if step.cause == Cause.COMMUNICATOR:
+            channel = program.channels[int(program.channel[step.task])]
+            found.setdefault(channel.devices, []).append(step.seconds)
+    queued = [
+        Queued(
+            devices=devices,
+            num_collectives=len(seconds) / program.num_steps,
+            seconds=sum(seconds) / program.num_steps,
+        )
+        for devices, seconds in found.items()
+    ]
+    return tuple(sorted(queued, key=lambda each: -each.seconds))
 
 
 def _with_baselines(plan: Plan, evaluator: Evaluator) -> list[MethodRow]:

@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING
 from heterog.cluster.topology import Cluster
 from heterog.explain.decided import Decided, Range
 from heterog.explain.fit import Remedy, RemedyKind
+from heterog.explain.lowered import (
+    ALONE,
+    ELSEWHERE,
+    IN_SLICES,
+    MADE_WHOLE,
+    SAMPLES,
+    WHOLE,
+    Aggregation,
+    Split,
+)
 from heterog.explain.what_if import Change
 from heterog.simulator.critical_path import Limit, Piece, Purpose, merge_blocks
 from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
-from heterog.strategy.strategy import split_evenly, split_in_proportion
+from heterog.strategy.strategy import split_in_proportion
 from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -39,8 +49,13 @@ _ORDERS = {  # first come, first served is what everybody expects
     "rank": "Of several tasks that wait, the one with the longest way to the end goes first.",
     "program": "Of several tasks that wait, the one that comes first in the program goes first.",
 }
+_NO_BARRIER = (
+    "There is no step barrier: a forward op of the next step begins when its own parameters are "
+    "new, not when all are."
+)
 _MOVED = {
     Purpose.GRADIENTS: "to exchange gradients",
+    Purpose.PARAMETERS: "to fetch parameters",
     Purpose.ACTIVATIONS: "to move activations",
 }
 
@@ -97,8 +112,9 @@ def _decided(facts: "Explanation") -> str:
     said = [
         _ranges(decided, cluster, batch),
         _micro_batches(decided, batch),
-        _aggregation(decided),
+        *_aggregation(decided, cluster),
         _recomputing(decided),
+        "" if decided.step_barrier else _NO_BARRIER,
         _ORDERS.get(facts.plan.order, ""),
         *_left_out_machines(facts),
     ]
@@ -129,46 +145,110 @@ def _span(each: Range) -> str:
 
 
 def _placed(each: Range, cluster: Cluster, batch: int) -> str:
-    """Devices with their shares: ``"A:0 and A:1 (V100-16GB, 15 of 48 samples each)"``."""
+    """Devices with what they share out: ``"A:0 and A:1 (V100-16GB, 15 of 48 samples each)"``.
+
+    Where rules put ops on other axes, the one with most of the work and what part that is.
+    """
     if len(each.devices) == 1:
         device = cluster.devices[each.devices[0]]
         return f"{device.name} ({device.type.name})"
+    if not each.splits:
+        return _shared(each.devices, each.shares, f" of {batch} samples", cluster)
+    first = each.splits[0]
+    unit = "samples" if first.axis == SAMPLES else "units"
+    of = "" if first.axis == WHOLE else f" of {first.units} {unit}"
+    where = _shared(each.devices, first.shares, of, cluster)
+    if len(each.splits) == 1 and first.axis == SAMPLES:
+        return where
+    others = [split for split in each.splits[1:] if split.work >= _SMALL]
+    rest = [f"{_percent(split.work)} {_axis(split)}" for split in others]
+    part = f", {_percent(first.work)} of the FLOPs" if len(each.splits) > 1 else ""
+    more = f" ({', '.join(rest)})" if rest else ""
+    return f"{where} {_axis(first)}{part}{more}"
+
+
+def _shared(devices: Sequence[int], shares: Sequence[int], of: str, cluster: Cluster) -> str:
+    """Devices by type and share; those that take part in what all do whole have no number."""
     alike: dict[tuple[str, int], list[str]] = {}
-    for index, share in zip(each.devices, each.shares, strict=True):
+    for index, share in zip(devices, shares, strict=True):
         device = cluster.devices[index]
         alike.setdefault((device.type.name, share), []).append(device.name)
     words = []
     for position, ((kind, share), names) in enumerate(alike.items()):
-        total = f" of {batch} samples" if position == 0 else ""
+        total = of if position == 0 else ""
         each_of = " each" if len(names) > 1 else ""
-        words.append(f"{_names(names)} ({kind}, {share}{total}{each_of})")
+        amount = f", {share}{total}{each_of}" if of or not share else ""
+        words.append(f"{_names(names)} ({kind}{amount})")
     return _listed(words)
+
+
+def _axis(split: Split) -> str:
+    """Along what ops are shared out: ``"by columns and rows"``."""
+    return "whole on each" if split.axis == WHOLE else f"by {split.axis}"
 
 
 def _micro_batches(decided: Decided, batch: int) -> str:
     if decided.num_micro_batches == 1:
         return ""
-    sizes = sorted(set(split_evenly(batch, decided.num_micro_batches)))
+    sizes = sorted(set(decided.micro_batch_sizes))
     about = " or ".join(str(size) for size in sizes)
+    if len(sizes) > 3:
+        about = f"{sizes[0]} to {sizes[-1]}"
     return (
-        f"The batch of {batch} is cut into {decided.num_micro_batches} micro-batches of {about}."
+        f"The batch of {batch} is cut into {decided.num_micro_batches} micro-batches of {about} "
+        "samples."
     )
 
 
-def _aggregation(decided: Decided) -> str:
-    if not decided.syncs:
-        several = len(decided.ranges) > 1
-        return "Every parameter is on one device, so no gradients are aggregated." * several
-    if len(decided.syncs) == 1:
-        how = decided.syncs[0][0]
+def _aggregation(decided: Decided, cluster: Cluster) -> list[str]:
+    """How gradients are aggregated, and which need not be."""
+    found = {each.way: each for each in decided.aggregations}
+    said = []
+    by_way = [each for each in decided.aggregations if each.is_aggregated]
+    if by_way:
+        how = _listed([_way(each, cluster, alone=len(by_way) == 1) for each in by_way])
+        said.append(f"Gradients are aggregated by {how}.")
+    elif set(found) == {ALONE} and len(decided.ranges) > 1:
+        said.append("Every parameter is on one device, so no gradients are aggregated.")
+    if IN_SLICES in found:
+        each = found[IN_SLICES]
+        said.append(
+            f"{_parameters(each)} {_live(each)} in slices, each on one device: their gradients "
+            "are not aggregated."
+        )
+    if MADE_WHOLE in found:
+        each = found[MADE_WHOLE]
+        said.append(f"Each replica gets the gradients of {_parameters(each)} whole, from values.")
+    if ELSEWHERE in found:
+        each = found[ELSEWHERE]
+        servers = _names([cluster.devices[device].name for device in each.servers])
+        said.append(
+            f"{_parameters(each)} {_live(each, 'is', 'are')} updated on another device than "
+            f"where {_live(each, 'it is', 'they are')} used ({servers})."
+        )
+    return said
+
+
+def _way(each: Aggregation, cluster: Cluster, *, alone: bool) -> str:
+    """One way with its servers or buckets, and its groups if there are other ways."""
+    if each.servers:
+        how = f" on {_names([cluster.devices[device].name for device in each.servers])}"
+    elif each.num_buckets < each.num_parameters:
+        largest = format_bytes(each.largest_bucket_bytes)
+        how = f" in {each.num_buckets} bucket{'s' * (each.num_buckets > 1)} of up to {largest}"
     else:
-        how = _listed([f"{name} ({_groups(count)})" for name, count in decided.syncs])
-    amount = (
-        f"in buckets of {format_bytes(decided.bucket_bytes)}"
-        if decided.bucket_bytes
-        else "tensor by tensor"
-    )
-    return f"Gradients are aggregated by {how}, {amount}."
+        how = " tensor by tensor"
+    groups = "" if alone else f" ({_groups(each.num_groups)})"
+    return f"{each.way}{groups}{how}"
+
+
+def _parameters(each: Aggregation) -> str:
+    some = f"{each.num_parameters} parameter{'s' * (each.num_parameters > 1)}"
+    return f"{some} ({format_bytes(each.num_bytes)})"
+
+
+def _live(each: Aggregation, one: str = "lives", several: str = "live") -> str:
+    return one if each.num_parameters == 1 else several
 
 
 def _recomputing(decided: Decided) -> str:
@@ -176,9 +256,10 @@ def _recomputing(decided: Decided) -> str:
         return ""
     whole = decided.num_recomputing == decided.num_groups
     who = "All groups" if whole else f"{_groups(decided.num_recomputing)} of {decided.num_groups}"
+    verb = "computes" if decided.num_recomputing == 1 and not whole else "compute"
     return (
-        f"{who} keep no activations for the backward pass but compute them again, which saves "
-        "memory."
+        f"{who} {verb} activations again for the backward pass instead of keeping them, which "
+        "saves memory."
     )
 
 
@@ -238,10 +319,23 @@ def _limits(facts: "Explanation") -> str:
         said.append(f"{percent[Limit.LATENCY]} % is latency, which bandwidth does not shorten")
     if percent[Limit.WAIT]:
         said.append(f"{percent[Limit.WAIT]} % is spent waiting without a cause in the schedule")
-    return (
+    step = (
         f"A step takes {format_seconds(facts.step_time_s)}. On the chain of tasks that decides "
-        f"this, {'; '.join(said)}. {_busy(facts)}"
-    ).strip()
+        f"this, {'; '.join(said)}."
+    )
+    return " ".join(filter(None, [step, *_queued(facts), _busy(facts)]))
+
+
+def _queued(facts: "Explanation") -> list[str]:
+    """Collectives that wait for one another where that matters."""
+    return [
+        f"{_percent(each.seconds / facts.step_time_s)} of the step is spent in collectives that "
+        f"waited for the communicator of "
+        f"{_names([facts.plan.cluster.devices[device].name for device in each.devices])}, which "
+        "runs one at a time."
+        for each in facts.queued
+        if each.seconds >= _SMALL * facts.step_time_s
+    ]
 
 
 def _on_devices(facts: "Explanation", pieces: Sequence[Piece]) -> str:
@@ -440,13 +534,15 @@ def _bound(facts: "Explanation") -> str:
         "nothing ever waits"
     )
     bound = format_seconds(facts.bound_s)
+    # The bound without rules of single ops says nothing about plans with some.
+    which = "plan" if facts.bound.with_op_rules else "plan without rules for single ops"
     if left <= _NEAR_BOUND:
         return (
-            f"At most {_percent(left)} is left to gain on this cluster: no plan takes less than "
-            f"{bound}, as {why}."
+            f"At most {_percent(left)} is left to gain on this cluster: no {which} takes less "
+            f"than {bound}, as {why}."
         )
     return (
-        f"No plan on this cluster can take less than {bound}, as {why}. That leaves at most "
+        f"No {which} on this cluster can take less than {bound}, as {why}. That leaves at most "
         f"{_percent(left)} to gain, but the limit counts no communication, so part of it is out "
         "of reach."
     )

@@ -174,7 +174,8 @@ def _limits(explanation: Explanation, most_places: int) -> str:
         said.append(words)
     text = ", ".join(said)
     if explanation.fit.is_ok:
-        text += f"; no plan can take less than {format_seconds(explanation.bound_s)}"
+        which = "" if explanation.bound.with_op_rules else " without op rules"
+        text += f"; no plan{which} can take less than {format_seconds(explanation.bound_s)}"
     return text
 
 

@@ -21,16 +21,10 @@ from heterog.strategy.program import TaskKind
 # A link counts as the slowest one if it needs at least this part of the longest time.
 _AS_SLOW = 0.99
 
-_EXCHANGE = frozenset(
-    {
-        TaskKind.PUSH,
-        TaskKind.PULL,
-        TaskKind.ALL_REDUCE,
-        TaskKind.REDUCE_SCATTER,
-        TaskKind.ALL_GATHER,
-        TaskKind.GATHER_PARAMETERS,
-    }
+_GRADIENTS = frozenset(
+    {TaskKind.PUSH, TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER}
 )
+_PARAMETERS = frozenset({TaskKind.PULL, TaskKind.GATHER_PARAMETERS})
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 
 
@@ -58,7 +52,9 @@ class Purpose(StrEnum):
     COPIES = "copies"
     """Splitting, joining and adding what was or will be moved."""
     GRADIENTS = "gradients"
-    """Gradients and updated parameters travel."""
+    """Gradients of parameters travel."""
+    PARAMETERS = "parameters"
+    """Updated parameters travel, from a server or from the devices that own slices of them."""
     ACTIVATIONS = "activations"
     """Activations and their gradients travel."""
     NOTHING = "nothing"
@@ -236,4 +232,7 @@ def _purpose(timeline: Timeline, task: int) -> Purpose:
         return Purpose.UPDATE
     if timeline.is_compute(task):
         return Purpose.COPIES
-    return Purpose.GRADIENTS if kind in _EXCHANGE else Purpose.ACTIVATIONS
+    if kind in _PARAMETERS:
+        return Purpose.PARAMETERS
+    is_gradient = kind in _GRADIENTS or timeline.makes_gradient_whole(task)
+    return Purpose.GRADIENTS if is_gradient else Purpose.ACTIVATIONS

@@ -60,11 +60,13 @@ class LowerBound:
         seconds: the larger of both; holds with a step barrier.
         compute_s: (a), all devices busy all the time; holds per step without a barrier as well.
         path_s: (b), the longest chain of ops.
+        with_op_rules: whether it also holds for strategies that give ops rules of their own.
     """
 
     seconds: float
     compute_s: float
     path_s: float
+    with_op_rules: bool = False
 
 
 def lower_bound_s(
@@ -90,7 +92,12 @@ def lower_bound_s(
     counts = np.bincount(cluster.type_index, minlength=len(types))
     compute_s = _balanced_seconds(whole.T, counts) * (1.0 - _ROUNDING)
     path_s = heaviest_path(graph, _on_path(graph, shortest, counts)) * (1.0 - _ROUNDING)
-    return LowerBound(seconds=max(compute_s, path_s), compute_s=compute_s, path_s=path_s)
+    return LowerBound(
+        seconds=max(compute_s, path_s),
+        compute_s=compute_s,
+        path_s=path_s,
+        with_op_rules=with_op_rules,
+    )
 
 
 def _on_path(graph: OpGraph, shortest: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:

@@ -246,6 +246,16 @@ class Timeline:
         """Phase of the op that a task belongs to: an op's own, a value's maker's, else update."""
         return self.graph.ops[self._op(task)].phase.name.lower()
 
+    def makes_gradient_whole(self, task: int) -> bool:
+        """Whether a task brings a gradient of a parameter together that ops made in parts."""
+        if TaskKind(self._kind[task]) not in _VALUE_KINDS:
+            return False
+        return self._subject[task] in self._gradient_slots
+
+    @cached_property
+    def _gradient_slots(self) -> frozenset[int]:
+        return frozenset(self._tables.gradient_slot[self._tables.gradient_slot >= 0].tolist())
+
     def _op(self, task: int) -> int:
         """The graph op that a task runs, whose value it moves, or whose parameter it updates."""
         kind, subject = TaskKind(self._kind[task]), self._subject[task]

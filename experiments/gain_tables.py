@@ -1,0 +1,161 @@
+"""The tables of gains in ``docs/results.md`` again: every method on some models and clusters.
+
+    python experiments/gain_tables.py --budget 300e --rows gains.jsonl
+    python experiments/gain_tables.py --budget 300e --rows gains.jsonl --beside before.jsonl
+
+Rows are those of ``heterog compare --methods auto``: each search has the whole budget, all are
+judged by the referee. They are written pair by pair, and a pair that is in the file already is
+not made again, so a run may be stopped and goes on. With ``--beside`` each number stands beside
+the one of another run (``now (then)``): of another commit, made by running this file with that
+commit's package. Budgets in evaluations give the same rows on any machine.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+# Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
+import heterog.agents.planners  # noqa: F401
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture
+from heterog.planners.compare import compare_methods
+from heterog.planners.planner import Budget
+from heterog.zoo import build
+
+MODELS = (
+    "vgg19,resnet200,inception_v3,mobilenet_v2,nasnet_large,transformer_6l,bert_large_24l,"
+    "xlnet_large_24l"
+)
+CLUSTERS = "paper_8gpu,paper_8gpu_net035"
+FOUR = ("ev_ps", "ev_ar", "cp_ps", "cp_ar")
+SHOWN = (
+    "ddp", "tuned_uniform", "model_parallel", "deeppool", "pipeline", "poplar", "two_segment",
+    "hap", "local_search", "agent", "agent+search",
+)  # fmt: skip
+
+Row = dict[str, Any]
+Pair = tuple[str, str, int, bool]
+"""Model, cluster, batch, whether with a step barrier."""
+
+
+def read_rows(path: Path | None) -> dict[Pair, list[Row]]:
+    """Rows of a file by pair; nothing if there is no such file."""
+    pairs: dict[Pair, list[Row]] = {}
+    for line in path.read_text().splitlines() if path is not None and path.exists() else []:
+        row = json.loads(line)
+        key = row["model"], row["cluster"], row["batch_size"], row["step_barrier"]
+        pairs.setdefault(key, []).append(row)
+    return pairs
+
+
+def make_rows(
+    models: Iterable[str], clusters: Iterable[str], arguments: argparse.Namespace
+) -> None:
+    """Compare on every pair that is not in the file yet."""
+    wanted = list(clusters)
+    for name in models:
+        model, _, batch = name.partition(":")
+        graph = None
+        for cluster in wanted:
+            graph = graph or capture(build(model, int(batch)) if batch else build(model))
+            barrier = not arguments.no_step_barrier
+            if (graph.name, cluster, graph.batch_size, barrier) in read_rows(arguments.rows):
+                continue
+            result = compare_methods(
+                graph,
+                Cluster.load(cluster),
+                arguments.methods.split(","),
+                budget=Budget.parse(arguments.budget),
+                step_barrier=barrier,
+            )
+            rows = [row | {"step_barrier": barrier} for row in result.to_dicts()]
+            with arguments.rows.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+            best = best_seconds(rows, {row["method"] for row in rows})
+            print(f"{name} on {cluster}: {shown(best)} s", file=sys.stderr)
+
+
+def best_seconds(rows: Iterable[Row], methods: Iterable[str]) -> float | None:
+    """The shortest step of some methods; ``None`` if none fits."""
+    wanted = set(methods)
+    times = [r["step_time_s"] for r in rows if r["method"] in wanted and r["step_time_s"]]
+    return min(times, default=None)
+
+
+def columns(rows: list[Row]) -> dict[str, float | None]:
+    """What a line of the table says about a pair."""
+    every = {row["method"] for row in rows}
+    auto = best_seconds(rows, every)
+    four, tuned = best_seconds(rows, FOUR), best_seconds(rows, ("tuned_uniform",))
+    found = {"best of four": four}
+    found |= {name: best_seconds(rows, (name,)) for name in SHOWN if name in every}
+    found["auto"] = auto
+    found["over the four"] = four / auto if four and auto else None
+    found["over tuned"] = tuned / auto if tuned and auto else None
+    found["bound"] = min(row["lower_bound_s"] for row in rows)
+    return found
+
+
+def shown(value: float | None) -> str:
+    """Three or four digits."""
+    if value is None:
+        return "OOM"
+    return f"{value:.4f}" if value < 1.0 else f"{value:.3f}"
+
+
+def geometric_mean(values: Iterable[float | None]) -> float:
+    """Of those that there are."""
+    logs = [math.log(value) for value in values if value]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def table(
+    pairs: Mapping[Pair, list[Row]], beside: Mapping[Pair, list[Row]], cluster: str
+) -> Iterable[str]:
+    """Lines of one cluster in Markdown, and the means under them."""
+    lines = {key: columns(rows) for key, rows in pairs.items() if key[1] == cluster}
+    then = {key: columns(rows) for key, rows in beside.items() if key in lines}
+    names = list(next(iter(lines.values())))
+    yield f"### {cluster}\n"
+    yield "| model, batch | " + " | ".join(names) + " |"
+    yield "|---" * (len(names) + 1) + "|"
+    for key, found in lines.items():
+        cells = []
+        for name in names:
+            before = then.get(key)
+            old = f" ({shown(before.get(name))})" if before is not None else ""
+            cells.append(f"{shown(found.get(name))}{old}")
+        yield f"| {key[0]}, {key[2]} | " + " | ".join(cells) + " |"
+    for name in ("over the four", "over tuned"):
+        both = [key for key in lines if lines[key][name]]
+        now = geometric_mean(lines[key][name] for key in both)
+        text = f"Geometric mean {name}: **{now:.3f}x** ({len(both)} models)"
+        was = [then[key][name] for key in both if key in then]
+        if was:
+            text += f", before {geometric_mean(was):.3f}x ({len(was)})"
+        yield f"\n{text}."
+
+
+def main() -> None:
+    """Make what is missing, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=MODELS, help="model or model:batch, with commas")
+    parser.add_argument("--clusters", default=CLUSTERS)
+    parser.add_argument("--methods", default="auto")
+    parser.add_argument("--budget", default="300e")
+    parser.add_argument("--no-step-barrier", action="store_true")
+    parser.add_argument("--rows", type=Path, default=Path("gains.jsonl"), help="kept here")
+    parser.add_argument("--beside", type=Path, help="rows of another commit")
+    arguments = parser.parse_args()
+    make_rows(arguments.models.split(","), arguments.clusters.split(","), arguments)
+    pairs, beside = read_rows(arguments.rows), read_rows(arguments.beside)
+    for cluster in dict.fromkeys(key[1] for key in pairs):
+        print("\n".join(table(pairs, beside, cluster)))
+
+
+if __name__ == "__main__":
+    main()
