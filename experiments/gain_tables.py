@@ -107,6 +107,12 @@ def shown(value: float | None) -> str:
     return f"{value:.4f}" if value < 1.0 else f"{value:.3f}"
 
 
+def cell(name: str, found: Mapping[str, float | None]) -> str:
+    """One number of a line; a gain over what does not fit is none."""
+    is_gain = name.startswith("over ")
+    return "-" if is_gain and found.get(name) is None else shown(found.get(name))
+
+
 def geometric_mean(values: Iterable[float | None]) -> float:
     """Of those that there are."""
     logs = [math.log(value) for value in values if value]
@@ -127,8 +133,8 @@ def table(
         cells = []
         for name in names:
             before = then.get(key)
-            old = f" ({shown(before.get(name))})" if before is not None else ""
-            cells.append(f"{shown(found.get(name))}{old}")
+            old = f" ({cell(name, before)})" if before is not None else ""
+            cells.append(f"{cell(name, found)}{old}")
         yield f"| {key[0]}, {key[2]} | " + " | ".join(cells) + " |"
     for name in ("over the four", "over tuned"):
         both = [key for key in lines if lines[key][name]]
