@@ -43,7 +43,8 @@ _PURPOSE_WORDS = {
     Purpose.BACKWARD: "backward pass",
     Purpose.UPDATE: "updates of parameters",
     Purpose.COPIES: "splitting and joining",
-    Purpose.GRADIENTS: "gradients and parameters",
+    Purpose.GRADIENTS: "gradients",
+    Purpose.PARAMETERS: "parameters",
     Purpose.ACTIVATIONS: "activations",
     Purpose.NOTHING: "-",
 }
