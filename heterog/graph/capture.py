@@ -54,7 +54,7 @@ from heterog.graph.op_graph import (
     TensorKind,
 )
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
-from heterog.graph.workload import Workload
+from heterog.graph.workload import Workload, named_leaves
 
 _DATA_DEPENDENT = (
     DataDependentOutputException,
@@ -588,16 +588,10 @@ class _Reader:
         return placements, batch_size
 
     def _batch_leaves(self) -> tuple[list[str], list[Tensor], list[int | None]]:
-        items = self.batch.items() if isinstance(self.batch, dict) else enumerate(self.batch)
-        names: list[str] = []
-        values: list[Tensor] = []
-        stated: list[int | str | None] = []
-        for key, item in items:
-            for position, leaf in enumerate(pytree.tree_leaves(item)):
-                if isinstance(leaf, Tensor):
-                    names.append(f"batch.{key}" if position == 0 else f"batch.{key}.{position}")
-                    values.append(leaf)
-                    stated.append(self.workload.batch_dims.get(key, "first"))
+        leaves = named_leaves(self.batch)
+        names = [name for _, name, _ in leaves]
+        values = [value for _, _, value in leaves]
+        stated = [self.workload.batch_dims.get(key, "first") for key, _, _ in leaves]
         size = next(
             (v.shape[0] for v, s in zip(values, stated, strict=True) if s == "first" and v.dim()),
             None,

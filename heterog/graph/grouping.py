@@ -46,7 +46,13 @@ class Grouping:
 
 @lru_cache(maxsize=64)
 def group_ops(graph: OpGraph) -> Grouping:
-    """Cut a graph into groups; see the module docstring for the rule."""
+    """Cut a graph into groups; see the module docstring for the rule.
+
+    A graph that is the same step on another batch (``OpGraph.grouped_like``) has the same groups:
+    how heavy its modules are may differ, but a strategy decides about the groups it knows.
+    """
+    if graph.grouped_like is not None:
+        return group_ops(graph.grouped_like)
     plan = batch_plan(graph)
     labels = _cut_module_tree(graph)
     parent = _join(graph, plan, labels)

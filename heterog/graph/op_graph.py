@@ -120,6 +120,7 @@ class OpGraph:
         optimizer: class name of the optimizer.
         optimizer_state_ratio: optimizer state bytes per byte of parameter.
         loss: tensor id of the loss.
+        grouped_like: the same ops on a batch of another shape, whose groups this graph has.
 
     Raises:
         GraphError: an op reads a tensor that does not exist or is made later, sizes disagree, or a
@@ -135,6 +136,7 @@ class OpGraph:
     optimizer: str
     optimizer_state_ratio: float
     loss: int
+    grouped_like: "OpGraph | None" = None
 
     def __post_init__(self) -> None:
         self._check_words()
@@ -159,6 +161,9 @@ class OpGraph:
                     )
         if not 0 <= self.loss < len(self.tensors):
             raise GraphError(f"graph '{self.name}': the loss is tensor {self.loss}, missing.")
+        like = self.grouped_like
+        if like is not None and not same_ops(self, like):
+            raise GraphError(f"graph '{self.name}' has other ops than the one it is grouped like.")
         if self.batch_size < 1:
             raise GraphError(f"graph '{self.name}': batch size {self.batch_size} is below 1.")
         if (
@@ -370,6 +375,13 @@ class OpGraph:
         if self.optimizer != other.optimizer:
             return f"optimizer {self.optimizer} against {other.optimizer}"
         return f"{self.num_ops} ops against {other.num_ops}"
+
+
+def same_ops(first: OpGraph, second: OpGraph) -> bool:
+    """Whether two graphs run the same ops on the same tensors, whatever their shapes."""
+    return first.num_inputs == second.num_inputs and [
+        (op.kind, op.inputs, op.num_outputs, op.module, op.phase) for op in first.ops
+    ] == [(op.kind, op.inputs, op.num_outputs, op.module, op.phase) for op in second.ops]
 
 
 def topological_order(

@@ -91,3 +91,17 @@ class Workload:
                 f"workload '{self.name}': a tuple batch is (*inputs, target); it has one element."
             )
         return self.loss(model(*batch[:-1]), batch[-1])
+
+
+def named_leaves(batch: Any) -> list[tuple[int | str, str, Tensor]]:
+    """(position or key, name, tensor) of every tensor of a batch; names come from the keys."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    found: list[tuple[int | str, str, Tensor]] = []
+    for key, item in batch.items() if isinstance(batch, dict) else enumerate(batch):
+        for position, leaf in enumerate(pytree.tree_leaves(item)):
+            if isinstance(leaf, torch.Tensor):
+                name = f"batch.{key}" if position == 0 else f"batch.{key}.{position}"
+                found.append((key, name, leaf))
+    return found

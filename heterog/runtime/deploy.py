@@ -1,6 +1,7 @@
 """Deployment: a plan and a workload become a step that trains, on every rank."""
 
 import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture_step
-from heterog.graph.op_graph import TensorKind
+from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
@@ -23,10 +24,16 @@ from heterog.runtime.model_part import ModelPart
 from heterog.runtime.placed import join
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import TaskTimes, gather_task_times
+from heterog.runtime.resized import Signature, by_name, resize, signature
 from heterog.runtime.slices import SlicedBucket
 from heterog.runtime.step_order import step_order
 from heterog.strategy.lowering import lower
-from heterog.strategy.program import FloatArray, TaskKind
+from heterog.strategy.program import FloatArray, Program, TaskKind
+from heterog.strategy.strategy import Strategy
+
+MAX_OTHER_SHAPES = 8
+"""Shapes of batches beside the planned one whose programs are kept: one for the last batch of an
+epoch, or a few lengths; a program of BERT-large takes tens of megabytes of host memory."""
 
 
 class DeployedStep:
@@ -86,25 +93,87 @@ class DeployedStep:
         self.part = ModelPart(graph, plan.strategy, program, self.rank, parameters)
         self.optimizer = _make_optimizer(workload, self.part.updated)
         self._is_closed = False
-        seen = RankProgram(graph, plan.strategy, program, self.rank)
-        self._executor = StepExecutor(
+        self._workload = workload
+        self._clip = max_grad_norm
+        self._seed = seed
+        self._program = program
+        self._communicator = Communicator(self.rank, ())
+        self._planned = _planned_signature(graph)
+        self._executor = self._make_executor(
+            self.captured, plan.strategy, program, plan.task_order, plan.sent_before
+        )
+        self._by_shape = {self._planned: self._executor}
+        # When nobody has this step any more, or at exit: gloo may abort a process whose
+        # communication nobody has waited for.
+        weakref.finalize(self, _abandon, self._by_shape)
+
+    def _make_executor(
+        self,
+        captured: CapturedStep,
+        strategy: Strategy,
+        program: Program,
+        task_order: Sequence[int],
+        sent_before: Sequence[tuple[int, int]] = (),
+    ) -> StepExecutor:
+        """What plays a program on this rank's part of the model."""
+        graph = captured.graph
+        seen = RankProgram(graph, strategy, program, self.rank)
+        self._communicator.open(device_sets(program))
+        held = by_name(self.captured.graph, self.part.parameters)
+        parameters = {
+            tensor: held[graph.tensors[tensor].name]
+            for tensor in graph.parameters
+            if graph.tensors[tensor].name in held
+        }
+        return StepExecutor(
             seen,
-            step_order(seen, plan.task_order, clips=max_grad_norm is not None),
-            ops=local_ops(self.captured, axis_plan(graph, plan.strategy.op_rules), self.device),
-            communicator=Communicator(self.rank, device_sets(program)),
-            parameters=self.part.parameters,
-            buffers=self._buffers(),
-            sent_before=plan.sent_before,
+            step_order(seen, task_order, clips=self._clip is not None),
+            ops=local_ops(captured, axis_plan(graph, strategy.op_rules), self.device),
+            communicator=self._communicator,
+            parameters=parameters,
+            buffers=self._buffers(captured, parameters),
+            sent_before=sent_before,
             optimizer=self.optimizer,
             slices=self.part.slices,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
+            max_grad_norm=self._clip,
+            seed=self._seed,
             device=self.device,
         )
 
-        # When nobody has this step any more, or at exit: gloo may abort a process whose
-        # communication nobody has waited for.
-        weakref.finalize(self, _abandon, self._executor)
+    def _take_up(self, batch: Any) -> None:
+        """Go on with the executor for a batch of these shapes."""
+        executor = self._executor_for(batch)
+        if executor is not self._executor:
+            self._executor.flush()
+            executor.num_steps = self._executor.num_steps
+            self._executor = executor
+
+    def _executor_for(self, batch: Any) -> StepExecutor:
+        """The executor for a batch of these shapes; those used last are kept."""
+        shape = signature(batch)
+        found = self._by_shape.pop(shape, None)
+        if found is None:
+            if {(name, dtype) for name, _, dtype in shape} != {
+                (name, dtype) for name, _, dtype in self._planned
+            }:
+                batch_by_tensor(self.captured.graph, batch)  # says what does not fit
+            step = resize(
+                self.captured.graph,
+                self._program,
+                self._workload,
+                self.plan,
+                batch,
+                clips=self._clip is not None,
+            )
+            _check_same_everywhere(step.program.hash)
+            found = self._make_executor(
+                step.captured, step.strategy, step.program, range(step.program.num_tasks)
+            )
+            others = [each for each in self._by_shape if each != self._planned]
+            if len(others) >= MAX_OTHER_SHAPES:
+                del self._by_shape[others[0]]
+        self._by_shape[shape] = found
+        return found
 
     @property
     def model(self) -> nn.Module:
@@ -129,6 +198,7 @@ class DeployedStep:
             The loss, and start and finish of every task of the program in seconds after the
             step's begin, those of all ranks; NaN where none was recorded.
         """
+        self._take_up(batch)
         program = self._executor.program
         mine = (program.kind == TaskKind.UPDATE) & (program.device == self.rank)
         tasks = np.flatnonzero(mine)
@@ -162,13 +232,18 @@ class DeployedStep:
     def __call__(self, batch: Any) -> Tensor:
         """One training step on the global batch; every rank passes the same one.
 
+        A batch of another size than the planned one (the last of an epoch), or of another length,
+        is shared out in the plan's proportions. Its step is captured and lowered when its shapes
+        are first seen, which takes seconds; a few shapes are kept. A mean is one over this batch.
+
         Raises:
-            StrategyError: the batch has other shapes than the plan was made for, or the step was
-                closed.
+            StrategyError: the batch has other tensors or dtypes than the plan was made for, the
+                plan cannot be run on its shapes, or the step was closed.
         """
         if self._is_closed:
             raise StrategyError("this step was closed; deploy its plan again to go on.")
-        by_tensor = batch_by_tensor(self.captured, batch)
+        self._take_up(batch)
+        by_tensor = batch_by_tensor(self._executor.graph, batch)
         loss = self._executor(
             {tensor: value.to(self.device) for tensor, value in by_tensor.items()}
         )
@@ -270,17 +345,19 @@ class DeployedStep:
                 dist.recv(parts[-1], device)
         return join(parts, place).clone() if self.rank == 0 else None
 
-    def _buffers(self) -> dict[int, Tensor]:
+    def _buffers(
+        self, captured: CapturedStep, parameters: Mapping[int, nn.Parameter]
+    ) -> dict[int, Tensor]:
         """The step's inputs that are neither batch nor trained here: buffers and constants."""
-        graph, module = self.captured.graph, self.captured.module
-        by_name = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        graph = captured.graph
+        held = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
         found: dict[int, Tensor] = {}
-        for tensor, name in self._names.items():
-            kind = graph.tensors[tensor].kind
-            if kind == TensorKind.CONSTANT:
-                found[tensor] = getattr(module, name).to(self.device)
-            elif kind != TensorKind.BATCH and tensor not in self.part.parameters:
-                found[tensor] = by_name[name].detach()
+        for tensor in range(graph.num_inputs):
+            meta = graph.tensors[tensor]
+            if meta.kind == TensorKind.CONSTANT:
+                found[tensor] = getattr(captured.module, meta.name).to(self.device)
+            elif meta.kind != TensorKind.BATCH and tensor not in parameters:
+                found[tensor] = held[meta.name].detach()
         return found
 
 
@@ -306,9 +383,16 @@ def deploy(
     return DeployedStep(workload, plan, max_grad_norm=max_grad_norm, seed=seed)
 
 
-def _abandon(executor: StepExecutor) -> None:
-    with suppress(RuntimeError):  # the other ranks may be gone, or the process group
-        executor.abandon()
+def _planned_signature(graph: OpGraph) -> Signature:
+    """The signature of batches that a step was planned for."""
+    tensors = [graph.tensors[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH)]
+    return tuple(sorted((each.name, each.shape, f"torch.{each.dtype}") for each in tensors))
+
+
+def _abandon(executors: Mapping[Signature, StepExecutor]) -> None:
+    for executor in executors.values():
+        with suppress(RuntimeError):  # the other ranks may be gone, or the process group
+            executor.abandon()
 
 
 def _check_world(plan: Plan) -> None:

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.capture import CapturedStep
-from heterog.graph.op_graph import TensorKind
+from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import Special
+from heterog.graph.workload import named_leaves
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.conversions import Conversions
 from heterog.runtime.gradients import Gradients
@@ -423,20 +423,24 @@ def device_sets(program: Program) -> set[tuple[int, ...]]:
     }
 
 
-def batch_by_tensor(captured: CapturedStep, batch: Any) -> dict[int, Tensor]:
-    """The tensors of a batch by their ids in the graph."""
-    graph = captured.graph
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    ids = graph.inputs_of_kind(TensorKind.BATCH)
-    if len(leaves) != len(ids):
+def batch_by_tensor(graph: OpGraph, batch: Any) -> dict[int, Tensor]:
+    """The tensors of a batch by their ids in the graph; those of a dict are found by key.
+
+    Raises:
+        StrategyError: tensors are missing, there are others, or one has another shape or dtype.
+    """
+    by_name = {name: value for _, name, value in named_leaves(batch)}
+    ids = {graph.tensors[tensor].name: tensor for tensor in graph.inputs_of_kind(TensorKind.BATCH)}
+    if by_name.keys() != ids.keys():
         raise StrategyError(
-            f"the batch has {len(leaves)} tensors; the step was planned with {len(ids)}."
+            f"the batch has {len(by_name)} tensors ({', '.join(by_name)}); the step was planned "
+            f"with {len(ids)} ({', '.join(ids)})."
         )
-    for leaf, tensor in zip(leaves, ids, strict=True):
-        meta = graph.tensors[tensor]
-        if tuple(leaf.shape) != meta.shape or str(leaf.dtype) != f"torch.{meta.dtype}":
+    for name, tensor in ids.items():
+        meta, value = graph.tensors[tensor], by_name[name]
+        if tuple(value.shape) != meta.shape or str(value.dtype) != f"torch.{meta.dtype}":
             raise StrategyError(
-                f"{meta.name} is {tuple(leaf.shape)} {leaf.dtype}; the step was planned with "
+                f"{meta.name} is {tuple(value.shape)} {value.dtype}; the step was planned with "
                 f"{meta.shape} {meta.dtype}. Every rank gets the whole global batch."
             )
-    return dict(zip(ids, leaves, strict=True))
+    return {tensor: by_name[name] for name, tensor in ids.items()}

@@ -167,7 +167,7 @@ def profile_ops(
     )
     batch = {
         tensor: value.to(device)
-        for tensor, value in batch_by_tensor(captured, workload.make_batch()).items()
+        for tensor, value in batch_by_tensor(captured.graph, workload.make_batch()).items()
     }
     for _ in range(_WARM_UP_STEPS):
         executor(batch)

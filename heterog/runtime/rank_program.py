@@ -11,7 +11,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Placement
 from heterog.runtime.slices import SlicedBucket, sliced_buckets
 from heterog.strategy.channels import Channel
-from heterog.strategy.lowering import axis_shares, micro_shares
+from heterog.strategy.lowering import axis_shares, batch_shares, micro_shares
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import graph_tables
@@ -81,7 +81,7 @@ def layouts_of_groups(strategy: Strategy, axes: Sequence[int] = (0,)) -> list[li
                 continue
             if axis == BATCH_AXIS:
                 shares = micro_shares(
-                    decision.shares,
+                    batch_shares(decision.shares, units) if units else decision.shares,
                     decision.devices,
                     strategy.micro_batches,
                     strategy.num_micro_batches,

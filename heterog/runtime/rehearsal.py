@@ -379,6 +379,9 @@ class _RehearsedCommunicator(Communicator):
         self._start_all_reduce(tensor)
         return Pending(None, lambda: tensor)
 
+    def close(self) -> None:
+        """There is nothing to end."""
+
     def _keep(self, work: Any, tensor: Tensor, dst: int) -> tuple[Sending, int]:
         sending = self._sending.setdefault(dst, _RehearsedSending())
         return sending, sending.add(work, tensor)

@@ -180,9 +180,30 @@ def lower(
         StrategyError: the strategy is illegal or was made for something else.
     """
     strategy.check(graph, cluster)
+    return _lower(graph, cluster, strategy, num_steps or (1 if strategy.step_barrier else 8))
+
+
+def lower_resized(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> Program:
+    """The program of one step on another batch than the strategy was made for.
+
+    Samples are shared out in proportion to the strategy's shares. Whatever does not depend on the
+    batch stays: slices of parameters, homes, buckets. So does what decides about them: decisions
+    that only come to the same shares on this batch stay apart.
+
+    Args:
+        graph: the step on the other batch, ``grouped_like`` the one of the strategy.
+        cluster: the devices and links.
+        strategy: from ``Strategy.resized``.
+
+    Raises:
+        StrategyError: rules of the strategy do not apply to this batch.
+    """
+    return _lower(graph, cluster, strategy, 1)
+
+
+def _lower(graph: OpGraph, cluster: Cluster, strategy: Strategy, steps: int) -> Program:
     tables = graph_tables(graph, strategy.op_rules)
     channels = ChannelTable(cluster)
-    steps = num_steps or (1 if strategy.step_barrier else 8)
     choice = encode(strategy, tables, channels, num_steps=steps)
     scratch = make_scratch(tables, cluster.num_devices)
     tape = make_tape(4096, len(tables.parameter_bytes))
@@ -218,24 +239,30 @@ def encode(
     layout[-1] = num_layouts - 1
     num_micro = strategy.num_micro_batches
     shares = np.zeros((num_layouts, num_micro, num_devices), np.int32)
+    planned = np.zeros((num_layouts, 1, num_devices), np.int32)
     member = np.zeros((num_layouts, num_devices), np.bool_)
     reduce_channel = np.full(num_layouts, -1, np.int32)
     gather_channel = np.full(num_layouts, -1, np.int32)
     for (devices, counts), number in layouts.items():
         member[number, list(devices)] = True
+        samples = batch_shares(counts, tables.batch_size)
         shares[number][:, list(devices)] = micro_shares(
-            counts, devices, strategy.micro_batches, num_micro
+            samples, devices, strategy.micro_batches, num_micro
         )
+        planned[number, 0, list(devices)] = counts
         if len(devices) > 1:
             reduce_channel[number] = channels.value_reduce(devices)
             gather_channel[number] = channels.all_gather(devices, ())
     # Constants are computed on every device that computes anything.
     active = shares[:-1].sum(axis=0) > 0
+    if len(tables.axis_units) > 1:  # a device without samples may own units of another axis
+        active |= planned[:-1].sum(axis=0) > 0
+        planned[-1] = active
     shares[-1] = active
     member[-1] = active.any(axis=0)
     num_axes = len(tables.axis_units)
     if num_axes > 1:
-        rows = [_axis_rows(shares, int(units)) for units in tables.axis_units[1:]]
+        rows = [_axis_rows(planned, int(units)) for units in tables.axis_units[1:]]
         shares = np.concatenate([shares, *rows])
         member = np.tile(member, (num_axes, 1))
         reduce_channel = np.tile(reduce_channel, num_axes)
@@ -261,6 +288,15 @@ def encode(
         home=np.array(strategy.homes, np.int32),
         slice_part=slice_part,
     )
+
+
+def batch_shares(shares: tuple[int, ...], batch_size: int) -> tuple[int, ...]:
+    """Samples of each device of a decision, in proportion to its shares on another batch.
+
+    >>> batch_shares((5, 2, 1), 8), batch_shares((5, 2, 1), 4)
+    ((5, 2, 1), (3, 1, 0))
+    """
+    return shares if sum(shares) == batch_size else split_in_proportion(batch_size, shares)
 
 
 def axis_shares(units: int, shares: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ It is fully resolved: integer samples per device, named algorithms, named server
 about what the decisions *mean*; that is ``lowering`` alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from heterog.cluster.topology import Cluster
@@ -134,6 +134,19 @@ class Strategy:
     def num_micro_batches(self) -> int:
         """Number of micro-batches of the step."""
         return len(self.micro_batches[0]) if self.micro_batches else 1
+
+    def resized(self, graph: OpGraph) -> "Strategy":
+        """The same decisions for the same step on another batch; see ``lower_resized``.
+
+        Its micro-batches have the proportions of this one's, but none is empty. Shares stay as
+        they are: they say in which proportions samples are shared out.
+        """
+        sizes = tuple(map(sum, zip(*self.micro_batches, strict=True)))
+        counts = split_in_proportion(graph.batch_size, sizes) if sizes else ()
+        counts = tuple(count for count in counts if count)
+        idle = (0,) * len(counts)
+        micro = (counts, *(idle for _ in self.micro_batches[1:])) if len(counts) > 1 else ()
+        return replace(self, graph=graph.fingerprint, micro_batches=micro)
 
     def check(self, graph: OpGraph, cluster: Cluster) -> None:
         """Refuse a graph or cluster that the strategy was not made for, or an illegal strategy.

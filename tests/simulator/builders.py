@@ -614,7 +614,7 @@ def plan_by_hand(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> Plan:
         method="by hand",
         stage="baseline",
         outcome=str(evaluation.outcome),
-        step_time_s=evaluation.step_time_s,
+        step_time_s=evaluation.step_time_s if evaluation.is_ok else None,
         order="fifo",
         peak_memory_bytes=evaluation.peak_memory_bytes,
         num_evaluations=1,

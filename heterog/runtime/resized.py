@@ -1,0 +1,101 @@
+"""A plan's step on batches of other shapes: the last one of an epoch, other sequence lengths."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from heterog.errors import HeterogError, StrategyError
+from heterog.graph.capture import CapturedStep, capture_step
+from heterog.graph.op_graph import OpGraph, same_ops
+from heterog.graph.workload import Workload, named_leaves
+from heterog.planners.plan import Plan
+from heterog.runtime.rehearsal import rehearse
+from heterog.strategy.lowering import lower_resized
+from heterog.strategy.program import Program
+from heterog.strategy.strategy import Strategy
+
+Signature = tuple[tuple[str, tuple[int, ...], str], ...]
+"""Name, shape and dtype of every tensor of a batch."""
+
+
+def signature(batch: Any) -> Signature:
+    """What tells batches apart that need programs of their own."""
+    leaves = named_leaves(batch)
+    return tuple(sorted((name, tuple(value.shape), str(value.dtype)) for _, name, value in leaves))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ResizedStep:
+    """A plan's decisions on another batch.
+
+    Attributes:
+        captured: the step on that batch; its groups are those of the plan's graph.
+        strategy: the plan's, on that batch.
+        program: lowered from both. Its tasks may run in program order.
+    """
+
+    captured: CapturedStep
+    strategy: Strategy
+    program: Program
+
+
+def resize(
+    planned: OpGraph, program: Program, workload: Workload, plan: Plan, batch: Any, *, clips: bool
+) -> ResizedStep:
+    """Capture a step again on another batch and lower the plan's decisions in proportion.
+
+    Args:
+        planned: the graph as captured here on the plan's batch.
+        program: the plan's.
+        workload: that the plan was made for.
+        plan: whose decisions are kept.
+        batch: of other shapes; only these matter.
+        clips: gradients are clipped.
+
+    Raises:
+        StrategyError: the model runs other ops on this batch, or the plan's decisions cannot be
+            executed on it; says why.
+    """
+    shapes = pytree.tree_map(_without_memory, batch)
+    size = _in_words(batch)
+    try:
+        captured = capture_step(replace(workload, example_batch=lambda: shapes))
+    except HeterogError as error:
+        raise StrategyError(f"a batch of {size} cannot be captured: {error}") from error
+    if not same_ops(captured.graph, planned):
+        raise StrategyError(
+            f"on a batch of {size} the model runs other ops than on the planned one; make batches "
+            "of the planned shapes (drop_last=True leaves out the last, smaller one), or plan for "
+            "this one, too."
+        )
+    captured = replace(captured, graph=replace(captured.graph, grouped_like=planned))
+    strategy = plan.strategy.resized(captured.graph)
+    resized = lower_resized(captured.graph, plan.cluster, strategy)
+    problem = ""
+    if (resized.bucket != program.bucket).any():
+        problem = "its gradients would be in other buckets"
+    problem = problem or rehearse(
+        captured, strategy, resized, range(resized.num_tasks), clips=clips
+    )
+    if problem:
+        raise StrategyError(
+            f"the plan for '{workload.name}' cannot be run on a batch of {size}: {problem}; make "
+            "batches of the planned shapes, or plan for this one, too."
+        )
+    return ResizedStep(captured=captured, strategy=strategy, program=resized)
+
+
+def _without_memory(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _in_words(batch: Any) -> str:
+    return ", ".join(str(tuple(value.shape)) for _, _, value in named_leaves(batch))
+
+
+def by_name(graph: OpGraph, values: Mapping[int, Any]) -> dict[str, Any]:
+    """What is known by tensor id, by the tensor's name in a graph."""
+    return {graph.tensors[tensor].name: value for tensor, value in values.items()}
