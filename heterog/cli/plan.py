@@ -181,13 +181,17 @@ def _written(*, output: Path | None, trace: Path | None, report: Path | None) ->
 def _beside(found: Any) -> str:
     """One sentence or two: what a background job gets done, and what it costs."""
     beside = found.background
-    idle = sum(beside.idle_share) / len(beside.idle_share)
-    text = (
-        f"Background {beside.model}, batch {beside.batch_size} on each of {len(beside.devices)} "
-        f"devices, which idle {idle:.0%} of the step: {beside.total_samples_per_s:.1f} samples/s; "
-        f"the step takes {format_seconds(beside.step_time_s)}, {beside.slow_down:.3f}x "
-        f"(limit {beside.limit:g}x)."
-    )
+    where = beside.devices
+    text = f"Background {beside.model}, batch {beside.batch_size}: no device has room."
+    if where:
+        idle = sum(beside.idle_share[device] for device in where) / len(where)
+        text = (
+            f"Background {beside.model}, batch {beside.batch_size} on each of {len(where)} "
+            f"device{'s' * (len(where) > 1)}, idle {idle:.0%} of the step: "
+            f"{beside.total_samples_per_s:.1f} samples/s; the step takes "
+            f"{format_seconds(beside.step_time_s)}, {beside.slow_down:.3f}x (limit "
+            f"{beside.limit:g}x)."
+        )
     for device, why in enumerate(beside.shortage):
         if why:
             text += f" Not on {found.cluster.devices[device].name}: {why}."

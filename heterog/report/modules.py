@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from heterog.cluster.topology import Cluster
+from heterog.explain.lowered import IN_SLICES, MADE_WHOLE, Lowered
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 
@@ -55,8 +57,10 @@ def module_tree(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> ModuleN
             node.recomputed.add(decision.recompute)
             # Something, also for an op without FLOPs: it is placed as well.
             node.weight[placed] = node.weight.get(placed, 0.0) + op.flops + 1.0
-    for (op_index, tensor, _), home in zip(graph.updates, strategy.homes, strict=True):
+    ways = Lowered(lower(graph, cluster, strategy, num_steps=1), strategy, graph).ways
+    for (op_index, tensor, _), home, way in zip(graph.updates, strategy.homes, ways, strict=True):
         words = _sync(strategy.decisions[group[op_index]], home, cluster)
+        words = way if way in (IN_SLICES, MADE_WHOLE) else words
         for node in _path(root, _owner(graph, tensor, graph.ops[op_index].module)):
             node.parameter_bytes += int(graph.tensor_bytes[tensor])
             node.syncs[words] = None

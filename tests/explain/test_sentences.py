@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from heterog.cli.plan import _beside
 from heterog.cluster import Cluster
 from heterog.errors import StrategyError
 from heterog.explain.decided import what_was_decided
@@ -24,6 +25,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRules
 from heterog.graph.workload import Workload
+from heterog.planners.background import plan_background
 from heterog.planners.plan import Plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -340,6 +342,24 @@ def test_one_lower_bound_everywhere() -> None:
         text = explanation.paragraphs[-1]
         assert format_seconds(plan.lower_bound_s) in text
         assert ("without rules for single ops" in text) == (not strategy.op_rules)
+
+
+def test_a_background_job_is_told_of_the_devices_that_it_runs_on() -> None:
+    """A device without room for it does not count as idle for it."""
+    foreground = feed_forward()
+    alone = strategy_of(foreground, TWO, Decision(devices=(0,), shares=(8,)))
+    small = replace(TWO.devices[0], usable_memory_bytes=1)
+    for cluster, idle in ((TWO, 50), (replace(TWO, devices=(small, TWO.devices[1])), 100)):
+        strategy = replace(alone, cluster=cluster.fingerprint())
+        plan = plan_by_hand(foreground, cluster, strategy)
+        found = replace(plan, background=plan_background(
+            Evaluator(foreground, cluster), strategy, Order.FIFO, feed_forward(4), limit=1.0
+        ))  # fmt: skip
+        counted = Counted(strategy, foreground, cluster)
+        assert counted.busy == {0}, "a chain without gaps: busy all the time, the other never"
+        assert found.background is not None
+        count = len(found.background.devices)
+        assert f"on each of {count} device{'s' * (count > 1)}, idle {idle}% of" in _beside(found)
 
 
 # --- any plan -----------------------------------------------------------------------------------
