@@ -73,6 +73,18 @@ def paragraphs(facts: "Explanation") -> tuple[str, ...]:
     return tuple(filter(None, found))
 
 
+def _beside(simple_s: float, step_s: float) -> str:
+    """How long data parallelism takes beside the plan, where it is good enough.
+
+    >>> _beside(0.2, 0.2), _beside(0.201, 0.2), _beside(0.1, 0.2)
+    ('takes as long', 'takes only 0.5 % longer', 'takes 50 % less time')
+    """
+    longer = simple_s / step_s - 1.0
+    if longer < -5e-4:
+        return f"takes {_percent(-longer)} less time"
+    return "takes as long" if longer < 5e-4 else f"takes only {_percent(longer)} longer"
+
+
 def recommendation(facts: "Explanation") -> str:
     """What to do."""
     quality = facts.quality
@@ -87,8 +99,7 @@ def recommendation(facts: "Explanation") -> str:
         words = "Run this plan."
     elif quality.suffices:
         assert quality.data_parallel_s is not None
-        longer = max(quality.data_parallel_s / facts.step_time_s - 1.0, 0.0)
-        same = "takes as long" if longer < 5e-4 else f"takes only {_percent(longer)} longer"
+        same = _beside(quality.data_parallel_s, facts.step_time_s)
         words = f"Use plain data parallelism, {quality.data_parallel} "
         words += f"({_METHODS[quality.data_parallel]}): it {same} and is simpler to run."
     elif facts.quickly_found_s is not None:
