@@ -1,0 +1,85 @@
+"""Every method on every model of the zoo: can ranks execute what it proposes?
+
+    python experiments/rehearse_zoo.py [--models vit_base,gpt2] [--cluster paper_8gpu] [--json]
+
+Each method searches with a small budget; its strategy is then played through on all ranks without
+data (``heterog.runtime.rehearsal``). ``rows``: model, method, outcome, reason, num_tasks and
+rehearsal_cpu_s, the seconds of CPU that one rehearsal takes (0 where another method's strategy was
+the same).
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture_step
+from heterog.planners.compare import compare_methods
+from heterog.planners.issue_order import IssuedStep
+from heterog.planners.planner import Budget, planners
+from heterog.runtime.rehearsal import rehearsal_of
+from heterog.strategy.strategy import Strategy
+from heterog.zoo import load_workload, names
+
+
+def rows_of(model: str, cluster: Cluster, budget: Budget) -> list[dict[str, Any]]:
+    """What every method's strategy for a model comes to."""
+    captured = capture_step(load_workload(model))
+    ask = rehearsal_of(captured)
+    took: dict[Strategy, tuple[int, float]] = {}
+
+    def timed(strategy: Strategy, issued: IssuedStep) -> str:
+        begin = time.process_time()
+        why = ask(strategy, issued)
+        took[strategy] = issued.program.num_tasks, time.process_time() - begin
+        return why
+
+    methods = [planner.name for planner in planners()]
+    found = compare_methods(captured.graph, cluster, methods, budget=budget).rehearsed(timed)
+    rows = []
+    for row in found.rows:
+        known = row.candidate is not None and row.candidate.strategy in took
+        num_tasks, seconds = (
+            took.pop(row.candidate.strategy) if known and row.candidate else (0, 0.0)
+        )
+        rows.append(
+            {
+                "model": model,
+                "method": row.method,
+                "outcome": row.outcome,
+                "is_rehearsed": row.is_rehearsed,
+                "reason": row.shortage,
+                "num_tasks": num_tasks,
+                "rehearsal_cpu_s": round(seconds, 3),
+            }
+        )
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Rehearse and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--models", default=",".join(names()))
+    parser.add_argument("--cluster", default="paper_8gpu")
+    parser.add_argument("--budget", default="60e")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    import heterog.agents.planners  # noqa: F401  registers the policies as methods
+
+    cluster, budget = Cluster.load(options.cluster), Budget.parse(options.budget)
+    rows: list[dict[str, Any]] = []
+    for model in options.models.split(","):
+        rows += rows_of(model, cluster, budget)
+        print(f"{model}: {sum(r['is_rehearsed'] for r in rows)} rehearsed", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"rows": rows}, indent=1))
+        return
+    for row in rows:
+        print("  ".join(str(value) for value in row.values()))
+
+
+if __name__ == "__main__":
+    main()
