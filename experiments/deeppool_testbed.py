@@ -44,6 +44,7 @@ def measure(case: tuple[str, str, int, str, int], num_steps: int) -> dict[str, A
         measured = run_ranks(
             path,
             cluster.num_devices,
+            sources=[str(WORKLOADS)],
             num_steps=num_steps,
             background=plan.background,
             wrap=bed.command,

@@ -10,7 +10,7 @@ import reprlib
 
 MAX_NAME = 200
 MAX_TEXT = 4000
-_NAME = re.compile(r"\w[\w .:@+,()/#=\[\]-]*")
+_NAME = re.compile(r"\w[\w .:@+,()/#=-]*")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
@@ -25,7 +25,7 @@ def name_problem(name: str) -> str | None:
     >>> name_problem("V100-16GB"), name_problem("model.py:workload (batch 4)")
     (None, None)
     >>> name_problem('x"; rm')
-    'has \'"\', which names cannot have: letters, digits, spaces and . _ : @ + , ( ) / # = [ ] -'
+    'has \'"\', which names cannot have: letters, digits, spaces and . _ : @ + , ( ) / # = -'
     """
     if not name:
         return "is empty; give it a name"
@@ -40,7 +40,7 @@ def name_problem(name: str) -> str | None:
     )
     return (
         f"has {wrong!a}, which names cannot have: letters, digits, spaces and "
-        ". _ : @ + , ( ) / # = [ ] -"
+        ". _ : @ + , ( ) / # = -"
     )
 
 

@@ -1,20 +1,23 @@
 """Objects from a user's own Python file, named ``path/to/file.py:name`` on the command line.
 
 A workload, a method, an encoder and a reward are all given this way. The file is run, so only a
-name that the person typed is ever passed here, never one that a file holds.
+name that the person typed is passed here. A name that a file holds (the source in a plan) goes
+through ``trusted_source`` first.
 """
 
 import importlib.util
 import inspect
 import itertools
+import shlex
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 from heterog.errors import InputFileError
+from heterog.names import shown
 
 _module_numbers = itertools.count()
 
@@ -46,6 +49,49 @@ def split_source(source: str, what: str) -> tuple[Path, str]:
     if not path.is_file():
         raise InputFileError(f"there is no file '{path_text}' (looked for {path}).")
     return path, name
+
+
+def trusted_source(source: str, named: Sequence[str], where: str) -> str:
+    """The source that a file names, if it may be run and copied.
+
+    A name of the zoo may, and a Python file that the person names or that lies under the folder
+    they work in. Anything else is code of somebody else, about which the person is asked.
+
+    Args:
+        source: zoo name, or ``path/to/file.py:function``.
+        named: files that the person named, with or without a function; one of the same name as
+            the source's is meant instead of it.
+        where: the file that names the source, for the message.
+
+    Returns:
+        The source, with the person's own file if they named one.
+
+    Raises:
+        InputFileError: the file is no Python file, or nobody named it; says which option answers.
+    """
+    if not is_from_file(source):
+        return source
+    path_text, _, function = source.rpartition(":")
+    if not function.isidentifier() or not path_text.endswith(".py"):
+        raise InputFileError(
+            f"{where} says that its model is made by {shown(source)}, which is not a Python file "
+            "and a function in it."
+        )
+    path = Path(path_text).expanduser().resolve()
+    if not path.exists() and not named:
+        return source  # nothing can be run or copied
+    for each in named:
+        own = Path(each.rpartition(":")[0] if not each.endswith(".py") else each)
+        found = own.expanduser().resolve()
+        if found.name == path.name and found.suffix == ".py":
+            return f"{found}:{function}"
+    if path.suffix == ".py" and path.is_relative_to(Path.cwd().resolve()):
+        return f"{path}:{function}"
+    raise InputFileError(
+        f"{where} says that its model is made by {path_text}, which is not under the folder you "
+        f"work in ({Path.cwd()}). To use it would run or copy that file; if you trust it, add "
+        f"--source {shlex.quote(path_text)}."
+    )
 
 
 def load_object(source: str, what: str) -> object:

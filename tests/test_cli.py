@@ -48,6 +48,14 @@ class Result:
 Run = Callable[..., Result]
 
 
+@pytest.fixture(autouse=True)
+def _work_where_the_model_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A plan's file is run if it lies under the folder one works in."""
+    monkeypatch.chdir(tmp_path_factory.getbasetemp())
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     def call(*arguments: object) -> Result:
@@ -344,6 +352,25 @@ def test_run_refuses_what_cannot_run(
     assert result.code == 2
     assert text in result.err
     assert result.err.count("heterog: ") == 1
+
+
+def test_files_that_only_a_plan_names_are_a_question(
+    run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    run("plan", model, "--cluster", "paper_8gpu", "--method", "ddp", "-o", path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    file = model.rpartition(":")[0]
+    for command in (("run", path), ("export", path, "--to", "torchrun", "-o", tmp_path / "job")):
+        result = run(*command)
+        assert result.code == 2
+        assert f"if you trust it, add --source {file}." in result.err
+        assert result.err.count("\n") == 1
+    done = run("export", path, "--to", "torchrun", "-o", tmp_path / "job", "--source", file)
+    assert done.code == 0, done.err
+    assert (tmp_path / "job" / "model.py").read_text() == Path(file).read_text()
 
 
 def test_run_refuses_a_missing_plan(run: Run, tmp_path: Path) -> None:

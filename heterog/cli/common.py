@@ -90,6 +90,14 @@ WorkersOption = Annotated[
 SeedOption = Annotated[
     int, typer.Option("--seed", min=0, max=2**63 - 1, help="of everything random")
 ]
+SourceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--source",
+        metavar="FILE.py",
+        help="a Python file that the plan names and that you trust; again for a second one",
+    ),
+]
 
 
 def print_json(value: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from heterog.cli import completion
-from heterog.cli.common import JsonOption, PlanArgument, out, print_json
+from heterog.cli.common import JsonOption, PlanArgument, SourceOption, out, print_json
 
 
 def export(
@@ -23,6 +23,7 @@ def export(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="renew an export; an edited user.py is kept")
     ] = False,
+    source: SourceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a plan as a folder for other launchers."""
@@ -31,7 +32,7 @@ def export(
 
     check_target(target)
     check_folder(output, target, overwrite=overwrite)
-    made = make_export(load_plan(plan), target)
+    made = make_export(load_plan(plan), target, sources=source or ())
     written = write_folder(made, output, overwrite=overwrite)
     if as_json:
         print_json(

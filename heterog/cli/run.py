@@ -9,6 +9,7 @@ from heterog.cli import completion
 from heterog.cli.common import (
     JsonOption,
     PlanArgument,
+    SourceOption,
     err,
     out,
     print_json,
@@ -29,6 +30,7 @@ def run(
             autocompletion=completion.models,
         ),
     ] = "",
+    source: SourceOption = None,
     steps: Annotated[int, typer.Option("--steps", help="measured training steps")] = 10,
     testbed: Annotated[
         str,
@@ -80,6 +82,7 @@ def run(
     from heterog.runtime.launch import run_ranks
     from heterog.runtime.testbed import Testbed, load_testbed
     from heterog.units import parse_seconds
+    from heterog.user_code import trusted_source
 
     if steps < 1:
         raise HeterogError(f"--steps is {steps}; measure at least one step.")
@@ -96,6 +99,11 @@ def run(
         )
     if beside is not None and not has_own_process(loaded.cluster):
         beside = None  # the ranks run it themselves
+    sources = source or ()
+    if not model:
+        trusted_source(loaded.graph.source, sources, str(plan))
+    if loaded.background is not None:
+        trusted_source(loaded.background.source, sources, str(plan))
     with ExitStack() as stack:
         options: dict[str, Any] = {}
         if testbed:
@@ -113,6 +121,7 @@ def run(
             plan,
             loaded.cluster.num_devices,
             model=model,
+            sources=sources,
             num_steps=steps,
             timeout_s=parse_seconds(timeout),
             step_timeout_s=parse_seconds(step_timeout),

@@ -5,7 +5,7 @@
 Each target says by name what of the plan it cannot express, or refuses.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from heterog.errors import UnknownNameError
@@ -17,14 +17,14 @@ from heterog.export.slurm import export_slurm
 from heterog.export.torchrun import export_torchrun
 from heterog.planners.plan import Plan
 
-TARGETS: Mapping[str, Callable[[Plan], Export]] = {
+TARGETS: Mapping[str, Callable[[Plan, Sequence[str]], Export]] = {
     "ddp": export_ddp,
     "torchrun": export_torchrun,
     "slurm": export_slurm,
     "kubernetes": export_kubernetes,
     "deepspeed": export_deepspeed,
 }
-"""What makes the folder of each target."""
+"""What makes the folder of each target, of a plan and the files that the person named."""
 
 __all__ = [
     "TARGETS",
@@ -48,20 +48,34 @@ def check_target(target: str) -> None:
         raise UnknownNameError("export target", target, TARGETS)
 
 
-def make_export(plan: Plan, target: str) -> Export:
+def make_export(plan: Plan, target: str, *, sources: Sequence[str] = ()) -> Export:
     """The files of an export, not written yet, and what they cannot express.
+
+    Args:
+        plan: what to export.
+        target: one of ``TARGETS``.
+        sources: Python files that may be copied although they are elsewhere; see
+            ``user_code.trusted_source``.
 
     Raises:
         UnknownNameError: there is no such target.
+        InputFileError: the plan's model is made by a file that nobody named.
         ExportError: the plan does not fit into memory, or the target cannot express it.
     """
     check_target(target)
     if plan.step_time_s is None:
         raise ExportError(f"the plan does not fit into memory ({plan.shortage}); plan again.")
-    return TARGETS[target](plan)
+    return TARGETS[target](plan, sources)
 
 
-def export_plan(plan: Plan, target: str, folder: Path, *, overwrite: bool = False) -> list[Path]:
+def export_plan(
+    plan: Plan,
+    target: str,
+    folder: Path,
+    *,
+    overwrite: bool = False,
+    sources: Sequence[str] = (),
+) -> list[Path]:
     """Write a plan as a folder for another launcher or framework.
 
     Args:
@@ -69,6 +83,7 @@ def export_plan(plan: Plan, target: str, folder: Path, *, overwrite: bool = Fals
         target: one of ``TARGETS``.
         folder: new or empty.
         overwrite: renew an earlier export to the same target; an edited ``user.py`` is kept.
+        sources: as for ``make_export``.
 
     Returns:
         The files written.
@@ -77,4 +92,4 @@ def export_plan(plan: Plan, target: str, folder: Path, *, overwrite: bool = Fals
         UnknownNameError: there is no such target.
         ExportError: the target cannot express the plan, or the folder holds something else.
     """
-    return write_folder(make_export(plan, target), folder, overwrite=overwrite)
+    return write_folder(make_export(plan, target, sources=sources), folder, overwrite=overwrite)

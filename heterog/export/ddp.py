@@ -1,6 +1,8 @@
 """Target ``ddp``: a stock DistributedDataParallel script for uniform plans, without heterog."""
 
-from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill
+from collections.abc import Sequence
+
+from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill, in_docstring
 from heterog.export.ranks import (
     launch_script,
     ranks_document,
@@ -18,7 +20,7 @@ _WHAT = (
 )
 
 
-def export_ddp(plan: Plan) -> Export:
+def export_ddp(plan: Plan, sources: Sequence[str] = ()) -> Export:
     """The folder of a uniform plan.
 
     Raises:
@@ -49,8 +51,8 @@ def stock_user(plan: Plan) -> bytes:
     """``user.py`` of a folder that runs without heterog: a person fills it in."""
     return fill(
         "ddp_user.py.tmpl",
-        model=" ".join(plan.graph.name.split()),
-        source=" ".join(plan.graph.source.split()) or "not named in the plan",
+        model=in_docstring(plan.graph.name),
+        source=in_docstring(plan.graph.source) or "not named in the plan",
         optimizer=plan.graph.optimizer,
         batch_size=plan.graph.batch_size,
     )

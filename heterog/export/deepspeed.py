@@ -25,7 +25,7 @@ _WHAT = (
 _STAGES = {Sync.ZERO1: 1, Sync.ZERO2: 2, Sync.ZERO3: 3}
 
 
-def export_deepspeed(plan: Plan) -> Export:
+def export_deepspeed(plan: Plan, sources: Sequence[str] = ()) -> Export:
     """The folder of a uniform plan whose shares and micro-batches are all equal.
 
     Raises:

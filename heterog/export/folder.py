@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -11,8 +12,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from heterog.errors import HeterogError, InputFileError
-from heterog.files import read_json, write_atomically
+from heterog.errors import HeterogError
+from heterog.files import cannot_write, read_json, write_atomically
 
 RANKS_FILE = "ranks.json"
 USER_FILE = "user.py"
@@ -48,6 +49,26 @@ def fill(template: str, **values: object) -> bytes:
     """A file of ``templates/`` with its ``%%{name}`` placeholders replaced."""
     text = (_TEMPLATES / template).read_text(encoding="utf-8")
     return _Text(text).substitute(values).encode()
+
+
+def in_docstring(text: str) -> str:
+    r"""A text for a template's docstring in three double quotes: it cannot end it, nor escape.
+
+    >>> print(in_docstring('a "b" \\'))
+    a \"b\" \\
+    """
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in escaped)
+
+
+def in_markdown(text: str) -> str:
+    r"""A text for a page in Markdown: nothing in it is a link, code, a tag or emphasis.
+
+    >>> print(in_markdown("see [x](http://y) `z` <b>"))
+    see \[x\](http://y) \`z\` \<b\>
+    """
+    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)
 
 
 def digest(content: bytes) -> str:
@@ -109,7 +130,7 @@ def write_folder(export: Export, folder: Path, *, overwrite: bool = False) -> li
             shutil.rmtree(work, ignore_errors=True)
             raise
     except OSError as error:
-        raise InputFileError(f"cannot write {folder}: {error.strerror or error}.") from error
+        raise cannot_write(folder, error, sum(map(len, export.files.values()))) from error
     return [folder / name for name in export.files]
 
 

@@ -28,7 +28,7 @@ _WHAT = (
 )
 
 
-def export_kubernetes(plan: Plan) -> Export:
+def export_kubernetes(plan: Plan, sources: Sequence[str] = ()) -> Export:
     """The folder of any plan."""
     ranks = ranks_of(plan.cluster)
     name = _dns_label(f"heterog-{plan.graph.name}", 24)
@@ -38,6 +38,7 @@ def export_kubernetes(plan: Plan) -> Export:
         return runtime_folder(
             plan,
             TARGET,
+            sources,
             what=_WHAT,
             # Server side: kubectl's own record of what it applied may not exceed 256 KiB.
             start="kubectl apply --server-side -k .",

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 
-from heterog.export.folder import fill
+from heterog.export.folder import fill, in_markdown
 from heterog.export.ranks import RankEntry, by_host
 from heterog.planners.plan import Plan
 from heterog.units import format_seconds
@@ -36,20 +36,22 @@ def readme(
     idle = plan.cluster.num_devices - num_ranks
     expect = (
         f"Fill in `user.py` ({user}); `ranks.json` says which rank runs where. Method "
-        f"{plan.method}, {plan.graph.batch_size} samples a step over {num_ranks} ranks, predicted "
+        f"{in_markdown(plan.method)}, {plan.graph.batch_size} samples a step over {num_ranks} "
+        "ranks, predicted "
         f"{format_seconds(plan.step_time_s)} a step in heterog's own schedule."
     )
     if idle:
         expect += f" Not started: {idle} devices without samples."
     return fill(
         "readme.md.tmpl",
-        model=_one_line(plan.graph.name),
-        cluster=_one_line(plan.cluster.name),
+        model=in_markdown(plan.graph.name),
+        cluster=in_markdown(plan.cluster.name),
         target=target,
         what=_wrap(what),
         start=start,
         expect=_wrap(expect),
-        not_expressed="\n".join(f"- {remark}" for remark in not_expressed) or "- nothing",
+        not_expressed="\n".join(f"- {in_markdown(remark)}" for remark in not_expressed)
+        or "- nothing",
     )
 
 
@@ -61,7 +63,3 @@ def launch_command(ranks: Sequence[RankEntry]) -> str:
 
 def _wrap(text: str) -> str:
     return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -20,12 +20,13 @@ Kind = tuple[str, ...]
 """Device types of a host: hosts of one kind can stand for each other."""
 
 
-def export_slurm(plan: Plan) -> Export:
+def export_slurm(plan: Plan, sources: Sequence[str] = ()) -> Export:
     """The folder of any plan."""
     ranks = ranks_of(plan.cluster)
     folder = runtime_folder(
         plan,
         TARGET,
+        sources,
         what=_WHAT,
         start="sbatch job.sbatch --steps 100",
         ranks=ranks,
@@ -106,4 +107,6 @@ def _component(entries: Sequence[RankEntry], num_nodes: int) -> list[str]:
 
 def _gpu_type(name: str) -> str:
     """A type as Slurm can spell it."""
-    return "".join(letter if letter.isalnum() else "_" for letter in name.lower())
+    return "".join(
+        letter if letter.isascii() and letter.isalnum() else "_" for letter in name.lower()
+    )

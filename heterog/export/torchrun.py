@@ -3,16 +3,29 @@
 import ast
 import gzip
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill
+from heterog.export.folder import (
+    RANKS_FILE,
+    USER_FILE,
+    Export,
+    digest,
+    fill,
+    in_docstring,
+    in_markdown,
+)
 from heterog.export.ranks import RankEntry, launch_script, ranks_document, ranks_of
 from heterog.export.readme import launch_command, readme
+from heterog.files import read_bytes
 from heterog.planners.plan import Plan
+from heterog.units import MIB
+from heterog.user_code import trusted_source
 
 TARGET = "torchrun"
 MODEL_FILE = "model.py"
+_MOST_MODEL_BYTES = 16 * MIB
 _WHAT = (
     "A script that runs the plan with heterog: every operator where it was planned, the numbers "
     "of one device. Every host needs this folder and the same versions of torch and heterog."
@@ -53,15 +66,18 @@ class WorkloadCode:
     remarks: tuple[str, ...] = ()
 
 
-def export_torchrun(plan: Plan) -> Export:
+def export_torchrun(plan: Plan, sources: Sequence[str] = ()) -> Export:
     """The folder of any plan."""
     ranks = ranks_of(plan.cluster)
-    return runtime_folder(plan, TARGET, what=_WHAT, start=launch_command(ranks), ranks=ranks)
+    return runtime_folder(
+        plan, TARGET, sources, what=_WHAT, start=launch_command(ranks), ranks=ranks
+    )
 
 
 def runtime_folder(
     plan: Plan,
     target: str,
+    sources: Sequence[str],
     *,
     what: str,
     start: str,
@@ -70,12 +86,12 @@ def runtime_folder(
     plan_file: str = "plan.json",
 ) -> Export:
     """The files that every target with heterog at run time shares."""
-    code = workload_code(plan.graph.source)
+    code = workload_code(trusted_source(plan.graph.source, sources, "the plan"))
     not_expressed = (*code.remarks, *remarks)
     user = fill(
         "torchrun_user.py.tmpl",
-        model=" ".join(plan.graph.name.split()),
-        source=" ".join(plan.graph.source.split()) or "not named in the plan",
+        model=in_docstring(plan.graph.name),
+        source=in_docstring(plan.graph.source) or "not named in the plan",
         optimizer=plan.graph.optimizer,
         batch_size=plan.graph.batch_size,
         workload=code.body,
@@ -123,7 +139,7 @@ def workload_code(source: str) -> WorkloadCode:
         return _to_fill_in(
             f"The workload: its file {path} is not on this machine; fill in user.py."
         )
-    content = path.read_bytes()
+    content = read_bytes(path, "model file", _MOST_MODEL_BYTES)
     beside = _modules_beside(path, content)
     remarks: tuple[str, ...] = ()
     if beside:
@@ -133,7 +149,7 @@ def workload_code(source: str) -> WorkloadCode:
         )
     return WorkloadCode(
         body=_FROM_FILE.format(file=MODEL_FILE, function=function),
-        to_do=f"`batches()`: the data; {MODEL_FILE} is a copy of {path.name}",
+        to_do=f"`batches()`: the data; {MODEL_FILE} is a copy of {in_markdown(path.name)}",
         model_file=content,
         remarks=remarks,
     )
@@ -149,7 +165,7 @@ def _modules_beside(path: Path, content: bytes) -> list[str]:
     """Modules in the file's own folder that it imports."""
     try:
         tree = ast.parse(content)
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []  # whoever runs it is told
     names: set[str] = set()
     for node in ast.walk(tree):

@@ -75,7 +75,7 @@ which that tensor is ``R``. If A and B run on different devices, the edge takes 
 latency.
 
 Names (of the graph and of device types) are letters, digits, spaces and
-``. _ : @ + , ( ) / # = [ ] -``; every other text is one line that can be printed.
+``. _ : @ + , ( ) / # = -``; every other text is one line that can be printed.
 
 ``tensors`` and ``ops`` may also be one object of equally long columns instead of a list of
 records, with ``null`` for a field that is left out; ``save_graph`` writes that. There ``kind`` and

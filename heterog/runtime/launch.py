@@ -24,6 +24,7 @@ from typing import Any
 from heterog.errors import HeterogError
 from heterog.files import check_writable, read_json
 from heterog.planners.background import BackgroundPlan
+from heterog.user_code import trusted_source
 
 CHECKPOINT_INDEX = "checkpoint.json"
 """The file of a checkpoint's folder that says what is in it."""
@@ -94,6 +95,7 @@ def run_ranks(
     num_ranks: int,
     *,
     model: str = "",
+    sources: Sequence[str] = (),
     num_steps: int = 10,
     timeout_s: float = 300.0,
     step_timeout_s: float = STEP_TIMEOUT_S,
@@ -113,6 +115,8 @@ def run_ranks(
         plan: the plan's file.
         num_ranks: devices of its cluster.
         model: the workload's source; the plan's own if empty.
+        sources: Python files that may be run although only the plan names them; see
+            ``user_code.trusted_source``.
         num_steps: measured steps.
         timeout_s: of the whole job.
         step_timeout_s: of each step.
@@ -131,7 +135,8 @@ def run_ranks(
         What rank 0 measured.
 
     Raises:
-        InputFileError: nothing can be saved at ``save`` or read from ``resume``.
+        InputFileError: nothing can be saved at ``save`` or read from ``resume``, or the background
+            job is made by a file that nobody named.
         LaunchError: a rank failed or the time is over; names the rank and its last words.
         HeterogError: there are too few steps to compare with and without a background job.
     """
@@ -147,6 +152,8 @@ def run_ranks(
     if resume is not None:
         read_json(resume / CHECKPOINT_INDEX, "checkpoint")
         options += ["--resume", str(resume.resolve())]
+    for source in sources:
+        options += ["--source", source]
     if allow_nonfinite:
         options.append("--allow-nonfinite")
     if record:
@@ -158,8 +165,9 @@ def run_ranks(
         def beside(rank: int) -> list[str]:
             if background is None or rank not in background.devices:
                 return []
+            source = trusted_source(background.source, sources, str(plan))
             return [
-                *("-m", "heterog.runtime.background", background.source),
+                *("-m", "heterog.runtime.background", source),
                 *("--batch-size", str(background.batch_size), "--limit", str(background.limit)),
                 *("-o", f"{done}{rank}.json"),
             ]

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +38,7 @@ from heterog.runtime.collectives import gather_texts
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.launch import HEARTBEAT, PORT_FILE
 from heterog.strategy.program import FloatArray
+from heterog.user_code import trusted_source
 from heterog.zoo import load_workload
 
 WARM_UP_STEPS = 1
@@ -104,6 +106,7 @@ def train(
     *,
     num_steps: int,
     timeout_s: float,
+    sources: Sequence[str] = (),
     save: str = "",
     resume: str = "",
     allow_nonfinite: bool = False,
@@ -116,6 +119,7 @@ def train(
         model: zoo name or ``file.py:function``; the plan's own source if empty.
         num_steps: measured steps, after one that warms up (and trains, too).
         timeout_s: seconds after which a rank gives up on the others.
+        sources: Python files that the person named; see ``user_code.trusted_source``.
         save: folder for a checkpoint after the last step.
         resume: folder of a checkpoint to begin with.
         allow_nonfinite: go on when the loss is infinite or not a number.
@@ -127,7 +131,7 @@ def train(
     Raises:
         HeterogError: plan, model, checkpoint or batch do not fit, or the loss is not finite.
     """
-    source = model or plan.graph.source
+    source = model or trusted_source(plan.graph.source, sources, "the plan")
     if not source:
         raise HeterogError("the plan does not name its model; pass --model.")
     workload = load_workload(source, None if model else plan.graph.batch_size)
@@ -147,7 +151,7 @@ def train(
         load_checkpoint(step, resume)
     steps_before = step.num_steps
     batch = workload.make_batch()
-    beside = _beside(plan)
+    beside = _beside(plan, sources)
     losses: list[float] = []
     seconds: list[float] = []
     tasks: dict[str, list[float | None]] = {}
@@ -207,14 +211,15 @@ def train(
     }
 
 
-def _beside(plan: Plan) -> LowPriorityThread | None:
+def _beside(plan: Plan, sources: Sequence[str]) -> LowPriorityThread | None:
     """The plan's background job, if it has to share this process; it waits for its turn."""
     background = plan.background
     if background is None or has_own_process(plan.cluster):
         return None
     if dist.get_rank() not in background.devices:
         return None
-    workload = load_workload(background.source, background.batch_size)
+    source = trusted_source(background.source, sources, "the plan")
+    workload = load_workload(source, background.batch_size)
     thread = LowPriorityThread(Trainer(workload, _device()), _device(), Governor(background.limit))
     thread.start()
     return thread
@@ -230,6 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan")
     parser.add_argument("--model", default="")
+    parser.add_argument("--source", action="append", default=[])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--timeout", type=float, default=300.0)
     parser.add_argument("--save", default="")
@@ -246,6 +252,7 @@ def main() -> None:
             arguments.model,
             num_steps=arguments.steps,
             timeout_s=arguments.timeout,
+            sources=arguments.source,
             save=arguments.save,
             resume=arguments.resume,
             allow_nonfinite=arguments.allow_nonfinite,

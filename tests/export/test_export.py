@@ -232,7 +232,7 @@ def test_torchrun_runs_any_plan(graph: OpGraph, tmp_path: Path) -> None:
     decisions[-1] = alone
     plan = plan_of(graph, cluster_of(tmp_path, ("a", "CPU", 2), ("b", "CPU", 1)), decisions)
     folder = tmp_path / "job"
-    export_plan(plan, "torchrun", folder)
+    export_plan(plan, "torchrun", folder, sources=[str(model)])
     model.unlink()
     fill_in(folder, BATCHES)
     options = ("--steps", str(NUM_STEPS), "--save", "weights.pt")
@@ -503,8 +503,9 @@ def test_deepspeed_files(graph: OpGraph, tmp_path: Path) -> None:
 def test_workloads_of_the_zoo_and_of_unknown_origin(graph: OpGraph, tmp_path: Path) -> None:
     plan = plan_of(graph, cluster_of(tmp_path, ("a", "CPU", 4)), EVEN)
 
-    def export(source: str) -> Export:
-        return make_export(replace(plan, graph=replace(graph, source=source)), "torchrun")
+    def export(source: str, *trusted: str) -> Export:
+        named = replace(plan, graph=replace(graph, source=source))
+        return make_export(named, "torchrun", sources=trusted)
 
     for source, text, remark in (
         ("gpt2", "return load_workload('gpt2', batch_size)", ""),
@@ -516,9 +517,78 @@ def test_workloads_of_the_zoo_and_of_unknown_origin(graph: OpGraph, tmp_path: Pa
         assert remark in " ".join(made.not_expressed)
     (tmp_path / "layers.py").write_text("")
     (tmp_path / "m.py").write_text("import json, layers\nfrom torch import nn\n")
-    made = export(f"{tmp_path}/m.py:f")
+    made = export(f"{tmp_path}/m.py:f", f"{tmp_path}/m.py")
     assert made.files["model.py"] == (tmp_path / "m.py").read_bytes()
     assert "The modules layers that m.py imports" in " ".join(made.not_expressed)
+
+
+def test_files_that_nobody_named_are_not_copied(
+    graph: OpGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that named /etc/shadow as its source had it copied into the folder."""
+    plan = plan_of(graph, cluster_of(tmp_path, ("a", "CPU", 4)), EVEN)
+    work, other = tmp_path / "work", tmp_path / "other"
+    for folder in (work, other):
+        folder.mkdir()
+        (folder / "m.py").write_text(f"# {folder.name}")
+    (other / "secret").write_text("s3cret")
+    (work / "link.py").symlink_to(other / "m.py")
+    monkeypatch.chdir(work)
+
+    def files(source: str, *trusted: str) -> str:
+        named = replace(plan, graph=replace(graph, source=source))
+        made = [make_export(named, target, sources=trusted) for target in TARGETS]
+        return repr([each.files for each in made])
+
+    assert "# work" in files(f"{work}/m.py:f")
+    assert "# work" in files("m.py:f")
+    for source in (f"{other}/m.py:f", "../other/m.py:f", "link.py:f"):
+        with pytest.raises(InputFileError, match=r"if you trust it, add --source .*\.py\.$"):
+            files(source)
+    for source in (f"{other}/secret:f", f"{work}/m.py:f()", f'{work}/m.py:f"; import os; "'):
+        with pytest.raises(InputFileError, match="is not a Python file and a function in it"):
+            files(source, f"{other}/secret", f"{work}/m.py")
+    assert "# other" in files(f"{other}/m.py:f", f"{other}/m.py")
+    assert "# other" in files("/elsewhere/m.py:f", "../other/m.py:f"), "a file that has moved"
+
+
+HOSTILE = 'x"""; import os; os.mkdir("pwned"); """ \\ `touch pwned` $(touch pwned) [a](b) <b>'
+
+
+def test_words_of_a_plan_are_only_words(
+    graph: OpGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of this name wrote code into user.py, which train.py ran."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HeterogError, match="which names cannot have"):
+        replace(graph, name=HOSTILE)
+    with pytest.raises(HeterogError, match="is not the name of a class"):
+        replace(graph, optimizer="SGD\nimport os")
+    modules = [replace(op, module=f"{op.module}.{HOSTILE}") for op in graph.ops]
+    wild = replace(graph, source=f"/nowhere/{HOSTILE}.py:f", ops=tuple(modules))
+    cluster = cluster_of(tmp_path, ("a", "CPU", 4))
+    served = Decision(devices=EVEN.devices, shares=EVEN.shares, sync=Sync.PARAMETER_SERVER)
+    plan = plan_of(wild, cluster, served, homes=(0,) * len(graph.updates))
+    for target in TARGETS:
+        if target == "deepspeed":
+            continue  # has no parameter servers' remarks
+        made = make_export(plan, target)
+        for name, content in made.files.items():
+            text = content.decode() if not name.endswith(".gz") else ""
+            if name.endswith(".py"):
+                compile(text, name, "exec")
+                tree = ast.parse(text)
+                names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
+                         for alias in node.names}  # fmt: skip
+                assert "os" not in names or name == "train.py"
+                docstring = ast.get_docstring(tree) or ""
+                assert name != "user.py" or 'import os; os.mkdir("pwned")' in docstring
+            if name.endswith((".sh", ".sbatch")):
+                assert "pwned" not in text
+            if name == "README.md":
+                assert "[a](b)" not in text
+                assert "<b>" not in text.replace("\\<b", "")
+    assert not (tmp_path / "pwned").exists()
 
 
 # --- what is not expressed, and what is refused -------------------------------------------------

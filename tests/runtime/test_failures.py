@@ -74,6 +74,14 @@ def hanging(batch_size: int = 8):
 FOREVER = 10**6
 
 
+@pytest.fixture(autouse=True)
+def _work_where_the_model_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A plan's file is run if it lies under the folder one works in."""
+    monkeypatch.chdir(tmp_path_factory.getbasetemp())
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("job")

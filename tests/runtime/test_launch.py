@@ -43,6 +43,14 @@ def wider(batch_size: int = 8) -> heterog.Workload:
 """
 
 
+@pytest.fixture(autouse=True)
+def _work_where_the_model_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A plan's file is run if it lies under the folder one works in."""
+    monkeypatch.chdir(tmp_path_factory.getbasetemp())
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     path = tmp_path / "model.py"
