@@ -1,0 +1,74 @@
+"""``user.py`` of folders that run on stock frameworks: what a person fills in, or need not."""
+
+from dataclasses import dataclass
+
+from heterog.export.folder import fill
+from heterog.export.torchrun import MODEL_FILE, workload_code
+from heterog.planners.plan import Plan
+
+_FROM_ZOO = """\
+    from heterog.zoo import load_workload  # the one thing that heterog is needed for
+
+    return load_workload({source!r}, BATCH_SIZE)"""
+_FROM_FILE = """\
+    try:
+        import heterog  # noqa: F401
+    except ImportError:  # the file needs nothing of it but a place for its answer
+        stand_in = types.ModuleType("heterog")
+        stand_in.Workload = Workload
+        sys.modules["heterog"] = stand_in
+    from model import {function} as make
+
+    return make(BATCH_SIZE) if inspect.signature(make).parameters else make()"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockUser:
+    """The part of a stock folder that knows the model.
+
+    Attributes:
+        user: content of ``user.py``.
+        to_do: what a person has to fill in, for the README.
+        model_file: copy of the workload's own file; empty if there is none.
+        remarks: what could not be copied.
+    """
+
+    user: bytes
+    to_do: str
+    model_file: bytes = b""
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The copy, if there is one, by its name in the folder."""
+        return {MODEL_FILE: self.model_file} if self.model_file else {}
+
+
+def stock_user(plan: Plan, source: str) -> StockUser:
+    """``user.py`` with the workload's own model, loss and optimizer where its source is at hand.
+
+    Args:
+        plan: that is exported.
+        source: how the plan's workload is made; its file may be copied.
+    """
+    code = workload_code(source)
+    words = {
+        "model": " ".join(plan.graph.name.split()),
+        "source": " ".join(plan.graph.source.split()) or "not named in the plan",
+        "optimizer": plan.graph.optimizer,
+        "batch_size": plan.graph.batch_size,
+    }
+    _, colon, function = source.rpartition(":")
+    if code.model_file:
+        body, origin = _FROM_FILE.format(function=function), f"{MODEL_FILE}, a copy of yours"
+    elif source and not colon:
+        body, origin = _FROM_ZOO.format(source=source), "heterog's zoo"
+    else:
+        user = fill("ddp_user.py.tmpl", **words)
+        return StockUser(user=user, to_do="`build()`: model, optimizer, loss and data")
+    return StockUser(
+        user=fill("stock_workload.py.tmpl", workload=body, origin=origin, **words),
+        to_do=code.to_do.replace("batches()", "build()"),
+        model_file=code.model_file,
+        remarks=code.remarks,
+    )
