@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill, in_docstring
+from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill
 from heterog.export.ranks import (
     launch_script,
     ranks_document,
     ranks_of,
 )
 from heterog.export.readme import launch_command, readme
+from heterog.export.stock import stock_user
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
 from heterog.planners.plan import Plan
 
@@ -28,31 +29,22 @@ def export_ddp(plan: Plan, sources: Sequence[str] = ()) -> Export:
     """
     ranks = ranks_of(plan.cluster, uniform_micro_batches(plan, TARGET))
     remarks = uniform_remarks(plan, TARGET)
-    user = stock_user(plan)
+    user = stock_user(plan, sources)
+    remarks += user.remarks
     files = {
         "train.py": fill("ddp_train.py.tmpl"),
-        USER_FILE: user,
-        RANKS_FILE: ranks_document(plan, TARGET, ranks, digest(user)),
+        USER_FILE: user.user,
+        **user.files,
+        RANKS_FILE: ranks_document(plan, TARGET, ranks, digest(user.user)),
         "launch.sh": launch_script(ranks),
         "README.md": readme(
             plan,
             TARGET,
             what=_WHAT,
             start=launch_command(ranks),
-            user="`build()`: model, optimizer, loss and data",
+            user=user.to_do,
             num_ranks=len(ranks),
             not_expressed=remarks,
         ),
     }
     return Export(target=TARGET, files=files, not_expressed=tuple(remarks))
-
-
-def stock_user(plan: Plan) -> bytes:
-    """``user.py`` of a folder that runs without heterog: a person fills it in."""
-    return fill(
-        "ddp_user.py.tmpl",
-        model=in_docstring(plan.graph.name),
-        source=in_docstring(plan.graph.source) or "not named in the plan",
-        optimizer=plan.graph.optimizer,
-        batch_size=plan.graph.batch_size,
-    )

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from heterog.export.ddp import stock_user
 from heterog.export.folder import RANKS_FILE, USER_FILE, Export, ExportError, digest, fill
 from heterog.export.ranks import (
     RankEntry,
@@ -13,6 +12,7 @@ from heterog.export.ranks import (
     ranks_of,
 )
 from heterog.export.readme import readme
+from heterog.export.stock import stock_user
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
 from heterog.planners.plan import Plan
 from heterog.strategy.strategy import Sync
@@ -42,11 +42,13 @@ def export_deepspeed(plan: Plan, sources: Sequence[str] = ()) -> Export:
     else:
         what = f"Buckets of {plan.strategy.bucket_bytes} bytes"
     remarks.append(f"{what}: deepspeed has bucket sizes of its own.")
-    user = stock_user(plan)
+    user = stock_user(plan, sources)
+    remarks += user.remarks
     files = {
         "train.py": fill("deepspeed_train.py.tmpl"),
-        USER_FILE: user,
-        RANKS_FILE: ranks_document(plan, TARGET, ranks, digest(user)),
+        USER_FILE: user.user,
+        **user.files,
+        RANKS_FILE: ranks_document(plan, TARGET, ranks, digest(user.user)),
         "ds_config.json": _config(plan, ranks, _STAGES[sync] if sync is not None else 0),
         "hostfile": _hostfile(plan, ranks),
         "launch.sh": fill("launch_deepspeed.sh.tmpl", include=_include(ranks)),
@@ -55,7 +57,7 @@ def export_deepspeed(plan: Plan, sources: Sequence[str] = ()) -> Export:
             TARGET,
             what=_WHAT,
             start="bash launch.sh --steps 100    # on the first host; it starts the others",
-            user="`build()`: model, optimizer, loss and data",
+            user=user.to_do,
             num_ranks=len(ranks),
             not_expressed=remarks,
         ),

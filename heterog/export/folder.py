@@ -64,8 +64,8 @@ def in_docstring(text: str) -> str:
 def in_markdown(text: str) -> str:
     r"""A text for a page in Markdown: nothing in it is a link, code, a tag or emphasis.
 
-    >>> print(in_markdown("see [x](http://y) `z` <b>"))
-    see \[x\](http://y) \`z\` \<b\>
+    >>> print(in_markdown("see [x](http://y) <b>"))
+    see \[x\](http://y) \<b\>
     """
     line = "".join(letter if letter.isprintable() else " " for letter in text)
     return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)

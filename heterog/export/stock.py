@@ -1,10 +1,12 @@
 """``user.py`` of folders that run on stock frameworks: what a person fills in, or need not."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heterog.export.folder import fill
+from heterog.export.folder import fill, in_docstring
 from heterog.export.torchrun import MODEL_FILE, workload_code
 from heterog.planners.plan import Plan
+from heterog.user_code import trusted_source
 
 _FROM_ZOO = """\
     from heterog.zoo import load_workload  # the one thing that heterog is needed for
@@ -44,17 +46,21 @@ class StockUser:
         return {MODEL_FILE: self.model_file} if self.model_file else {}
 
 
-def stock_user(plan: Plan, source: str) -> StockUser:
+def stock_user(plan: Plan, sources: Sequence[str]) -> StockUser:
     """``user.py`` with the workload's own model, loss and optimizer where its source is at hand.
 
     Args:
         plan: that is exported.
-        source: how the plan's workload is made; its file may be copied.
+        sources: files that the person named; see ``user_code.trusted_source``.
+
+    Raises:
+        InputFileError: the plan's model is made by a file that nobody named.
     """
+    source = trusted_source(plan.graph.source, sources, "the plan")
     code = workload_code(source)
     words = {
-        "model": " ".join(plan.graph.name.split()),
-        "source": " ".join(plan.graph.source.split()) or "not named in the plan",
+        "model": in_docstring(plan.graph.name),
+        "source": in_docstring(plan.graph.source) or "not named in the plan",
         "optimizer": plan.graph.optimizer,
         "batch_size": plan.graph.batch_size,
     }

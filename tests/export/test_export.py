@@ -220,6 +220,62 @@ def test_ddp_accumulates_and_leaves_out_devices(graph: OpGraph, tmp_path: Path) 
     assert_trained_like_one_device(folder, launch(folder, ["a", "b"], *options))
 
 
+OWN_DATA = """
+import sys, tiny
+
+_build = build
+
+def build(rank):
+    sys.modules["heterog"] = None  # as where it is not installed
+    model, optimizer, loss, _ = _build(rank)
+    begin, end = rank.first_sample, rank.first_sample + rank.batch_size
+    batches = (take(tiny.global_batch(step), begin, end) for step in range(NUM_STEPS))
+    return model, optimizer, loss, batches
+"""
+
+
+@pytest.mark.distributed
+def test_ddp_reuses_the_models_own_file(graph: OpGraph, tmp_path: Path) -> None:
+    """Model, loss, optimizer and weights of labels without a line by the person."""
+    model = tmp_path / "my_model.py"
+    model.write_text(WORKLOAD)
+    graph = replace(graph, source=f"{model}:workload")
+    cluster = cluster_of(tmp_path, ("a", "CPU", 1), ("b", "CPU", 1), cpu_quotas=(0.8, 0.3))
+    plan = make_plan(graph, cluster, methods=["cp_ar"], budget="10e")
+    with pytest.raises(HeterogError, match="add --source"):
+        make_export(plan, "ddp")
+    folder = tmp_path / "job"
+    export_plan(plan, "ddp", folder, sources=[str(model)])
+    assert (folder / "model.py").read_text() == WORKLOAD
+    assert "model.py is a copy of my_model.py" in (folder / "README.md").read_text()
+    model.unlink()
+    fill_in(folder, OWN_DATA)
+    options = ("--steps", "9", "--save", "weights.pt")
+    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], *options))
+
+
+def test_stock_batches_are_cut_along_their_own_dimension(graph: OpGraph, tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, ("a", "CPU", 4))
+    plan = plan_of(replace(graph, source="gpt2"), cluster, EVEN)
+    for target in ("ddp", "deepspeed"):
+        user = make_export(plan, target).files["user.py"].decode()
+        assert "return load_workload('gpt2', BATCH_SIZE)" in user
+        scope: dict[str, Any] = {"__name__": "user"}
+        exec(compile(user, "user.py", "exec"), scope)
+        scope["BATCH_DIMS"].update({0: 0, 1: 1, 2: None})
+        batch = (torch.arange(8), torch.arange(16).view(2, 8), torch.zeros(3))
+        part = scope["take"](batch, 2, 5)
+        assert [tuple(each.shape) for each in part] == [(3,), (2, 3), (3,)]
+        assert part[0].tolist() == [2, 3, 4]
+        assert part[1].tolist() == [[2, 3, 4], [10, 11, 12]]
+        assert scope["num_samples"](part) == 3
+        labels = torch.tensor([[1, -100], [2, 3]])
+        assert scope["loss_weight"]((torch.zeros(2), labels)) == 3.0
+        assert scope["loss_weight"]({"x": torch.zeros(2, 4), "labels": labels}) == 3.0
+        scope["BATCH_DIMS"].clear()
+        assert scope["loss_weight"]((torch.zeros(2), torch.zeros(2, 5))) == 2.0
+
+
 @pytest.mark.distributed
 def test_torchrun_runs_any_plan(graph: OpGraph, tmp_path: Path) -> None:
     model = tmp_path / "my_model.py"
