@@ -18,7 +18,7 @@ FLOAT64 = 1e-6
 FLOAT32 = 2e-3
 """The same in single precision: sums over other groups of samples round differently."""
 BFLOAT16 = 0.15
-"""The same for bf16, at least: three times what samples in reverse order change."""
+"""The same for bf16, at least: three times what rounding does on one device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

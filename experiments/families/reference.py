@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 def train_on_one_device(
-    family: Family, captured: CapturedStep, plan: Plan, *, is_flipped: bool = False
+    family: Family, captured: CapturedStep, plan: Plan, *, is_double: bool = False
 ) -> Trained:
     """The same steps without any of this project, but for what cannot be the same by itself.
 
@@ -57,12 +57,14 @@ def train_on_one_device(
         family: of models.
         captured: its step.
         plan: that the ranks follow.
-        is_flipped: the samples of a batch come in reverse, which is the same but for rounding.
+        is_double: in double precision, from the same weights.
     """
     program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
     part = RankProgram(captured.graph, plan.strategy, program, 0)
     workload = family.workload()
     model = workload.make_model()
+    if is_double:
+        model = model.double()
     optimizer = workload.optimizer(
         [value for value in model.parameters() if value.requires_grad],
         **dict(workload.optimizer_options),
@@ -72,8 +74,6 @@ def train_on_one_device(
     losses = []
     for step in range(STEPS):
         batch = family.batch(step)
-        if is_flipped:
-            batch = pytree.tree_map(lambda value: value.flip(0), batch)
         optimizer.zero_grad()
         draws = Draws(captured, part, step) if family.is_random else nullcontext()
         with draws:

@@ -9,9 +9,10 @@ import numpy as np
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
-from heterog.graph.batch_plan import ops_of_the_whole_batch
+from heterog.graph.batch_plan import batch_plan, ops_of_the_whole_batch
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.graph.sharding_rules import Special
 from heterog.planners.model_parallel import balanced_chain
 from heterog.planners.plan import Plan, make_plan, plan_from_rows
 from heterog.planners.planner import Candidate, MethodRow
@@ -102,25 +103,33 @@ def _servers(graph: OpGraph) -> Strategy:
 
 
 def _pipeline(graph: OpGraph) -> Strategy:
-    """The first half on one device, the second on two, with two micro-batches."""
+    """The first half on one device, the second on two, with two micro-batches.
+
+    With BatchNorm every stage is on one device: all layers then see the same local groups, with
+    which the steps on one device can be compared.
+    """
     groups = group_ops(graph)
     work = np.zeros(groups.num_groups)
     for op, group in zip(graph.ops, groups.group, strict=True):
         if group >= 0:
             work[group] += op.flops + op.bytes_read
-    none = np.zeros((groups.num_groups, 2))
-    stages = balanced_chain(np.repeat(work[:, None], 2, axis=1), none, np.ones(2))
-    if len(set(stages)) < 2:
-        stages[-1] = 1
-    halves = (
-        Decision(devices=(0,), shares=(graph.batch_size,)),
+    whole = (graph.batch_size,)
+    stages = [
+        Decision(devices=(0,), shares=whole),
         Decision(devices=(1, 2), shares=shares_of(graph, 5, 3), sync=Sync.RING),
-    )
+    ]
+    if Special.LOCAL_STATISTICS in batch_plan(graph).specials:
+        stages = [Decision(devices=(device,), shares=whole) for device in ALL]
+    none = np.zeros((groups.num_groups, len(stages)))
+    seconds = np.repeat(work[:, None], len(stages), axis=1)
+    placed = balanced_chain(seconds, none, np.ones(len(stages)))
+    if len(set(placed)) < 2:
+        placed[-1] = 1
+    in_one_go = _strategy(graph, [stages[stage] for stage in placed])
+    if ops_of_the_whole_batch(graph):
+        return in_one_go  # these would see a micro-batch only
     micro = (split_evenly(graph.batch_size, 2), (0, 0), (0, 0))
-    whole = _strategy(graph, [halves[stage] for stage in stages])
-    cut = replace(whole, micro_batches=micro)
-    # An op that needs the whole batch would see a micro-batch only.
-    return whole if ops_of_the_whole_batch(graph) else cut
+    return replace(in_one_go, micro_batches=micro)
 
 
 def _zero(graph: OpGraph) -> Strategy:
