@@ -67,7 +67,7 @@ def answer(
 def _texts(explanation: Explanation, room: int, most: Mapping[str, int]) -> list[Part]:
     """What every answer says, in lines."""
     texts = {
-        "do": [explanation.recommendation],
+        "do": [_do(explanation)],
         "gain": [_gain(explanation, with_range=True), _gain(explanation, with_range=False)],
         "memory": [_memory(explanation)],
         "limits": [_limits(explanation, number) for number in (3, 2, 1, 0)],
@@ -75,6 +75,13 @@ def _texts(explanation: Explanation, room: int, most: Mapping[str, int]) -> list
     return [
         (label, _first_that_fits(wordings, room, most[label])) for label, wordings in texts.items()
     ]
+
+
+def _do(explanation: Explanation) -> str:
+    """The recommendation; for a plan that fits but does not run there is only one."""
+    if explanation.plan.step_time_s is None and explanation.fit.is_ok:
+        return "Plan again with other methods, or another batch: this plan does not run."
+    return explanation.recommendation
 
 
 def _first_that_fits(wordings: Sequence[str], room: int, most: int) -> list[str]:
@@ -125,8 +132,9 @@ def _memory(explanation: Explanation) -> str:
     size = f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.usable_bytes)}"
     who = f"{fullest.device} ({fullest.device_type})"
     if fit.is_ok:
-        if plan.shortage:
-            return f"fits, but it cannot run: {plan.shortage}"
+        if plan.step_time_s is None:
+            why = plan.shortage or plan.outcome.replace("_", " ")
+            return f"fits, but it cannot run: {why}"
         part = _percent(fullest.peak_bytes / fullest.usable_bytes)
         return f"fits; fullest is {who}, {size} ({part}){_recomputed(explanation)}"
     others = sum(device.lacking_bytes > 0 for device in fit.devices) - 1
