@@ -21,7 +21,7 @@ from heterog.units import MIB, format_bytes
 MAX_JSON_BYTES = 128 * MIB
 """Of a JSON text, unpacked. The plan of the zoo's largest graph takes 2 MiB; measurements of the
 whole zoo at five shares 30 MiB."""
-_MOST_MEMORY = 1024 * MIB
+_MOST_MEMORY = 256 * MIB
 # What CPython needs for a list or an object (with its slot), a text, and anything else.
 _CONTAINER_BYTES, _TEXT_BYTES, _VALUE_BYTES = 96, 72, 40
 
@@ -179,7 +179,7 @@ def parse_json(content: bytes, where: str) -> Any:
 
     Raises:
         InputFileError: not UTF-8, not JSON, a key twice, ``NaN`` or an infinity, or so many small
-            values that they would take more than 1 GiB of memory.
+            values that they would take more than 256 MiB of memory.
     """
     containers = content.count(b"[") + content.count(b"{")
     needed = containers * _CONTAINER_BYTES + content.count(b'"') // 2 * _TEXT_BYTES

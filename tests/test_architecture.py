@@ -39,6 +39,7 @@ ROOMS = {
         "simulator/calibration_files.py",
         "planners/plan_file.py",
         "agents/checkpoint.py",
+        "runtime/checkpoint/contents.py",
     ),
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -43,6 +43,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.lowering import lower
+from heterog.strategy.program import TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Strategy
 
@@ -260,9 +261,36 @@ def load_plan(path: str | Path) -> Plan:
         background=_background_from_record(record.background),
         history=tuple(MethodHistory.from_dict(each.model_dump()) for each in record.history),
     )
-    if problem := _contradiction(plan, record):
+    if problem := _contradiction(plan, record) or _program_problem(plan):
         raise InputFileError(f"{where}: {problem}.")
     return plan
+
+
+def _program_problem(plan: Plan) -> str:
+    """Why the stored order cannot be run; empty if it can."""
+    program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
+    if program.hash != plan.program_hash:
+        return (
+            f"field 'program_hash' is {plan.program_hash}, but this heterog makes program "
+            f"{program.hash} of its strategy; plan again"
+        )
+    if len(plan.task_order) != program.num_tasks:
+        return f"field 'task_order' has {len(plan.task_order)} of {program.num_tasks} tasks"
+    place = np.argsort(np.array(plan.task_order))
+    reader = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
+    maker = program.buffer_maker[program.read_buffer]
+    if (early := np.flatnonzero(place[maker] >= place[reader])).size:
+        task, needed = int(reader[early[0]]), int(maker[early[0]])
+        return f"field 'task_order' has task {task} before task {needed}, whose result it reads"
+    for number, (send, op) in enumerate(plan.sent_before):
+        is_send = program.kind[send] == TaskKind.SEND
+        if not is_send or program.kind[op] > TaskKind.RECOMPUTE:
+            return f"field 'sent_before.{number}' is not a transfer and an op"
+        if program.channels[int(program.channel[send])].devices[0] != program.device[op]:
+            return (
+                f"field 'sent_before.{number}' has an op that does not run where it is sent from"
+            )
+    return ""
 
 
 def _contradiction(plan: Plan, record: PlanRecord) -> str:

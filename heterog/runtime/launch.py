@@ -158,9 +158,9 @@ def run_ranks(
         options.append("--allow-nonfinite")
     if record:
         options.append("--record")
-    with tempfile.TemporaryDirectory(prefix="heterog-") as folder:
-        output = Path(folder) / "measured.json"
-        done = Path(folder) / "background"
+    with _temporary_folder() as folder:
+        output = folder / "measured.json"
+        done = folder / "background"
 
         def beside(rank: int) -> list[str]:
             if background is None or rank not in background.devices:
@@ -192,6 +192,32 @@ def run_ranks(
                 "failures": {str(rank): words for rank, words in failed.items()}
             }
         return measured
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """A folder that is gone when the body ends, even if this process is killed meanwhile.
+
+    A shell waits for the end of a pipe that only this process holds open, and then removes it. It
+    is in a session of its own, so that what is sent to this process's group does not reach it.
+    """
+    with tempfile.TemporaryDirectory(prefix="heterog-") as name:
+        # The ranks end with this process, but may need a moment to be gone.
+        script = 'read -r line; sleep 1; rm -rf -- "$1"'
+        cleaner = subprocess.Popen(
+            ["/bin/sh", "-c", script, "heterog-cleaner", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            yield Path(name)
+        finally:
+            _signal_group(cleaner, signal.SIGKILL)
+            cleaner.wait()
+            assert cleaner.stdin is not None
+            cleaner.stdin.close()
 
 
 def _background_summary(
@@ -247,8 +273,7 @@ def run_commands(
     }
     ranks: list[_Rank] = []
     others: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
-    with tempfile.TemporaryDirectory(prefix="heterog-") as name, _signals_as_exit():
-        folder = Path(name)
+    with _signals_as_exit(), _temporary_folder() as folder:
         if not port:
             common[PORT_FILE] = str(folder / "port")
         try:

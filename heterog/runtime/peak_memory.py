@@ -1,6 +1,11 @@
 """The most bytes that a rank really holds during a step."""
 
+import os
+import re
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +37,8 @@ def peak_during(call: Callable[[], object]) -> int:
         torch.cuda.reset_peak_memory_stats()
         call()
         return int(torch.cuda.max_memory_allocated())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    activities = [ProfilerActivity.CPU]
+    with _without_notes(), profile(activities=activities, profile_memory=True) as recorded:
         call()
     results = recorded.profiler
     assert results is not None
@@ -43,6 +49,35 @@ def peak_during(call: Callable[[], object]) -> int:
         held += num_bytes
         highest = max(highest, held)
     return highest
+
+
+@contextmanager
+def _without_notes() -> Iterator[None]:
+    """Leave out the lines in which torch's profiler says that it begins, ends, or began late.
+
+    They come from its C++ side, straight to the process's standard error. Everything else that is
+    said there meanwhile is passed on at the end.
+    """
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            said.seek(0)
+            for line in said:
+                if not _NOTE.search(line):
+                    os.write(2, line)
+
+
+_NOTE = re.compile(
+    rb"ProfilerHandler\.cpp:\d+\] profiler_(start|stop)"
+    rb"|Memory block of unknown size was allocated before the profiling started"
+)
 
 
 def _allocations(events: Sequence[Any]) -> Iterator[tuple[int, int]]:

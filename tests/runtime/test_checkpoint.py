@@ -3,6 +3,9 @@
 import json
 import os
 import pickle
+import random
+import resource
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +26,8 @@ from heterog.planners.plan import load_plan
 from heterog.runtime import checkpoint
 from heterog.runtime.checkpoint import files, load_checkpoint, read_contents, save_checkpoint
 from heterog.runtime.checkpoint import state as checkpoint_state
-from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer
+from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, checksum_of
+from heterog.runtime.checkpoint.files import read_tensors
 from heterog.runtime.deploy import deploy
 from heterog.runtime.slices import Slices
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
@@ -155,6 +159,20 @@ def refused(rank: int, name: str, optimizer: Optimizer, plan: str, folder: str) 
     return "loaded"
 
 
+def full_disk(rank: int, name: str, optimizer: Optimizer, plan: str, folder: str) -> str:
+    """What saving says where no file may grow beyond a few bytes."""
+    step = deploy(workload_of(name, optimizer), load_plan(plan))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        save_checkpoint(step, folder)
+    except HeterogError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return "saved"
+
+
 def save_refused(rank: int, plan: str, folder: str, kind: str) -> str:
     """What saving says when something stands in its way."""
     step = deploy(workload_of("mlp", ADAM), load_plan(plan))
@@ -272,13 +290,13 @@ def test_parts_that_do_not_fit_together(
     ranks.run(train, "mlp", ADAM, plan, (0, 1), "", str(folder))
     index = folder / "checkpoint.json"
     record = json.loads(index.read_text())
-    assert record["schema_version"] == 2
+    assert record["schema_version"] == 3
     *_, name = read_contents(folder).parts["model.0.weight"]
     if change == "lose":
         del record["tensors"][name]
     else:
         record["tensors"][name]["begin"] += 1
-    index.write_text(json.dumps(record))
+    index.write_text(json.dumps({**record, "sha256": checksum_of(record)}))
     text = "ends at element" if change == "lose" else "does not follow element"
     with pytest.raises(InputFileError, match=text):
         read_contents(folder)
@@ -460,14 +478,56 @@ def test_damaged_folders_are_refused(saved: Path, tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"schema_version": 7}, "has schema_version 7; this heterog reads 1"),
         ({"data": "../../etc"}, "no data folder has the name '../../etc'"),
-        ({"tensors": {"model.0.weight": {}}}, "field 'shape' is missing"),
-        ({"tensors": 3}, "does not make sense"),
+        ({"tensors": {"model.0.weight": {}}}, "field 'tensors.model.0.weight.shape' is missing"),
+        ({"tensors": 3}, "field 'tensors' should be a valid dict"),
         (_tensor(file="/etc/passwd"), "x cannot be in a file '/etc/passwd'"),
         (_tensor(dtype="load"), "torch has no dtype 'load'"),
         ({"tensors": {}}, "'step' of 0.weight is nowhere"),
     ]
     for number, (changes, text) in enumerate(cases):
         assert text in said(damaged(saved, tmp_path / str(number), changes))
+
+
+@pytest.mark.distributed
+def test_a_flipped_bit_is_never_resumed(saved: Path, tmp_path: Path) -> None:
+    """Any byte of it: either nothing reads it, or the checksum is wrong."""
+
+    def everything(folder: Path) -> dict[str, torch.Tensor]:
+        contents = read_contents(folder)
+        return read_tensors(contents, folder, list(contents.tensors))
+
+    wanted, contents = everything(saved), read_contents(saved)
+    folder = tmp_path / "flipped"
+    shutil.copytree(saved, folder)
+    rng = random.Random(0)
+    refused = 0
+    for path in [folder / "checkpoint.json", *sorted((folder / "data-0").glob("*.distcp"))] * 60:
+        content = path.read_bytes()
+        changed = bytearray(content)
+        changed[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(bytes(changed))
+        try:
+            found = everything(folder)
+            assert all(torch.equal(found[name], value) for name, value in wanted.items())
+            assert asdict(read_contents(folder)) == asdict(contents)
+        except InputFileError:
+            refused += 1
+        path.write_bytes(content)
+    assert refused > 60, "at least every change of the index"
+
+
+@pytest.mark.distributed
+def test_a_full_disk_says_what_was_needed_and_keeps_the_old(
+    ranks: Ranks, graph: OpGraph, saved: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(saved, folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    plan = save_plan(tmp_path / "plan.json", graph, [SHARES])
+    for said in ranks.run(full_disk, "mlp", ADAM, plan, str(folder)):
+        assert "File too large; it needs " in said, said
+        assert "free there. What was there before is unchanged." in said
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def _tensor(file: str = "__0_0.distcp", dtype: str = "float32") -> dict[str, Any]:

@@ -268,13 +268,22 @@ def test_no_rank_survives_the_launcher(number: signal.Signals, tmp_path: Path) -
             assert time.monotonic() < deadline_s, ranks()
             time.sleep(0.02)
 
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(tmp_path)], stderr=subprocess.DEVNULL
+        [sys.executable, "-c", LAUNCHER, str(tmp_path)],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(temporary)},
     )
     wait_for(2)
+    assert list(temporary.iterdir())
     launcher.send_signal(number)
     launcher.wait(20)
     wait_for(0)
+    deadline_s = time.monotonic() + 20
+    while left := list(temporary.iterdir()):
+        assert time.monotonic() < deadline_s, f"{left} is left behind"
+        time.sleep(0.02)
 
 
 def test_the_rank_that_failed_by_itself_is_blamed(tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def test_the_options_of_the_command_reach_the_ranks(
     assert caught.value.code in (None, 0)
     assert given == {
         "model": "",
+        "sources": (),
         "num_steps": 10,
         "timeout_s": 300.0,
         "step_timeout_s": 120.0,

@@ -20,7 +20,7 @@ from heterog.runtime import op_profiler, profiler
 from heterog.runtime.deploy import deploy
 from heterog.runtime.link_profiler import profile_links
 from heterog.runtime.op_profiler import LoopbackCommunicator
-from heterog.runtime.peak_memory import peak_bytes
+from heterog.runtime.peak_memory import peak_bytes, peak_during
 from heterog.runtime.profiler import (
     profile_as_rank,
     profile_cluster,
@@ -318,3 +318,17 @@ def test_peak_bytes_of_one_rank(tmp_path: Path) -> None:
 def test_peak_bytes_of_two_ranks(tmp_path: Path, two_ranks: Ranks) -> None:
     path = planned(tmp_path, two_devices())
     check_peaks(two_ranks.run(peak_of_a_step, str(path)), path)
+
+
+def test_the_profilers_own_notes_are_left_out_and_nothing_else(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    early = torch.ones(10)
+
+    def call() -> None:
+        nonlocal early
+        os.write(2, b"what the model says\n")
+        early = torch.ones(1000)
+
+    assert peak_during(call) >= 4000
+    assert capfd.readouterr().err == "what the model says\n"

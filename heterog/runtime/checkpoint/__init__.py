@@ -11,6 +11,8 @@ a plan for other devices, shares, homes or another number of ranks finds what it
 own in slices (ZeRO) each writes as it has it: ``model.weight[10:20]`` are elements of the tensor,
 flattened. All ranks must see the folder.
 
+Every tensor and the index itself carry a checksum, which is compared when they are read.
+
 A new checkpoint gets a data folder of its own, and ``checkpoint.json`` is replaced when all of it
 is there: a crash at any time leaves the old one.
 

@@ -1,28 +1,46 @@
 """The index of a checkpoint: what it holds, and where."""
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from heterog.errors import InputFileError
 from heterog.files import read_json
+from heterog.names import shown
+from heterog.records import (
+    Identifier,
+    Int32,
+    Json,
+    Name,
+    NumBytes,
+    Record,
+    Text,
+    parse_record,
+)
 from heterog.runtime.launch import CHECKPOINT_INDEX
 
-SCHEMA_VERSION = 2
-"""Of a checkpoint with parts of tensors; 1 without, as before there were any."""
+SCHEMA_VERSION = 3
+"""With checksums. 2 had parts of tensors, 1 none."""
+_FIRST_WITH_CHECKSUMS = 3
 DATA_FOLDER = re.compile(r"data-(\d+)")
+_Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
     """Where a tensor is: ``num_bytes`` of a file from ``offset`` on.
+
+    ``sha256`` is that of its elements, empty in checkpoints of earlier versions.
 
     Of a part of a larger tensor, ``whole`` is the larger one's name, ``begin`` the part's first
     element in it and ``whole_shape`` its shape.
@@ -33,6 +51,7 @@ class SavedTensor:
     file: str
     offset: int
     num_bytes: int
+    sha256: str = ""
     whole: str = ""
     begin: int = 0
     whole_shape: tuple[int, ...] = ()
@@ -120,45 +139,97 @@ def read_contents(folder: str | Path) -> Contents:
         InputFileError: no checkpoint, of another version, or a damaged one.
     """
     index = Path(folder) / CHECKPOINT_INDEX
-    record = read_json(index, "checkpoint")
-    version = record.get("schema_version") if isinstance(record, dict) else None
-    if version not in (1, SCHEMA_VERSION):
+    where = f"checkpoint {index}"
+    value = read_json(index, "checkpoint")
+    record = parse_record(value, _IndexRecord, where, versions=(1, 2, SCHEMA_VERSION))
+    summed = record.schema_version >= _FIRST_WITH_CHECKSUMS or bool(record.sha256)
+    if summed and record.sha256 != checksum_of(value):
         raise InputFileError(
-            f"checkpoint {index} has schema_version {version!r}; this heterog reads 1 to "
-            f"{SCHEMA_VERSION}."
+            f"{where} is damaged: its checksum is wrong. Resume from another checkpoint."
         )
+    contents = Contents(
+        heterog=record.heterog,
+        torch=record.torch,
+        model=record.model,
+        graph=record.graph,
+        optimizer=record.optimizer,
+        num_steps=record.num_steps,
+        data=record.data,
+        tensors=tensors_from_json(value["tensors"]),
+        states=states_from_json(value["states"]),
+        extra=record.extra,
+    )
     try:
-        contents = Contents(
-            heterog=str(record["heterog"]),
-            torch=str(record["torch"]),
-            model=str(record["model"]),
-            graph=str(record["graph"]),
-            optimizer=str(record["optimizer"]),
-            num_steps=int(record["num_steps"]),
-            data=str(record["data"]),
-            tensors=tensors_from_json(record["tensors"]),
-            states=states_from_json(record["states"]),
-            extra=dict(record["extra"]),
-        )
-        # The names become paths: none may lead out of the folder.
-        if not DATA_FOLDER.fullmatch(contents.data):
-            raise ValueError(f"no data folder has the name {contents.data!r}")
-        for name, tensor in contents.tensors.items():
-            if not _FILE.fullmatch(tensor.file):
-                raise ValueError(f"{name} cannot be in a file {tensor.file!r}")
-            dtype_of(tensor.dtype)
-        for name, state in contents.states.items():
-            for key in state.tensors:
-                if f"optimizer.{name}.{key}" not in {**contents.tensors, **contents.parts}:
-                    raise ValueError(f"'{key}' of {name} is nowhere")
-        for whole, names in contents.parts.items():
-            _check_complete(contents, whole, names)
-    except KeyError as error:
-        raise InputFileError(f"checkpoint {index}: field {error} is missing.") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InputFileError(f"checkpoint {index} does not make sense: {error}.") from error
+        _check_contents(contents, summed=summed)
+    except ValueError as error:
+        raise InputFileError(f"{where} does not make sense: {error}.") from error
     _check_files(contents, index.parent)
     return contents
+
+
+def checksum_of(record: Mapping[str, Any]) -> str:
+    """SHA-256 of an index, which is kept in it."""
+    rest = {key: value for key, value in record.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+class _TensorRecord(Record):
+    shape: list[Int32]
+    dtype: str
+    file: str
+    offset: NumBytes
+    num_bytes: NumBytes
+    sha256: _Digest = ""
+    whole: Text = ""
+    begin: NumBytes = 0
+    whole_shape: list[Int32] = Field(default_factory=list)
+
+
+class _StateRecord(Record):
+    options: dict[Text, Json]
+    tensors: list[Text]
+    values: dict[Text, Json]
+
+
+class _IndexRecord(Record):
+    schema_version: int
+    heterog: Text
+    torch: Text
+    model: Name
+    graph: Text
+    optimizer: Identifier
+    num_steps: Int32
+    data: Text
+    tensors: dict[Text, _TensorRecord]
+    states: dict[Text, _StateRecord]
+    extra: dict[str, Json]
+    sha256: _Digest = ""
+
+
+def _check_contents(contents: Contents, *, summed: bool) -> None:
+    """What the fields of an index say about each other.
+
+    Raises:
+        ValueError: says what cannot be.
+    """
+    # The names become paths: none may lead out of the folder.
+    if not DATA_FOLDER.fullmatch(contents.data):
+        raise ValueError(f"no data folder has the name {shown(contents.data)}")
+    for name, tensor in contents.tensors.items():
+        if not _FILE.fullmatch(tensor.file):
+            raise ValueError(f"{name} cannot be in a file {shown(tensor.file)}")
+        if summed and not tensor.sha256:
+            raise ValueError(f"{name} has no checksum")
+        size = math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
+        if size > tensor.num_bytes:
+            raise ValueError(f"{name} has {size} bytes, of which {tensor.num_bytes} are saved")
+    known = {*contents.tensors, *contents.parts}
+    for name, state in contents.states.items():
+        for key in state.tensors:
+            if f"optimizer.{name}.{key}" not in known:
+                raise ValueError(f"'{key}' of {name} is nowhere")
+    for whole, names in contents.parts.items():
+        _check_complete(contents, whole, names)
 
 
 def _check_complete(contents: Contents, whole: str, names: Sequence[str]) -> None:
@@ -209,6 +280,7 @@ def tensors_from_json(record: Mapping[str, Any]) -> dict[str, SavedTensor]:
             file=str(each["file"]),
             offset=int(each["offset"]),
             num_bytes=int(each["num_bytes"]),
+            sha256=str(each.get("sha256", "")),
             whole=str(each.get("whole", "")),
             begin=int(each.get("begin", 0)),
             whole_shape=tuple(int(size) for size in each.get("whole_shape", ())),
@@ -242,5 +314,5 @@ def dtype_of(name: str) -> torch.dtype:
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
+        raise ValueError(f"torch has no dtype {shown(name)}")
     return dtype

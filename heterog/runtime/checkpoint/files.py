@@ -1,6 +1,11 @@
 """The files of a checkpoint, written and read by torch.distributed.checkpoint."""
 
+import errno
+import hashlib
+import json
+import os
 import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,12 +35,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from heterog.errors import HeterogError, InputFileError, StrategyError
-from heterog.files import check_writable, write_json
+from heterog.files import cannot_write, check_writable, write_json
 from heterog.runtime.checkpoint.contents import (
     DATA_FOLDER,
     SCHEMA_VERSION,
     Contents,
     SavedTensor,
+    checksum_of,
     dtype_name,
     dtype_of,
     to_json,
@@ -93,10 +99,17 @@ def write_tensors(own: Mapping[str, Tensor], data: Path, rank: int) -> dict[str,
         return {}
     writer = _Writer(data, rank)
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    with _quiet():
-        save(
-            dict(own), storage_writer=writer, planner=planner, no_dist=True, use_collectives=False
-        )
+    try:
+        with _quiet():
+            save(
+                dict(own),
+                storage_writer=writer,
+                planner=planner,
+                no_dist=True,
+                use_collectives=False,
+            )
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise _cannot_save(data, error, own) from error
     saved = {}
     for result in writer.results:
         name, place = result.index.fqn, result.storage_data
@@ -106,8 +119,31 @@ def write_tensors(own: Mapping[str, Tensor], data: Path, rank: int) -> dict[str,
             file=place.relative_path,
             offset=place.offset,
             num_bytes=place.length,
+            sha256=checksum(own[name]),
         )
     return saved
+
+
+def _cannot_save(data: Path, error: Exception, own: Mapping[str, Tensor]) -> InputFileError:
+    """What kept tensors from being saved; a full disk, whatever torch makes of it."""
+    num_bytes = sum(value.numel() * value.element_size() for value in own.values())
+    first: BaseException = error
+    if isinstance(error, CheckpointException):
+        first = next(iter(error.failures.values()))[0]
+    why: BaseException | None = first
+    while why is not None and not isinstance(why, OSError):
+        why = why.__cause__ or why.__context__
+    if why is None and shutil.disk_usage(data).free < num_bytes:
+        why = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if isinstance(why, OSError):
+        return cannot_write(data, why, num_bytes)
+    return InputFileError(f"cannot write {data}: {first_line(first)}")
+
+
+def checksum(value: Tensor) -> str:
+    """SHA-256 of a tensor's elements."""
+    elements = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(elements.numpy()).hexdigest()
 
 
 def read_tensors(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
@@ -154,17 +190,29 @@ def _read_saved(contents: Contents, folder: Path, names: Sequence[str]) -> dict[
             raise InputFileError(
                 f"cannot read checkpoint {folder}: {first_line(why[0])}"
             ) from error
+    for name, value in loaded.items():
+        wanted = contents.tensors[name].sha256
+        if wanted and checksum(value) != wanted:
+            file = folder / contents.data / contents.tensors[name].file
+            raise InputFileError(
+                f"checkpoint {folder} is damaged: the checksum of {name} in {file} is wrong. "
+                "Resume from another checkpoint."
+            )
     return loaded
 
 
 def publish(contents: Contents, index: Path, data: Path) -> None:
     """Make the new checkpoint the one that counts, then remove older ones."""
-    with (data / ".metadata").open("wb") as file:
-        pickle.dump(_metadata(contents), file)
+    metadata = pickle.dumps(_metadata(contents))
     try:
-        version = SCHEMA_VERSION if contents.parts else 1
-        record = {"schema_version": version, **asdict(contents)}
-        write_json(index, {**record, "tensors": to_json(contents.tensors)})
+        (data / ".metadata").write_bytes(metadata)
+    except OSError as error:
+        raise cannot_write(data / ".metadata", error, len(metadata)) from error
+    try:
+        record = {"schema_version": SCHEMA_VERSION, **asdict(contents)}
+        # As JSON has it, which makes lists of tuples: what is read is what is summed.
+        record = json.loads(json.dumps({**record, "tensors": to_json(contents.tensors)}))
+        write_json(index, {**record, "sha256": checksum_of(record)})
     except (TypeError, ValueError) as error:
         raise StrategyError(f"'extra' cannot be saved as JSON: {error}.") from error
     for path in index.parent.iterdir():
@@ -199,7 +247,7 @@ def _quiet() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, in one line."""
-    lines = str(error).strip().splitlines()
+    """What went wrong, in one line; torch writes some of its errors in bold."""
+    lines = re.sub(r"\x1b\[\d*m", "", str(error)).strip().splitlines()
     own = isinstance(error, HeterogError | OSError)
     return " ".join([*([] if own else [f"{type(error).__name__}:"]), *lines[:1]])

@@ -1,0 +1,26 @@
+"""A share of ``experiments/fuzz_inputs.py``: no damaged file is a traceback, a hang or nonsense."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "experiments" / "fuzz_inputs.py"
+
+
+@pytest.mark.slow
+def test_damaged_files_are_refused_in_a_line_or_valid() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--cases", "300", "--seed", "17", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["failures"] == []
+    assert found["cases"] == 300
+    assert found["refused"] > 200
+    assert found["accepted"] > 5, "a reader that refuses everything passes, too"
