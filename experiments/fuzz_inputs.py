@@ -423,7 +423,7 @@ def check_plan(plan: Plan) -> str:
             return "its shares are not the batch"
     if plan.outcome == "ok" and not _good([plan.step_time_s], positive=True):
         return "it takes impossible seconds"
-    if plan.outcome not in ("ok", "out_of_memory", "not_applicable"):
+    if plan.outcome not in ("ok", "out_of_memory", "cannot_run", "not_applicable"):
         return "its outcome is no word"
     if len(plan.peak_memory_bytes) != plan.cluster.num_devices:
         return "its peaks are not those of its devices"

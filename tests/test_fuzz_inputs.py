@@ -1,4 +1,4 @@
-"""A share of ``experiments/fuzz_inputs.py``: no damaged file is a traceback, a hang or nonsense."""
+"""A share of ``fuzz_inputs.py``: no damaged file is a traceback, a hang or nonsense."""
 
 import json
 import subprocess

@@ -124,7 +124,7 @@ def write_tensors(own: Mapping[str, Tensor], data: Path, rank: int) -> dict[str,
     return saved
 
 
-def _cannot_save(data: Path, error: Exception, own: Mapping[str, Tensor]) -> InputFileError:
+def _cannot_save(data: Path, error: BaseException, own: Mapping[str, Tensor]) -> InputFileError:
     """What kept tensors from being saved; a full disk, whatever torch makes of it."""
     num_bytes = sum(value.numel() * value.element_size() for value in own.values())
     first: BaseException = error
@@ -143,7 +143,7 @@ def _cannot_save(data: Path, error: Exception, own: Mapping[str, Tensor]) -> Inp
 def checksum(value: Tensor) -> str:
     """SHA-256 of a tensor's elements."""
     elements = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(elements.numpy()).hexdigest()
+    return hashlib.sha256(memoryview(elements.numpy())).hexdigest()
 
 
 def read_tensors(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
