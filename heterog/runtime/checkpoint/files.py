@@ -143,7 +143,7 @@ def _cannot_save(data: Path, error: BaseException, own: Mapping[str, Tensor]) ->
 def checksum(value: Tensor) -> str:
     """SHA-256 of a tensor's elements."""
     elements = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(elements.numpy())).hexdigest()
+    return hashlib.sha256(elements.numpy().data).hexdigest()
 
 
 def read_tensors(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
