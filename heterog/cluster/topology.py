@@ -21,6 +21,7 @@ from heterog.units import format_bytes
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 SCHEMA_VERSION = 1
+_LEAST = 1e-6  # of rates in bytes/s or FLOP/s, and of shares
 
 
 class FrozenFlops(Mapping[str, float]):
@@ -389,6 +390,7 @@ def _check_text(text: str, what: str) -> None:
 def _check_positive(value: float, what: str) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ClusterError(f"{what} is {value:g}; it must be a finite number above 0.")
+    _check_least(value, what)
 
 
 def _check_not_negative(value: float, what: str) -> None:
@@ -399,6 +401,13 @@ def _check_not_negative(value: float, what: str) -> None:
 def _check_share(value: float, what: str) -> None:
     if not 0 < value <= 1:
         raise ClusterError(f"{what} is {value:g}; it must be above 0 and at most 1.")
+    _check_least(value, what)
+
+
+def _check_least(value: float, what: str) -> None:
+    """Seconds that follow from a rate stay within the range of floats."""
+    if value < _LEAST:
+        raise ClusterError(f"{what} is {value:g}; it must be at least {_LEAST:g}.")
 
 
 MAX_DEVICES = 512
