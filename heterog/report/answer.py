@@ -67,7 +67,7 @@ def answer(
 def _texts(explanation: Explanation, room: int, most: Mapping[str, int]) -> list[Part]:
     """What every answer says, in lines."""
     texts = {
-        "do": [_do(explanation)],
+        "do": [what_to_do(explanation)],
         "gain": [_gain(explanation, with_range=True), _gain(explanation, with_range=False)],
         "memory": [_memory(explanation)],
         "limits": [_limits(explanation, number) for number in (3, 2, 1, 0)],
@@ -77,7 +77,7 @@ def _texts(explanation: Explanation, room: int, most: Mapping[str, int]) -> list
     ]
 
 
-def _do(explanation: Explanation) -> str:
+def what_to_do(explanation: Explanation) -> str:
     """The recommendation; for a plan that fits but does not run there is only one."""
     if explanation.plan.step_time_s is None and explanation.fit.is_ok:
         return "Plan again with other methods, or another batch: this plan does not run."
