@@ -20,7 +20,9 @@ import heterog.planners.portfolio  # noqa: F401
 # isort: split
 from heterog.agents.proposals import NUM_SAMPLES, Proposed, propose
 from heterog.planners.local_search import LocalSearch
-from heterog.planners.planner import Budget, PlanResult, Spending, Task, register
+from heterog.planners.planner import Budget, PlanResult, Task, register
+from heterog.simulator.compile_kernels import smallest_graph
+from heterog.simulator.evaluator import Evaluator
 
 if TYPE_CHECKING:
     from heterog.agents.checkpoint import Checkpoint
@@ -79,6 +81,10 @@ class Agent:
         self.policy = policy
         self._num_samples = num_samples
 
+    def prepare(self, evaluator: Evaluator) -> None:
+        """Import what a policy needs, and read it."""
+        _prepare(self.policy, evaluator)
+
     def plan(self, task: Task) -> PlanResult:
         """Answer once; most of the budget is left over."""
         begin = time.perf_counter()
@@ -104,13 +110,21 @@ class AgentSearch:
         self.name = name
         self.policy = policy
 
+    def prepare(self, evaluator: Evaluator) -> None:
+        """Import what a policy needs, and read it."""
+        _prepare(self.policy, evaluator)
+
     def plan(self, task: Task) -> PlanResult:
         """Propose, then search with what is left of the budget."""
         from heterog.agents.policy import draw
 
         begin = time.perf_counter()
-        spending = Spending(task.budget, task.evaluator)
-        found = ask(self.policy, task)
+        spending = task.spend()
+        # Half of a budget in seconds is left for the search, however long the policy takes.
+        asked = (
+            task if task.budget.seconds is None else replace(task, budget=task.budget.part(0.5))
+        )
+        found = ask(self.policy, asked)
         rng = np.random.default_rng([task.seed, NUM_PROPOSALS])
         rows = draw(found.scores, found.pair, NUM_PROPOSALS, rng).rows
         table = found.pair.table
@@ -129,6 +143,16 @@ class AgentSearch:
             num_evaluations=found.num_evaluations + searched.num_evaluations,
             search_seconds=time.perf_counter() - begin,
         )
+
+
+def _prepare(policy: "str | Policy", evaluator: Evaluator) -> None:
+    """Ask about the smallest graph: libraries set a second's worth of things up at first use."""
+    from heterog.agents.ways import draw_in, make_ways
+    from heterog.envs.pair import Pair
+
+    network = _policies.get(policy).policy if isinstance(policy, str) else policy
+    pair = Pair(smallest_graph(), evaluator.cluster)
+    draw_in(make_ways(network, [pair], 1), 2, np.random.default_rng(0))
 
 
 def _left(budget: Budget, evaluations: int, seconds: float) -> Budget:

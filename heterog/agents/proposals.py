@@ -103,18 +103,24 @@ def propose(
     if task.budget.evaluations is not None:
         # A fifth of a small budget is left for the op level.
         num_samples = max(min(num_samples, int(0.8 * task.budget.evaluations)), 1)
-    evaluator = task.evaluator
+    evaluator, spending = task.evaluator, task.spend()
     tables = [Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)]
     if num_samples >= FEWEST_FOR_WAYS:
         tables += [pair for pair in (tables[0].divided(),) if pair is not None]
     ways = make_ways(network, tables, num_samples)
-    draw_in(ways, num_samples, np.random.default_rng([task.seed, 64]))
+    with spending.limits():
+        draw_in(ways, num_samples, np.random.default_rng([task.seed, 64]), spending.check)
     spent = sum(len(way.rows) for way in ways)
     scored: list[tuple[Scored, Way]] = []
     for table in tables:
         own = [way for way in ways if way.pair.table is table.table]
+        if not len(own[0].rows):  # out of time before it was drawn in
+            continue
         scorer = _Scorer(task, table, spent)
-        _score(scorer, own)
+        with spending.limits():
+            _score(scorer, own)
+        if spending.is_cut:
+            scorer.ensure(own[0].rows[0])
         spent += scorer.num_evaluations
         for each, row in scorer.candidates():
             scored.append((each, next((way for way in own if way.drew(row)), own[0])))
@@ -265,6 +271,12 @@ class _Scorer:
         self._num_evaluations += len(orders)
         self._num_tasks += len(orders) * task.evaluator.num_tasks
         return self._scored[key]
+
+    def ensure(self, row: IntArray) -> None:
+        """Have something to hand over, if there was no time to score anything."""
+        if not self._scored:
+            whole = Whole(num_micro=self.pair.num_micro)
+            self._scored[np.asarray(row, np.int32).tobytes(), whole] = (np.inf, np.inf)
 
     def best(self, count: int) -> list[tuple[IntArray, Whole]]:
         """The best so far, best first."""

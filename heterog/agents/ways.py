@@ -12,7 +12,7 @@ different weights of what crosses their cuts, and colder once they are known to 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -102,21 +102,29 @@ def make_ways(network: Policy, tables: Sequence[Pair], num_samples: int) -> list
     return [Way(*each) for each in zip(pairs, score_pairs(network, pairs), strict=True)]
 
 
-def draw_in(ways: Sequence[Way], num_samples: int, rng: np.random.Generator) -> None:
+def draw_in(
+    ways: Sequence[Way],
+    num_samples: int,
+    rng: np.random.Generator,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Draw: half is shared out evenly, the rest among the most promising ways.
 
     Args:
         ways: the first one's first draw is the greedy one.
         num_samples: draws in all.
         rng: for the draws.
+        check: called between draws, after the greedy one; what it raises ends them.
     """
     ways[0].draw(1, rng, greedy=True)
     first = num_samples if len(ways) == 1 else num_samples // 2 // len(ways)
     for number, way in enumerate(ways):
+        check()
         way.draw(first - (number == 0), rng)
     if len(ways) > 1:
         missing, seconds = min(way.promise for way in ways)
         best = [way for way in ways if way.promise <= (missing, ALIKE * seconds)]
         left = num_samples - first * len(ways)
         for number, way in enumerate(best):
+            check()
             way.draw(left // len(best) + (number < left % len(best)), rng)

@@ -26,6 +26,11 @@ from heterog.cli.common import (
     progress_line,
     split_names,
 )
+from heterog.cli.interrupt import (
+    end_interrupted,
+    stop_when_interrupted,
+    termination_as_interrupt,
+)
 from heterog.workers import HERE, Workers, open_workers
 
 if TYPE_CHECKING:
@@ -85,8 +90,11 @@ def compare(
     def found(crew: Workers) -> "Iterator[Comparison]":
         if crew is HERE:
             for graph, target, rehearse in cases():
-                with progress_line(as_json) as progress:
-                    yield _rehearsed(question.ask(graph, target, progress), rehearse)
+                with stop_when_interrupted() as stop, progress_line(as_json) as progress:
+                    result = question.ask(graph, target, progress, stop)
+                yield result if stop.is_requested else _rehearsed(result, rehearse)
+                if stop.is_requested:
+                    raise KeyboardInterrupt
             return
         everything = list(cases())
         with progress_line(as_json) as progress:
@@ -98,17 +106,26 @@ def compare(
                 # Here: the kernels of a captured step do not travel to workers.
                 yield _rehearsed(result, everything[done - 1][2])
 
-    with open_workers(workers) as crew:
-        for result in found(crew):
-            documents += result.to_dicts()
-            if not as_json:
-                graph, target = result.graph, result.cluster
-                title = f"{graph.name}, batch {graph.batch_size}, on {target.name}"
-                out.print(methods_table(result.rows, target, title=title))
+    is_interrupted = False
+    try:
+        with termination_as_interrupt(), open_workers(workers) as crew:
+            for result in found(crew):
+                documents += result.to_dicts()
+                if not as_json:
+                    graph, target = result.graph, result.cluster
+                    title = f"{graph.name}, batch {graph.batch_size}, on {target.name}"
+                    out.print(methods_table(result.rows, target, title=title))
+    except KeyboardInterrupt:
+        if not documents:
+            raise
+        is_interrupted = True
     if csv_file is not None:
         write_atomically(csv_file, _csv(documents).encode())
     if as_json:
         print_json({"rows": documents})
+    if is_interrupted:
+        where = "printed above" if csv_file is None else f"written to {csv_file}"
+        end_interrupted(f"{len(documents)} rows are {where}")
 
 
 def _rehearsed(found: "Comparison", rehearse: "Rehearse | None") -> "Comparison":

@@ -26,11 +26,17 @@ from heterog.cli.common import (
     progress_line,
     use_agents,
 )
+from heterog.cli.interrupt import end_interrupted, stop_when_interrupted
 from heterog.errors import HeterogError
 from heterog.units import format_seconds
 
 if TYPE_CHECKING:
     from heterog.explain.explanation import Explanation
+    from heterog.planners.plan import Plan
+    from heterog.planners.planner import Stop
+
+EXPLAINED_PART = 0.1
+"""Of a budget in seconds, on top of it: for what buying something would save."""
 
 
 def plan(
@@ -111,6 +117,7 @@ def plan(
     with progress_line(as_json) as progress:
         progress("capture", 0.0, float("inf"))
         graph, rehearse = load_model(model, batch_size)
+    with stop_when_interrupted() as stop, progress_line(as_json) as progress:
         found = make_plan(
             graph,
             target,
@@ -121,25 +128,32 @@ def plan(
             step_barrier=not no_step_barrier,
             rehearse=rehearse,
             progress=progress,
+            stop=stop,
         )
-        if background:
+        if background and not stop.is_requested:
             progress("background", 0.0, float("inf"))
             beside = load_model_graph(background, background_batch)
             found = found.with_background(beside, slow_down)
-    if output is not None:
-        found.save(output)
-    if trace is not None:
-        from heterog.report.trace import write_trace
+        if output is not None:
+            found.save(output)
+        if trace is not None:
+            from heterog.report.trace import write_trace
 
-        write_trace(trace, found.timeline())
-    with progress_line(as_json) as progress:
-        explanation = explain(found, changes=not no_changes, progress=progress)
+            write_trace(trace, found.timeline())
+        explanation = explain(
+            found,
+            changes=not (no_changes or stop.is_requested),
+            progress=progress,
+            stop=stop,
+            seconds=None if parsed.seconds is None else EXPLAINED_PART * parsed.seconds,
+        )
     if report is not None:
         write_report(report, found, explanation=explanation)
     extrapolated = _extrapolated(found)
     if as_json:
         extra = {"extrapolated": extrapolated, "explanation": explanation.to_dict()}
         print_json(found.summary() | extra)
+        _end_if(stop, found, output)
         return
     remarks = []
     if found.background is not None:
@@ -156,6 +170,15 @@ def plan(
         out.print(line, soft_wrap=True, highlight=False)
     if why:
         _print_everything(explanation)
+    _end_if(stop, found, output)
+
+
+def _end_if(stop: "Stop", found: "Plan", output: Path | None) -> None:
+    """End with another exit code after an interrupt, in a line that says what there is."""
+    if stop.is_requested:
+        step = "does not fit" if found.step_time_s is None else format_seconds(found.step_time_s)
+        where = "printed above" if output is None else f"written to {output}"
+        end_interrupted(f"the best so far ({found.method}, {step}) is {where}")
 
 
 def _print_everything(explanation: "Explanation") -> None:

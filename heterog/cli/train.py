@@ -18,6 +18,7 @@ from heterog.cli.common import (
     split_names,
     use_encoder,
 )
+from heterog.cli.interrupt import end_interrupted, termination_as_interrupt
 from heterog.errors import HeterogError, UnknownNameError
 from heterog.workers import open_workers
 
@@ -111,7 +112,7 @@ def train(
     check_settings(config, judge)
     report = _reporter(as_json)
     source = _source(names, graphs, clusters, max_devices, config, report)
-    with crew:
+    with crew, termination_as_interrupt():
         result = make_trainer(
             source,
             config,
@@ -131,7 +132,7 @@ def train(
     else:
         out.print(_words(result, output, search), soft_wrap=True, markup=False)
     if not result.finished:
-        raise typer.Exit(130)  # as shells have it for what Ctrl-C has ended
+        end_interrupted(f"the best policy so far is written to {output}")
 
 
 def _check_sizes(pairs: int, steps: int, search: int, max_devices: int | None) -> None:

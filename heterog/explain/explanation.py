@@ -14,7 +14,7 @@ from heterog.explain.decided import Decided, what_was_decided
 from heterog.explain.fit import Remedy, remedies
 from heterog.explain.what_if import EVALUATIONS, Change, value_of_changes, with_idle_devices
 from heterog.planners.plan import Plan
-from heterog.planners.planner import Budget, MethodRow, Task, planner_by_name
+from heterog.planners.planner import Budget, MethodRow, Spending, Stop, Task, planner_by_name
 from heterog.planners.portfolio import Progress, run_method
 from heterog.planners.stability import DATA_PARALLEL, TUNED_UNIFORM
 from heterog.simulator.critical_path import Piece, critical_pieces, totals
@@ -33,6 +33,7 @@ _MANY_TASKS = 20_000
 
 _SAME_BOUND = 1e-6
 """A plan's file may round its bound."""
+_NO_LIMIT = 10**12  # evaluations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +167,8 @@ def explain(
     changes: bool = True,
     evaluations: int = EVALUATIONS,
     progress: Progress = lambda method, fraction, best: None,
+    stop: Stop | None = None,
+    seconds: float | None = None,
 ) -> Explanation:
     """Explain a plan.
 
@@ -178,6 +181,9 @@ def explain(
         changes: whether to simulate what buying something would save.
         evaluations: about as many simulations for each change.
         progress: told about what is going on.
+        stop: leaves out what buying would save, from then on.
+        seconds: that simulating what buying would save may take; all it takes if ``None``. What
+            is not reached is left out.
     """
     evaluator = evaluator or Evaluator(plan.graph, plan.cluster)
     progress("explain", 0.0, math.inf)
@@ -188,7 +194,7 @@ def explain(
     timeline = Timeline(program, start, finish, plan.cluster, plan.graph)
     decided = what_was_decided(plan.strategy, plan.graph, plan.cluster)
     fit = memory_fit(evaluator, choice, order)
-    rows = _with_baselines(plan, evaluator)
+    rows = _with_baselines(plan, evaluator, stop, seconds)
     bought: tuple[Change, ...] = ()
     if changes:
         bought = value_of_changes(
@@ -201,6 +207,11 @@ def explain(
             ],
             evaluations=max(int(evaluations * min(_MANY_TASKS / program.num_tasks, 1.0)), 10),
             progress=progress,
+            spending=Spending(
+                Budget(evaluations=_NO_LIMIT) if seconds is None else Budget(seconds=seconds),
+                evaluator,
+                stop=stop,
+            ),
         )
     found_s = [evaluation.step_time_s] if evaluation.is_ok else []
     found_s += [each.before_s for each in bought if each.before_s is not None]
@@ -259,8 +270,10 @@ def _queued(timeline: Timeline) -> tuple[Queued, ...]:
     return tuple(sorted(queued, key=lambda each: -each.seconds))
 
 
-def _with_baselines(plan: Plan, evaluator: Evaluator) -> list[MethodRow]:
-    """The plan's rows and those of the baselines that it was made without."""
+def _with_baselines(
+    plan: Plan, evaluator: Evaluator, stop: Stop | None, seconds: float | None
+) -> list[MethodRow]:
+    """The plan's rows and those of the baselines that it was made without, as far as time goes."""
     rows = list(plan.rows)
     known = {row.method for row in rows}
     task = Task(
@@ -270,6 +283,10 @@ def _with_baselines(plan: Plan, evaluator: Evaluator) -> list[MethodRow]:
         step_barrier=plan.strategy.step_barrier,
     )
     missing = [name for name in (*DATA_PARALLEL, TUNED_UNIFORM) if name not in known]
+    if seconds is not None and missing:
+        task = replace(task, budget=Budget(seconds=seconds / len(missing)))
+    if stop is not None:
+        task = replace(task, stop=stop)
     return rows + [run_method(planner_by_name(name), task) for name in missing]
 
 

@@ -9,6 +9,7 @@ need not be used, so a step that comes out longer counts as no saving.
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from heterog.explain.changed_cluster import (
@@ -19,7 +20,7 @@ from heterog.explain.changed_cluster import (
     strategies_with,
 )
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Budget, Task, planner_by_name
+from heterog.planners.planner import Budget, Spending, Task, planner_by_name
 from heterog.planners.portfolio import Progress
 from heterog.planners.stability import TUNED_UNIFORM
 from heterog.planners.tuned_uniform import machine_subsets, tuned_decision
@@ -88,6 +89,7 @@ def value_of_changes(
     peaks_bytes: Sequence[Sequence[int]] = (),
     evaluations: int = EVALUATIONS,
     progress: Progress = lambda method, fraction, best: None,
+    spending: Spending | None = None,
 ) -> tuple[Change, ...]:
     """What every possible change of the cluster would save, most first.
 
@@ -99,14 +101,16 @@ def value_of_changes(
             offered where it limits one of them.
         evaluations: about as many simulations per change.
         progress: told about every change.
+        spending: what all of it may take; changes that it does not reach are left out.
     """
     changes = list(possible_changes(evaluator.cluster, peaks_bytes))
     progress("what if", 0.0, math.inf)
-    before = replan(evaluator, [strategy], order, evaluations=evaluations)
     found = []
-    for number, change in enumerate(changes):
-        progress(f"what if: {change.what}", (number + 1) / (len(changes) + 1), math.inf)
-        found.append(_value(evaluator, strategy, order, before, change, evaluations))
+    with spending.limits() if spending is not None else nullcontext():
+        before = replan(evaluator, [strategy], order, evaluations=evaluations)
+        for number, change in enumerate(changes):
+            progress(f"what if: {change.what}", (number + 1) / (len(changes) + 1), math.inf)
+            found.append(_value(evaluator, strategy, order, before, change, evaluations))
     return tuple(
         sorted(found, key=lambda each: (-each.saving, each.after_s or math.inf, each.what))
     )
@@ -121,6 +125,7 @@ def _value(
     evaluations: int,
 ) -> Change:
     changed = Evaluator(evaluator.graph, change.cluster, evaluator.cost_model)
+    changed.poll = evaluator.poll
     own = [moved(strategy, change.cluster)]
     if change.kind == ChangeKind.DEVICE:
         new = (change.cluster.num_devices - 1,)

@@ -8,9 +8,10 @@ from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.issue_order import Rehearse
 from heterog.planners.plan import row_to_dict
-from heterog.planners.planner import Budget, MethodRow, planners
+from heterog.planners.planner import Budget, MethodRow, Spending, Stop, planners
 from heterog.planners.portfolio import (
     AUTO,
+    NOISE_PART,
     Progress,
     assert_not_below,
     best_row,
@@ -40,6 +41,7 @@ class Question:
         graph: OpGraph,
         cluster: Cluster,
         progress: Progress = lambda method, fraction, best: None,
+        stop: Stop | None = None,
     ) -> "Comparison":
         """Compare on one model and cluster."""
         return compare_methods(
@@ -51,6 +53,7 @@ class Question:
             step_barrier=self.step_barrier,
             orders=self.orders,
             progress=progress,
+            stop=stop,
         )
 
 
@@ -121,8 +124,13 @@ def compare_methods(
     orders: tuple[Order, ...] = tuple(Order),
     cost_model: CostModel | None = None,
     progress: Progress = lambda method, fraction, best: None,
+    stop: Stop | None = None,
 ) -> Comparison:
-    """Run methods, each with the full budget; ``auto`` picks from all rows that were computed."""
+    """Run methods, each with the full budget; ``auto`` picks from all rows that were computed.
+
+    Raises:
+        StrategyError: no method applies.
+    """
     evaluator = Evaluator(graph, cluster, cost_model)
     wanted = [planner.name for planner in planners()] if AUTO in methods else list(methods)
     rows = run_methods(
@@ -133,8 +141,10 @@ def compare_methods(
         step_barrier=step_barrier,
         orders=orders,
         progress=progress,
+        stop=stop,
     )
-    rows = with_noise(evaluator, rows)
+    noise = budget if budget.seconds is None else budget.part(NOISE_PART)
+    rows = with_noise(evaluator, rows, Spending(noise, evaluator, stop=stop))
     picked_from = ""
     if AUTO in methods:
         best = best_row(rows)

@@ -11,12 +11,13 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import Phase
-from heterog.planners.planner import Candidate, PlanResult, Spending, Task, best_of, register
+from heterog.planners.planner import Candidate, PlanResult, Task, best_of, register
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import (
     DEFAULT_BUCKET_BYTES,
     REPLICATED,
@@ -126,21 +127,22 @@ class DistributedDataParallel:
 
     def plan(self, task: Task) -> PlanResult:
         """The better of ring and hierarchical all-reduce, as NCCL chooses."""
-        if not self._accumulate:
-            return _best_variants(task, self._variants(task, 1))
-        most = min(even_shares(task.evaluator))
         num_micro, tried = 1, _best_variants(task, self._variants(task, 1))
-        while not self._fits(task, tried) and num_micro < most:
-            num_micro = min(2 * num_micro, most)
-            tried = _best_variants(task, self._variants(task, num_micro))
-        low = num_micro // 2 + 1
-        while self._fits(task, tried) and low < num_micro:  # the smallest count that fits
-            middle = (low + num_micro) // 2
-            attempt = _best_variants(task, self._variants(task, middle))
-            if self._fits(task, attempt):
-                num_micro, tried = middle, attempt
-            else:
-                low = middle + 1
+        if not self._accumulate:
+            return tried
+        most = min(even_shares(task.evaluator))
+        with task.spend().limits():
+            while not self._fits(task, tried) and num_micro < most:
+                num_micro = min(2 * num_micro, most)
+                tried = _all_variants(task, self._variants(task, num_micro))
+            low = num_micro // 2 + 1
+            while self._fits(task, tried) and low < num_micro:  # the smallest count that fits
+                middle = (low + num_micro) // 2
+                attempt = _all_variants(task, self._variants(task, middle))
+                if self._fits(task, attempt):
+                    num_micro, tried = middle, attempt
+                else:
+                    low = middle + 1
         return tried
 
     def _fits(self, task: Task, result: PlanResult) -> bool:
@@ -164,23 +166,33 @@ class DistributedDataParallel:
 
 
 def _best_variants(task: Task, strategies: list[Strategy]) -> PlanResult:
-    """All variants as candidates, best first; which one counts is the referee's to say."""
+    """Variants as candidates, best first; which one counts is the referee's to say."""
+    return _ranked_variants(task, strategies, task.spend().limits())
+
+
+def _all_variants(task: Task, strategies: list[Strategy]) -> PlanResult:
+    """The same for a search that has its own limits."""
+    return _ranked_variants(task, strategies, nullcontext())
+
+
+def _ranked_variants(
+    task: Task,
+    strategies: list[Strategy],
+    limits: AbstractContextManager[None],
+) -> PlanResult:
     begin = time.perf_counter()
-    spending = Spending(task.budget, task.evaluator)
+    tried: list[tuple[Strategy, Evaluation]] = []
+    spending = task.spend()
     # Without a barrier every row has the same freedom to choose its order.
     orders = (Order.FIFO,) if task.step_barrier else task.orders
-    evaluations = []
-    for strategy in strategies:
-        choice = task.evaluator.encode(strategy)
-        tried = [task.evaluator.evaluate_choice(choice, order) for order in orders]
-        evaluations.append(tried[best_of(tried)])
-    ranked = []
-    left = list(range(len(strategies)))
-    while left:
-        best = left.pop(best_of([evaluations[index] for index in left]))
-        ranked.append(Candidate(strategy=strategies[best], orders=orders))
+    with limits:
+        for strategy in strategies:
+            choice = task.evaluator.encode(strategy)
+            found = [task.evaluator.evaluate_choice(choice, order) for order in orders]
+            tried.append((strategy, found[best_of(found)]))
+    ranked = sorted(tried, key=lambda pair: pair[1].preference)
     return PlanResult(
-        candidates=tuple(ranked),
+        candidates=tuple(Candidate(strategy=each, orders=orders) for each, _ in ranked),
         num_evaluations=spending.evaluations,
         search_seconds=time.perf_counter() - begin,
     )

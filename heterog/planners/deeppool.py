@@ -13,7 +13,7 @@ the result is never worse than that by the referee.
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
 
@@ -23,7 +23,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray, Phase
 from heterog.planners.burst import Block, BurstPlan, Chain, Place, fork_join, layers_of, search
 from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
+from heterog.planners.planner import Candidate, PlanResult, Task, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.channels import Channel, balanced_slices
@@ -63,18 +63,19 @@ class DeepPool:
     def plan(self, task: Task) -> PlanResult:
         """Simulate the program's plans until all are tried or the budget is over."""
         begin = time.perf_counter()
-        spending = Spending(task.budget, task.evaluator)
+        spending = task.spend()
         tried: dict[Strategy, tuple[Evaluation, bool]] = {}
-        for strategy, is_uniform in self._strategies(task):
-            if strategy in tried:
-                continue
-            choice = task.evaluator.encode(strategy)
-            evaluations = [task.evaluator.evaluate_choice(choice, order) for order in task.orders]
-            best = min(evaluations, key=lambda evaluation: evaluation.preference)
-            tried[strategy] = best, is_uniform
-            task.report(spending.fraction, best.step_time_s)
-            if spending.is_over:
-                break
+        with spending.limits():
+            for strategy, is_uniform in self._strategies(task, spending.check):
+                if strategy in tried:
+                    continue
+                choice = task.evaluator.encode(strategy)
+                evaluations = task.evaluator.evaluate_orders(choice, task.orders)
+                best = min(evaluations, key=lambda evaluation: evaluation.preference)
+                tried[strategy] = best, is_uniform
+                task.report(spending.fraction, best.step_time_s)
+                if spending.is_over:
+                    break
         ranked = sorted(tried, key=lambda strategy: tried[strategy][0].preference)
         chosen = ranked[:NUM_RETURNED]
         chosen += [each for each in ranked if tried[each][1] and each not in chosen][:1]
@@ -86,7 +87,9 @@ class DeepPool:
             search_seconds=time.perf_counter() - begin,
         )
 
-    def _strategies(self, task: Task) -> Iterator[tuple[Strategy, bool]]:
+    def _strategies(
+        self, task: Task, check: Callable[[], None]
+    ) -> Iterator[tuple[Strategy, bool]]:
         """(strategy, whether it is the same everywhere), the uniform ones first."""
         costs = GroupCosts(task.evaluator)
         barrier = task.step_barrier
@@ -100,13 +103,18 @@ class DeepPool:
                 return
             for limit in self._limits:
                 for exposed in EXPOSED:
-                    plan = plan_places(costs, limit, exposed, fork=fork)
+                    plan = plan_places(costs, limit, exposed, fork=fork, check=check)
                     for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
                         yield costs.strategy(plan.places, bucket_bytes, barrier), False
 
 
 def plan_places(
-    costs: "GroupCosts", limit: float, exposed: float = 1.0, *, fork: bool = True
+    costs: "GroupCosts",
+    limit: float,
+    exposed: float = 1.0,
+    *,
+    fork: bool = True,
+    check: Callable[[], None] = lambda: None,
 ) -> BurstPlan:
     """The program's places for all groups.
 
@@ -115,6 +123,7 @@ def plan_places(
         limit: amplification limit.
         exposed: part of the gradients' time that is not hidden behind the backward pass.
         fork: whether branches may run at the same time on devices of their own.
+        check: called at every layer; what it raises ends the program.
     """
     return search(
         costs.with_exposed(exposed),
@@ -122,6 +131,7 @@ def plan_places(
         limit=limit,
         num_devices=len(costs.order),
         fork=fork,
+        check=check,
     )
 
 

@@ -11,7 +11,7 @@ of all runs are ranked by simulation. Data parallelism at the solved ratios is a
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from heterog.errors import StrategyError
@@ -47,6 +47,11 @@ _GAIN = 1e-4
 _NUM_SOLVED = 24  # device sets on which data parallelism's ratios are solved
 _NUM_SUBSETS = 2  # of machines, besides the whole cluster, that are searched on
 _NUM_TUNED = 3  # programs whose synchronisation, buckets and order are tried out
+_NARROW = 2  # states kept everywhere by the search that comes before that of a large graph
+_LARGE = 3000  # rows from which on there is one: the full search of fewer takes seconds
+_MOST_EXTENSIONS = 5_000_000
+"""Of one search: some ten seconds; BERT-large on 8 devices takes 17,000. It bounds budgets in
+evaluations, which no time cuts. After one search of a plan was given up, the others are narrow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,19 +99,28 @@ class Synthesis:
     Args:
         evaluator: graph, cluster and cost model.
         ingredients: what may be used.
+        check: called in every loop; what it raises ends the synthesis.
 
     Attributes:
         is_exact: whether no search so far has cut a state.
+        is_given_up: whether a search was given up because it took too many steps.
     """
 
-    def __init__(self, evaluator: Evaluator, ingredients: Ingredients | None = None) -> None:
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        ingredients: Ingredients | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self.evaluator = evaluator
         self.ingredients = ingredients or Ingredients()
         self.is_exact = True
-        self.theory = build_theory(evaluator.graph)
+        self.is_given_up = False
+        self._check = check
+        self.theory = build_theory(evaluator.graph, check)
         if not self.ingredients.sufficient_factors:
             self.theory = without_sufficient_factors(self.theory)
-        self.segments = Segments(self.theory, fold(self.theory))
+        self.segments = Segments(self.theory, fold(self.theory), check)
         self.work = Work(self.theory, evaluator.cluster)
         self.start = data_parallel(self.theory)
         self._speeds = device_speeds(evaluator)
@@ -114,16 +128,42 @@ class Synthesis:
     @property
     def note(self) -> str:
         """Whether the programs are optimal at their prices, in words."""
+        if self.is_given_up:
+            return f"a search was given up after {_MOST_EXTENSIONS:,} steps: narrow ones instead"
         if self.is_exact:
             return "every program is the optimum at its prices"
         return f"a beam of {self.ingredients.width} states cut the search: no proof of optimality"
 
     def search(self, prices: Prices) -> tuple[Program, ...]:
         """The best programs at some prices."""
-        search = Search(self.segments, prices, self.ingredients.width)
+        if self.is_given_up:
+            return self.narrow_search(prices)
+        search = Search(
+            self.segments,
+            prices,
+            self.ingredients.width,
+            check=self._check,
+            most_extensions=_MOST_EXTENSIONS,
+        )
         result = search.run(self.ingredients.num_programs)
         self.is_exact = self.is_exact and result.is_exact
-        return result.programs
+        self.is_given_up = result.is_given_up
+        return result.programs or self.narrow_search(prices)
+
+    def narrow_search(self, prices: Prices) -> tuple[Program, ...]:
+        """A good program in a fraction of the time: the full search of a large graph may not end.
+
+        LSTMs that were unrolled, say: every step's gates may be sharded in their own way.
+        """
+        search = Search(
+            self.segments,
+            prices,
+            _NARROW,
+            check=self._check,
+            most_extensions=_MOST_EXTENSIONS,
+            most_at_cut=_NARROW,
+        )
+        return search.run().programs
 
     def solve(self, prices: Prices, triples: Sequence[int]) -> tuple[int, ...]:
         """Shares of the batch that are best for a program; the given ones if none are found."""
@@ -137,12 +177,8 @@ class Synthesis:
 
     def starts(self, devices: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Shares to begin with: in proportion to speed, and even."""
-        batch = self.evaluator.graph.batch_size
-        even = split_evenly(batch, len(devices))
-        if not self.ingredients.solve_ratios:
-            return [even]
-        by_speed = split_in_proportion(batch, tuple(self._speeds[d] for d in devices))
-        return list(dict.fromkeys([by_speed, even]))
+        found = starts_of(self.evaluator.graph.batch_size, self._speeds, devices)
+        return found if self.ingredients.solve_ratios else found[-1:]
 
     def data_parallel(self, devices: tuple[int, ...]) -> Placed:
         """Data parallelism at the first shares."""
@@ -196,6 +232,9 @@ class Synthesis:
         """Search and linear program in turn, until the cost stops falling."""
         best_s = float("inf")
         prices = self._prices(devices, shares, collectives, exposed)
+        if len(self.theory.rows) >= _LARGE:
+            for program in self.narrow_search(prices):
+                yield Placed(program.triples, devices, prices.shares)
         for _ in range(_MOST_ROUNDS):
             programs = self.search(prices)
             if not programs or programs[0].cost_s >= best_s * (1.0 - _GAIN):
@@ -210,6 +249,14 @@ class Synthesis:
                 return
             yield Placed(best, devices, solved)
             best_s = cost_s
+
+
+def starts_of(
+    batch: int, speeds: Sequence[float], devices: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """Shares of a batch in proportion to the devices' speeds, and even ones."""
+    by_speed = split_in_proportion(batch, tuple(speeds[device] for device in devices))
+    return list(dict.fromkeys([by_speed, split_evenly(batch, len(devices))]))
 
 
 def without_sufficient_factors(theory: Theory) -> Theory:
@@ -243,10 +290,22 @@ class Hap:
     def plan(self, task: Task) -> PlanResult:
         """Synthesise, then rank by simulation until the budget is over."""
         begin = time.perf_counter()
-        spending = Spending(task.budget, task.evaluator)
-        synthesis = Synthesis(task.evaluator, self._ingredients)
-        ranking = _Ranking(task, spending)
+        ranking = _Ranking(task, task.spend())
+        with ranking.spending.limits():
+            self._search(task, ranking)
+        return PlanResult(
+            candidates=ranking.best(),
+            num_evaluations=ranking.spending.evaluations,
+            search_seconds=time.perf_counter() - begin,
+            note=ranking.note,
+        )
+
+    def _search(self, task: Task, ranking: "_Ranking") -> None:
+        spending = ranking.spending
         whole = tuple(range(task.evaluator.cluster.num_devices))
+        ranking.note = "out of time before it had any program but data parallelism"
+        ranking.add_plain(whole, even=not self._ingredients.solve_ratios)
+        synthesis = Synthesis(task.evaluator, self._ingredients, spending.check)
         subsets = dict.fromkeys((whole, *machine_subsets(task.evaluator.cluster)))
         starts = [synthesis.data_parallel(devices) for devices in subsets]
         for placed in starts:
@@ -265,14 +324,10 @@ class Hap:
                 if spending.is_over:
                     break
                 ranking.add(synthesis, placed)
+                ranking.note = "out of time before its searches ended"
+        ranking.note = synthesis.note
         ranking.prune()
         ranking.tune()
-        return PlanResult(
-            candidates=ranking.best(),
-            num_evaluations=spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
-            note=synthesis.note,
-        )
 
 
 class _Ranking:
@@ -284,6 +339,16 @@ class _Ranking:
         self.order = task.orders[min(1, len(task.orders) - 1)]
         self._seen: set[tuple[OpRules, tuple[int, ...], tuple[int, ...]]] = set()
         self.scored: list[tuple[tuple[float, float], int, Strategy, Order]] = []
+        self.note = ""
+
+    def add_plain(self, devices: tuple[int, ...], *, even: bool) -> None:
+        """Score data parallelism: something to hand over, whatever time is left."""
+        evaluator = self.task.evaluator
+        starts = starts_of(evaluator.graph.batch_size, device_speeds(evaluator), devices)
+        shares = starts[-1 if even else 0]
+        self._seen.add(((), devices, shares))
+        decision = self._decision(devices, shares, Sync.HIERARCHICAL)
+        self._score(self._strategy((), decision, DEFAULT_BUCKET_BYTES), self.order)
 
     def add(self, synthesis: Synthesis, placed: Placed) -> None:
         """Score a program at its shares with the synchronisation that is best as a rule."""

@@ -23,7 +23,7 @@ import numpy as np
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.group_rules import GroupRules
 from heterog.planners.neighbours import Neighbours, State, StateKey
-from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
+from heterog.planners.planner import Candidate, PlanResult, Task, register
 from heterog.planners.repair import repair
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome, given_up
@@ -108,7 +108,7 @@ class _Search:
         self.task = task
         self.evaluator = task.evaluator
         self.rng = np.random.default_rng(task.seed)
-        self.spending = Spending(task.budget, task.evaluator)
+        self.spending = task.spend()
         self.speeds = device_speeds(task.evaluator)
         self.space = StrategySpace(
             task.evaluator.graph,
@@ -129,16 +129,13 @@ class _Search:
 
     def run(self) -> PlanResult:
         begin = time.perf_counter()
-        self._seed()
-        idle = 0
-        while self.spending.fraction < SIMPLIFY_FROM and idle < _MOST_IDLE:
-            judge = self.referee if self.rng.random() < 0.75 else self.engine
-            # Restarts go back to one of the best states, the first ones most often.
-            which = min(int(self.rng.exponential(1.5)), len(judge.best) - 1)
-            spent = self.spending.evaluations
-            self._anneal(judge.best[which][1])
-            idle = idle + 1 if self.spending.evaluations == spent else 0
-        best = [self._simpler(state) for _, state in self.referee.best[:NUM_RETURNED]]
+        with self.spending.limits():
+            self._search()
+        # Without a moment for the referee, what the engine found goes to whoever judges later.
+        best = [state for _, state in (self.referee.best or self.engine.best)[:NUM_RETURNED]]
+        with self.spending.limits():
+            for place, state in enumerate(best):
+                best[place] = self._simpler(state)
         candidates = tuple(
             Candidate(
                 strategy=self.space.decode(
@@ -153,10 +150,36 @@ class _Search:
             for state in {state.key: state for state in best}.values()
         )
         return PlanResult(
-            candidates=candidates,
+            candidates=self._with_best_seed(candidates),
             num_evaluations=self.spending.evaluations,
             search_seconds=time.perf_counter() - begin,
         )
+
+    def _search(self) -> None:
+        self._seed()
+        idle = 0
+        while (
+            self.spending.fraction < SIMPLIFY_FROM
+            and idle < _MOST_IDLE
+            and not self.spending.is_over
+        ):
+            judge = self.referee if self.rng.random() < 0.75 else self.engine
+            # Restarts go back to one of the best states, the first ones most often.
+            which = min(int(self.rng.exponential(1.5)), len(judge.best) - 1)
+            spent = self.spending.evaluations
+            self._anneal(judge.best[which][1])
+            idle = idle + 1 if self.spending.evaluations == spent else 0
+
+    def _with_best_seed(self, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """The candidates, and the best seed that was judged if none was seen to be better.
+
+        So no search ends worse than where it began, however little time it had.
+        """
+        seeds = [each for each in self.task.seeds if each.judged is not None]
+        seed = min(seeds, key=_judged_cost, default=None)
+        if seed is None or (self.referee.best and self.referee.best[0][0] < _judged_cost(seed)):
+            return candidates
+        return seed, *candidates
 
     # --- starts ---------------------------------------------------------------------------------
 
@@ -333,6 +356,11 @@ class _Search:
 
 _CANNOT_RUN_CHARGE = 1e6
 """More than any overflow of memory costs; finite, as differences of costs decide."""
+
+
+def _judged_cost(candidate: Candidate) -> float:
+    assert candidate.judged is not None
+    return _cost(candidate.judged)
 
 
 def _cost(evaluation: Evaluation) -> float:

@@ -7,7 +7,7 @@ import numpy as np
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray
 from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Candidate, PlanResult, Spending, Task, best_of, register
+from heterog.planners.planner import Candidate, PlanResult, Task, best_of, register
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, split_evenly
 
@@ -166,13 +166,14 @@ def _placed(task: Task, device_of_group: tuple[int, ...], num_micro: int) -> Str
 def _ranked(task: Task, strategies: list[Strategy]) -> PlanResult:
     """The best few strategies, best first."""
     begin = time.perf_counter()
-    spending = Spending(task.budget, task.evaluator)
+    spending = task.spend()
     found: list[tuple[Evaluation, Candidate]] = []
-    for strategy in strategies:
-        choice = task.evaluator.encode(strategy)
-        tried = [task.evaluator.evaluate_choice(choice, order) for order in task.orders]
-        best = tried[best_of(tried)]
-        found.append((best, Candidate(strategy=strategy, orders=(best.order,))))
+    with spending.limits():
+        for strategy in strategies:
+            choice = task.evaluator.encode(strategy)
+            tried = [task.evaluator.evaluate_choice(choice, order) for order in task.orders]
+            best = tried[best_of(tried)]
+            found.append((best, Candidate(strategy=strategy, orders=(best.order,))))
     found.sort(key=lambda pair: pair[0].preference)
     return PlanResult(
         candidates=tuple(candidate for _, candidate in found[:3]),

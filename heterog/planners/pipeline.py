@@ -17,7 +17,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
-from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
+from heterog.planners.planner import Candidate, PlanResult, Task, register
 from heterog.planners.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS
@@ -117,7 +117,7 @@ class _Enumeration:
     def __init__(self, task: Task) -> None:
         evaluator = task.evaluator
         self.task = task
-        self.spending = Spending(task.budget, evaluator)
+        self.spending = task.spend()
         self.num_groups = evaluator.tables.num_groups
         self.num_steps = 1 if task.step_barrier else UNROLLED_STEPS
         self.speeds = device_speeds(evaluator)
@@ -131,6 +131,15 @@ class _Enumeration:
 
     def run(self) -> PlanResult:
         begin = time.perf_counter()
+        with self.spending.limits():
+            self._search()
+        return PlanResult(
+            candidates=tuple(self._candidate(point) for point in self._best(NUM_RETURNED)),
+            num_evaluations=self.spending.evaluations,
+            search_seconds=time.perf_counter() - begin,
+        )
+
+    def _search(self) -> None:
         order = self.task.orders[min(1, len(self.task.orders) - 1)]
         sequences = [
             stages
@@ -159,14 +168,10 @@ class _Enumeration:
         )
         for start in self._best(_NUM_REFINED):
             self._refine(start)
-        return PlanResult(
-            candidates=tuple(self._candidate(point) for point in self._best(NUM_RETURNED)),
-            num_evaluations=self.spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
-        )
 
     def _balanced(self, stages: Stages, num_micro: int, order: Order) -> Iterator[_Point]:
         """Cuts that balance the stages' seconds, with and without regard to memory."""
+        self.spending.check()
         evaluator = self.task.evaluator
         seconds = np.stack([self._stage_seconds(devices, num_micro) for devices in stages], axis=1)
         memory = np.stack(

@@ -26,8 +26,9 @@ from heterog.planners.background import BackgroundPlan, plan_background
 from heterog.planners.history import MethodHistory, SearchHistory
 from heterog.planners.issue_order import Rehearse, issued_step
 from heterog.planners.plan_file import BackgroundRecord, PlanRecord, RowRecord, read_plan_record
-from heterog.planners.planner import Budget, MethodRow
+from heterog.planners.planner import Budget, MethodRow, Spending, Stop
 from heterog.planners.portfolio import (
+    NOISE_PART,
     Progress,
     assert_not_below,
     best_row,
@@ -344,6 +345,7 @@ def make_plan(
     cost_model: CostModel | None = None,
     rehearse: Rehearse | None = None,
     progress: Progress = lambda method, fraction, best: None,
+    stop: Stop | None = None,
 ) -> Plan:
     """Plan one training step on a cluster.
 
@@ -359,6 +361,7 @@ def make_plan(
         rehearse: plays the winner through on shapes; what cannot be executed loses to the next
             best. See ``heterog.runtime.rehearsal.rehearsal_of``.
         progress: told about every method's progress.
+        stop: ends the search early; the plan is then the best so far.
 
     Raises:
         StrategyError: no method has a strategy at all.
@@ -377,13 +380,21 @@ def make_plan(
         step_barrier=step_barrier,
         orders=parse_orders(order),
         progress=history.tell,
+        stop=stop,
     )
     search_seconds = time.perf_counter() - begin
     if rehearse is not None:
         progress("rehearsal", 0.0, math.inf)
         rows = rehearsed(evaluator, rows, rehearse)
+    # A budget in seconds holds for the quoted noise, too; in evaluations it takes what it takes.
+    noise = parsed if parsed.seconds is None else parsed.part(NOISE_PART)
     plan = plan_from_rows(
-        evaluator, rows, budget=str(parsed), seed=seed, search_seconds=search_seconds
+        evaluator,
+        rows,
+        budget=str(parsed),
+        seed=seed,
+        search_seconds=search_seconds,
+        noise=Spending(noise, evaluator, stop=stop),
     )
     return replace(plan, history=history.of([row.method for row in rows]))
 
@@ -395,11 +406,21 @@ def plan_from_rows(
     budget: str,
     seed: int,
     search_seconds: float,
+    noise: Spending | None = None,
 ) -> Plan:
-    """The plan of the best row, with its order and program."""
+    """The plan of the best row, with its order and program.
+
+    Args:
+        evaluator: that the rows come from.
+        rows: of all methods.
+        budget: as given.
+        seed: as given.
+        search_seconds: of all methods together.
+        noise: what the draws of noise may take; without them gains have no range.
+    """
     graph, cluster = evaluator.graph, evaluator.cluster
     row = best_row(rows)
-    rows = with_noise(evaluator, rows)
+    rows = with_noise(evaluator, rows, noise)
     assert row.candidate is not None
     strategy = row.candidate.strategy
     issued = issued_step(evaluator, row.candidate)
@@ -465,6 +486,8 @@ def row_to_dict(
         "search_seconds": row.search_seconds,
         "shortage": row.shortage,
         "is_rehearsed": row.is_rehearsed,
+        "note": row.note,
+        "starved": row.is_starved,
         "batch_size": batch_size,
         "seed": seed,
     }
@@ -483,6 +506,8 @@ def _row_from_record(record: RowRecord) -> MethodRow:
         shortage=record.shortage,
         noisy_step_times_s=tuple(record.noisy_step_times_s),
         is_rehearsed=record.is_rehearsed,
+        note=record.note,
+        is_starved=record.starved,
     )
 
 

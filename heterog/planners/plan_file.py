@@ -57,6 +57,8 @@ class RowRecord(Record):
     search_seconds: Seconds
     shortage: Text
     is_rehearsed: bool = False
+    note: Text = ""  # plans of earlier versions have none
+    starved: bool = False
     batch_size: Count
     seed: _Seed
 

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -72,13 +73,53 @@ class Budget:
         return Budget(seconds=amount * _SECONDS[match[2]])
 
 
-class Spending:
-    """What is left of a budget while a search runs."""
+class Stop:
+    """Somebody asks all searches to hand over their best so far: Ctrl-C, for one."""
 
-    def __init__(self, budget: Budget, evaluator: Evaluator) -> None:
+    def __init__(self) -> None:
+        self.is_requested = False
+
+    def request(self) -> None:
+        """Ask; every search notices at its next evaluation."""
+        self.is_requested = True
+
+
+class TimeUp(Exception):
+    """A search has no time left."""
+
+    def __init__(self, spending: "Spending") -> None:
+        super().__init__("a search has no time left")
+        self.spending = spending
+
+
+class Spending:
+    """What is left of a budget while a search runs.
+
+    A budget in evaluations is kept by whoever evaluates, who looks at ``is_over``: time never
+    cuts it, so that results can be had again. A budget in seconds also ends loops that do not
+    look: inside ``limits``, the first evaluation after the end leaves the block, and so does
+    ``check`` in long loops without evaluations. ``stop`` does the same under every budget.
+
+    Args:
+        budget: what may be spent from now on.
+        evaluator: whose evaluations count.
+        stop: ends the search early.
+        clock: seconds of some clock.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        evaluator: Evaluator,
+        *,
+        stop: Stop | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._budget = budget
         self._evaluator = evaluator
-        self._started_s = time.perf_counter()
+        self._stop = stop or Stop()
+        self._clock = clock
+        self._started_s = clock()
         self._evaluations_before = evaluator.num_evaluations
 
     @property
@@ -89,12 +130,18 @@ class Spending:
     @property
     def seconds(self) -> float:
         """Seconds spent so far."""
-        return time.perf_counter() - self._started_s
+        return self._clock() - self._started_s
 
     @property
     def is_over(self) -> bool:
-        """Whether the budget is used up."""
-        return self.fraction >= 1.0
+        """Whether the budget is used up, or the search was asked to stop."""
+        return self.fraction >= 1.0 or self._stop.is_requested
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether time is up, or the search was asked to stop."""
+        limit_s = self._budget.seconds
+        return self._stop.is_requested or (limit_s is not None and self.seconds >= limit_s)
 
     @property
     def fraction(self) -> float:
@@ -103,6 +150,75 @@ class Spending:
             return self.evaluations / self._budget.evaluations
         assert self._budget.seconds is not None
         return self.seconds / self._budget.seconds
+
+    def check(self) -> None:
+        """Leave the block of ``limits`` if time is up: for long loops without evaluations.
+
+        Raises:
+            TimeUp: it is; ``limits`` catches it.
+        """
+        if self.is_cut:
+            raise TimeUp(self)
+
+    @contextmanager
+    def limits(self) -> Iterator[None]:
+        """A block that ends, without an error, at the first evaluation after time is up.
+
+        What was found until then is handed over after the block.
+        """
+        outer = self._evaluator.poll
+
+        def poll() -> None:
+            self.check()
+            outer()
+
+        self._evaluator.poll = poll
+        try:
+            yield
+        except TimeUp as up:
+            if up.spending is not self:  # a search around this one is to end
+                raise
+        finally:
+            self._evaluator.poll = outer
+
+
+class Purse:
+    """Divides a budget among searches that run one after another.
+
+    Each gets an equal part, whatever ran before it. What one leaves over, the later ones share;
+    what one spends too much is not taken from them.
+
+    >>> purse = Purse(Budget(evaluations=30), 3)
+    >>> purse.next_part()
+    Budget(seconds=None, evaluations=10)
+    >>> purse.settle(4)
+    >>> purse.next_part()
+    Budget(seconds=None, evaluations=13)
+    >>> purse.settle(20)
+    >>> purse.next_part()
+    Budget(seconds=None, evaluations=13)
+    """
+
+    def __init__(self, budget: Budget, num_searches: int) -> None:
+        self._whole = budget
+        self._num = max(num_searches, 1)
+        self._left = self._num
+        self._spare = 0.0  # part of the whole that earlier searches left over
+        self._given = 0.0
+
+    def next_part(self) -> Budget:
+        """What the next search may spend."""
+        extra = self._spare / max(self._left, 1)
+        self._spare -= extra
+        self._left -= 1
+        self._given = 1.0 / self._num + extra
+        return self._whole.part(self._given)
+
+    def settle(self, spent: float) -> None:
+        """Tell what it spent, in seconds or evaluations as the budget is."""
+        whole = self._whole.seconds if self._whole.evaluations is None else self._whole.evaluations
+        assert whole is not None
+        self._spare += max(self._given - spent / whole, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +229,12 @@ class Candidate:
         strategy: the decisions.
         orders: that the method allows. Of a baseline the best of them counts; a search's
             candidates are judged in all orders of its task.
+        judged: what the referee says about the first order, if it was asked already.
     """
 
     strategy: Strategy
     orders: tuple[Order, ...]
+    judged: Evaluation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +271,8 @@ class Task:
         proposals: decisions of every group in strategies that a policy drew; a search may take
             parts of them over.
         report: called with (fraction of the budget spent, best seconds so far).
+        stop: asks the search to hand over its best so far.
+        clock: seconds, by which a budget in seconds is kept.
     """
 
     evaluator: Evaluator
@@ -163,6 +283,12 @@ class Task:
     seeds: tuple[Candidate, ...] = ()
     proposals: tuple[tuple[Decision, ...], ...] = ()
     report: Callable[[float, float], None] = field(default=lambda fraction, best: None)
+    stop: Stop = field(default_factory=Stop)
+    clock: Callable[[], float] = time.perf_counter
+
+    def spend(self) -> Spending:
+        """Begin to spend the budget."""
+        return Spending(self.budget, self.evaluator, stop=self.stop, clock=self.clock)
 
 
 OUTCOMES = ("ok", "out_of_memory", "cannot_run", "not_applicable")
@@ -190,6 +316,9 @@ class MethodRow:
             rows that no gain is quoted between.
         is_rehearsed: the strategy was played through on all ranks without data; where it was not,
             ``ok`` is what the simulator says.
+        note: what else to know: that it was starved, or that a beam cut its search.
+        is_starved: whether its part of the budget was over after a few evaluations: another budget
+            would let it find better ones.
     """
 
     method: str
@@ -205,6 +334,8 @@ class MethodRow:
     candidate: Candidate | None = None
     noisy_step_times_s: tuple[float, ...] = ()
     is_rehearsed: bool = False
+    note: str = ""
+    is_starved: bool = False
 
 
 STAGES = ("baseline", "zero_shot", "search")
@@ -220,7 +351,11 @@ class Planner(Protocol):
     for others."""
 
     def plan(self, task: Task) -> PlanResult:
-        """Find strategies for the task's graph and cluster."""
+        """Find strategies for the task's graph and cluster.
+
+        A planner with a method ``prepare(evaluator)`` does there what no budget counts: imports,
+        reading a policy.
+        """
 
 
 _REGISTRY: dict[str, Planner] = {}

@@ -8,7 +8,9 @@ referee.
 """
 
 import math
+import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import heterog.planners.data_parallel
@@ -30,6 +32,10 @@ from heterog.planners.planner import (
     Candidate,
     MethodRow,
     Planner,
+    PlanResult,
+    Purse,
+    Spending,
+    Stop,
     Task,
     planner_by_name,
     planners,
@@ -38,6 +44,7 @@ from heterog.planners.stability import TUNED_UNIFORM, best_data_parallel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.simulator.noise import draw_noise
+from heterog.strategy.kernels import compilation_told
 from heterog.strategy.strategy import Strategy
 
 AUTO = "auto"
@@ -47,6 +54,14 @@ EQUALLY_GOOD = 0.005
 """Relative difference of two step times that no simulator can vouch for."""
 MOST_COMPARED = 3
 """Candidates of one search that go through the draws."""
+BASELINE_PART = 0.25
+"""Of a budget in seconds, for all baselines of ``auto`` together."""
+NOISE_PART = 0.08
+"""Of a budget in seconds, for the draws of noise that ranges of gains come from."""
+JUDGED_PART = 0.15
+"""Of a method's budget in seconds, for the referee to judge what it found."""
+ENOUGH_EVALUATIONS = 20
+"""A search that was cut before it had made so many was starved."""
 Progress = Callable[[str, float, float], None]
 """Called with (method, fraction of its budget spent, best seconds so far)."""
 
@@ -61,8 +76,15 @@ def run_methods(
     orders: tuple[Order, ...] = tuple(Order),
     without: Collection[str] = (),
     progress: Progress = lambda method, fraction, best: None,
+    stop: Stop | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[MethodRow]:
     """Run methods and judge them by the referee.
+
+    Nothing is counted before every kernel is compiled and every library imported. Then a budget in
+    seconds is for all that ``auto`` does: baselines get ``BASELINE_PART`` of it, quoted noise
+    ``NOISE_PART``, the searches the rest, each an equal part (``Purse``). A budget in evaluations
+    is divided among the searches; baselines do not count.
 
     Args:
         evaluator: of the graph and cluster.
@@ -73,6 +95,8 @@ def run_methods(
         orders: orders that searching methods may choose from.
         without: names that ``auto`` leaves out.
         progress: told about every method's progress.
+        stop: ends the methods early; the first that has a strategy is finished.
+        clock: seconds, by which a budget in seconds is kept.
 
     Returns:
         One row per method, in the order they ran: baselines first.
@@ -81,80 +105,172 @@ def run_methods(
         UnknownNameError: a method does not exist.
     """
     chosen = [planner for planner in _chosen(methods) if planner.name not in without]
-    searches_left = sum(planner.stage != "baseline" for planner in chosen)
-    task = Task(
-        evaluator=evaluator, budget=budget, seed=seed, step_barrier=step_barrier, orders=orders
-    )
-    progress("compile kernels", 0.0, math.inf)
-    evaluator.warm_up()
+    searching = any(planner.stage != "baseline" for planner in chosen)
+    running = [
+        planner
+        for planner in planners()
+        if planner in chosen or (planner.stage == "baseline" and searching)
+    ]
+    stop = stop or Stop()
+    prepare(evaluator, running, progress, stop)
+    begin_s = clock()
+    baselines = [planner for planner in running if planner.stage == "baseline"]
+    searches = [planner for planner in running if planner.stage != "baseline"]
     rows: list[MethodRow] = []
     seeds: list[Candidate] = []
-    searching = any(planner.stage != "baseline" for planner in chosen)
-    for planner in planners():
-        wanted = planner in chosen
-        if not wanted and (planner.stage != "baseline" or not searching):
-            continue
-        progress(planner.name, 0.0, math.inf)
-        if AUTO in methods and planner.stage != "baseline":
-            # What one search leaves over, the later ones share.
-            task = replace(task, budget=budget.part(1.0 / searches_left))
-            searches_left -= 1
-        row = run_method(
-            planner, replace(task, seeds=tuple(seeds), report=_named(planner, progress))
-        )
-        if AUTO in methods and planner.stage != "baseline" and searches_left:
-            budget = _rest(budget, row)
-        if row.candidate is not None:
-            seeds.append(row.candidate)
-        if wanted:
-            rows.append(row)
-        progress(planner.name, 1.0, row.step_time_s or math.inf)
+    for stage in (baselines, searches):
+        purse = None
+        if AUTO in methods:
+            purse = Purse(_whole(budget, stage is baselines, clock() - begin_s), len(stage))
+        for planner in stage:
+            if stop.is_requested and seeds:
+                break
+            progress(planner.name, 0.0, math.inf)
+            task = Task(
+                evaluator=evaluator,
+                budget=budget if purse is None else purse.next_part(),
+                seed=seed,
+                step_barrier=step_barrier,
+                orders=orders,
+                seeds=tuple(seeds),
+                report=_named(planner, progress),
+                stop=stop if seeds else Stop(),
+                clock=clock,
+            )
+            spending = task.spend()
+            row = run_method(planner, task)
+            if purse is not None:
+                in_seconds = budget.evaluations is None
+                purse.settle(spending.seconds if in_seconds else row.num_evaluations)
+            if row.candidate is not None:
+                seeds.append(row.candidate)
+            if planner in chosen:
+                rows.append(row)
+            progress(planner.name, 1.0, row.step_time_s or math.inf)
     return rows
 
 
+def prepare(
+    evaluator: Evaluator, running: Sequence[Planner], progress: Progress, stop: Stop
+) -> None:
+    """Import, read and compile what methods need, which no budget counts.
+
+    Raises:
+        KeyboardInterrupt: it was asked to stop while it compiled: there is nothing to hand over.
+    """
+
+    def tell(name: str, part: float) -> None:
+        if stop.is_requested:
+            raise KeyboardInterrupt
+        progress(f"compile kernels (once, {part:.0%}): {name}", part, math.inf)
+
+    progress("load kernels", 0.0, math.inf)
+    with compilation_told(tell):
+        evaluator.warm_up()
+    for planner in running:
+        load = getattr(planner, "prepare", None)
+        if load is not None:
+            progress(f"load {planner.name}", 0.0, math.inf)
+            load(evaluator)
+
+
+def _whole(budget: Budget, is_baselines: bool, spent_s: float) -> Budget:
+    """What all baselines or all searches of ``auto`` may spend together."""
+    if budget.seconds is None:
+        return budget
+    if is_baselines:
+        return budget.part(BASELINE_PART)
+    left = 1.0 - NOISE_PART - spent_s / budget.seconds
+    return budget.part(max(left, 1.0 - NOISE_PART - 2.0 * BASELINE_PART))
+
+
 def run_method(planner: Planner, task: Task) -> MethodRow:
-    """Run one method and judge its candidates by the referee.
+    """Run one method and judge its candidates by the referee, all within its budget.
 
     Of a search's candidates that are equally good, the one that stays good under noise is taken;
     of a baseline's, by their definition, the fastest.
     """
     evaluator = task.evaluator
-    result = planner.plan(task)
-    judged: list[tuple[Evaluation, Strategy]] = []
-    for candidate in result.candidates:
-        choice = evaluator.encode(candidate.strategy)
-        # A search may have tried one order only; the referee knows better which is best.
-        orders = candidate.orders if planner.stage == "baseline" else task.orders
-        for order in orders:
-            judged.append((evaluator.referee(choice, order), candidate.strategy))
-    if not judged:
-        return MethodRow(
-            method=planner.name,
-            stage=planner.stage,
-            outcome="not_applicable",
-            step_time_s=None,
-            order="",
-            peak_memory_bytes=(),
-            num_evaluations=result.num_evaluations,
-            search_seconds=result.search_seconds,
-            shortage=result.reason,
+    spending = task.spend()
+    result = PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0)
+    # Whoever does not watch its own limits is ended by these, a little later, with empty hands.
+    whole = task.budget if task.budget.seconds is None else task.budget.part(1.1)
+    with replace(task, budget=whole).spend().limits():
+        searching = task.budget
+        if searching.seconds is not None:
+            searching = searching.part(1.0 - JUDGED_PART)
+        result = planner.plan(replace(task, budget=searching))
+    is_cut = spending.seconds >= (1.0 - JUDGED_PART) * (task.budget.seconds or math.inf)
+    judged = _judged(planner, task, result, spending)
+    is_starved = is_cut and result.num_evaluations < ENOUGH_EVALUATIONS
+    notes = [result.note] * bool(result.note)
+    if is_starved:
+        notes.append(
+            f"starved: {result.num_evaluations} evaluations in {spending.seconds:.1f} s; "
+            "a larger --budget lets it search"
         )
-    judged.sort(key=lambda pair: pair[0].preference)
-    chosen = 0 if planner.stage == "baseline" else _most_robust(evaluator, judged)
-    best, strategy = judged[chosen]
-    return MethodRow(
+    row = MethodRow(
         method=planner.name,
         stage=planner.stage,
+        outcome="not_applicable",
+        step_time_s=None,
+        order="",
+        peak_memory_bytes=(),
+        num_evaluations=result.num_evaluations,
+        search_seconds=spending.seconds if task.budget.seconds else result.search_seconds,
+        shortage=result.reason or _OUT_OF_TIME * is_cut,
+        note="; ".join(notes),
+        is_starved=is_starved,
+    )
+    if not judged:
+        return row
+    judged.sort(key=lambda pair: pair[0].preference)
+    chosen = 0
+    with spending.limits():
+        chosen = 0 if planner.stage == "baseline" else _most_robust(evaluator, judged)
+    best, strategy = judged[chosen]
+    return replace(
+        row,
         outcome=str(best.outcome),
         step_time_s=best.step_time_s if best.is_ok else None,
         order=best.order.name.lower(),
         peak_memory_bytes=best.peak_memory_bytes,
-        num_evaluations=result.num_evaluations,
-        search_seconds=result.search_seconds,
         shortage=best.shortage,
         overflow_bytes=best.overflow_bytes,
-        candidate=Candidate(strategy=strategy, orders=(best.order,)),
+        candidate=Candidate(strategy=strategy, orders=(best.order,), judged=best),
+        search_seconds=spending.seconds if task.budget.seconds else result.search_seconds,
     )
+
+
+_OUT_OF_TIME = "its part of the budget was over before it had a strategy"
+
+
+def _judged(
+    planner: Planner, task: Task, result: PlanResult, spending: Spending
+) -> list[tuple[Evaluation, Strategy]]:
+    """What the referee says about a method's candidates, at least about the first one.
+
+    Every candidate in its own first order, then in the others: a search may have tried one only.
+    """
+    evaluator = task.evaluator
+    judged: list[tuple[Evaluation, Strategy]] = []
+    turns: list[tuple[Strategy, Order]] = []
+    for candidate in result.candidates:
+        if candidate.judged is not None:
+            judged.append((candidate.judged, candidate.strategy))
+        else:
+            turns.append((candidate.strategy, candidate.orders[0]))
+    for candidate in result.candidates:
+        own = candidate.orders if planner.stage == "baseline" else task.orders
+        done = candidate.judged.order if candidate.judged is not None else candidate.orders[0]
+        turns += [(candidate.strategy, order) for order in own if order != done]
+    if turns and not judged:
+        strategy, order = turns.pop(0)
+        judged.append((evaluator.referee(strategy, order), strategy))
+    with spending.limits():
+        for strategy, order in turns:
+            judged.append((evaluator.referee(strategy, order), strategy))
+    return judged
 
 
 def _most_robust(evaluator: Evaluator, judged: Sequence[tuple[Evaluation, Strategy]]) -> int:
@@ -187,21 +303,26 @@ def _under_noise(evaluator: Evaluator, strategy: Strategy, order: Order) -> tupl
     return tuple(evaluator.seconds_under_noise(choice, order, noise).tolist())
 
 
-def with_noise(evaluator: Evaluator, rows: Sequence[MethodRow]) -> list[MethodRow]:
+def with_noise(
+    evaluator: Evaluator, rows: Sequence[MethodRow], spending: Spending | None = None
+) -> list[MethodRow]:
     """The rows, with seconds under noise for those that a gain is quoted between.
 
-    These are the winner, the best data parallelism and ``tuned_uniform``, as far as they fit.
+    These are the winner, the best data parallelism and ``tuned_uniform``, as far as they fit. With
+    a spending that is over before all of them are through, none has any: gains are then quoted
+    without a range.
     """
     quoted = [best_row(rows), best_data_parallel(rows)]
     quoted += [row for row in rows if row.method == TUNED_UNIFORM]
     wanted = {row.method for row in quoted if row is not None and row.step_time_s is not None}
     result: list[MethodRow] = []
-    for row in rows:
-        if row.method in wanted and row.candidate is not None:
-            seconds = _under_noise(evaluator, row.candidate.strategy, row.candidate.orders[0])
-            row = replace(row, noisy_step_times_s=seconds)
-        result.append(row)
-    return result
+    with spending.limits() if spending is not None else nullcontext():
+        for row in rows:
+            if row.method in wanted and row.candidate is not None:
+                seconds = _under_noise(evaluator, row.candidate.strategy, row.candidate.orders[0])
+                row = replace(row, noisy_step_times_s=seconds)
+            result.append(row)
+    return result if len(result) == len(rows) else list(rows)
 
 
 def best_row(rows: Sequence[MethodRow]) -> MethodRow:
@@ -273,14 +394,6 @@ def _chosen(methods: Sequence[str]) -> list[Planner]:
     if AUTO in methods:
         return list(planners())
     return [planner_by_name(name) for name in methods]
-
-
-def _rest(budget: Budget, row: MethodRow) -> Budget:
-    """What a method has left of a budget; never nothing."""
-    if budget.evaluations is not None:
-        return Budget(evaluations=max(budget.evaluations - row.num_evaluations, 1))
-    assert budget.seconds is not None
-    return Budget(seconds=max(budget.seconds - row.search_seconds, 1e-3))
 
 
 def _named(planner: Planner, progress: Progress) -> Callable[[float, float], None]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from heterog.cluster.topology import Cluster
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Candidate, PlanResult, Spending, Task, best_of, register
+from heterog.planners.planner import Candidate, PlanResult, Task, best_of, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
@@ -63,14 +63,15 @@ class TunedUniform:
     def plan(self, task: Task) -> PlanResult:
         """Try every subset of machines, both bucket sizes and every order."""
         begin = time.perf_counter()
-        spending = Spending(task.budget, task.evaluator)
+        spending = task.spend()
         tried: list[tuple[Strategy, Order]] = []
         evaluations = []
-        for strategy in _strategies(task):
-            choice = task.evaluator.encode(strategy)
-            for order in Order:
-                tried.append((strategy, order))
-                evaluations.append(task.evaluator.evaluate_choice(choice, order))
+        with spending.limits():
+            for strategy in _strategies(task):
+                choice = task.evaluator.encode(strategy)
+                for order in Order:
+                    evaluations.append(task.evaluator.evaluate_choice(choice, order))
+                    tried.append((strategy, order))
         ranked: list[Candidate] = []
         left = list(range(len(tried)))
         while left and len(ranked) < NUM_RETURNED:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
+from heterog.planners.planner import Candidate, PlanResult, Task, register
 from heterog.planners.tuned_uniform import machine_subsets, tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS
@@ -44,7 +44,7 @@ class _Enumeration:
     def __init__(self, task: Task) -> None:
         evaluator = task.evaluator
         self.task = task
-        self.spending = Spending(task.budget, evaluator)
+        self.spending = task.spend()
         self.num_groups = evaluator.tables.num_groups
         self.num_steps = 1 if task.step_barrier else UNROLLED_STEPS
         speeds = device_speeds(evaluator)
@@ -59,6 +59,15 @@ class _Enumeration:
 
     def run(self) -> PlanResult:
         begin = time.perf_counter()
+        with self.spending.limits():
+            self._search()
+        return PlanResult(
+            candidates=tuple(self._candidate(point) for point in self._best(NUM_RETURNED)),
+            num_evaluations=self.spending.evaluations,
+            search_seconds=time.perf_counter() - begin,
+        )
+
+    def _search(self) -> None:
         order = self.task.orders[min(1, len(self.task.orders) - 1)]
         alone = [(n, n, self.num_groups, DEFAULT_BUCKET_BYTES, order) for n in self.numbers]
         self._try(alone)
@@ -86,11 +95,6 @@ class _Enumeration:
                 for first, second, cut, _, _ in self._best(_NUM_REFINED)
                 for bucket in (0, DEFAULT_BUCKET_BYTES)
             )
-        return PlanResult(
-            candidates=tuple(self._candidate(point) for point in self._best(NUM_RETURNED)),
-            num_evaluations=self.spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
-        )
 
     def _try(self, points: Iterable[_Point]) -> None:
         for point in points:
@@ -113,7 +117,8 @@ class _Enumeration:
 
     def _best(self, count: int) -> list[_Point]:
         best = sorted(self.cost, key=self.cost.__getitem__)[:count]
-        self.task.report(self.spending.fraction, self.cost[best[0]][1])
+        if best:
+            self.task.report(self.spending.fraction, self.cost[best[0]][1])
         return best
 
     def _candidate(self, point: _Point) -> Candidate:

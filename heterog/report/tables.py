@@ -77,7 +77,7 @@ def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "
             *_memory_cells(row, members),
             f"{row.num_evaluations:,}",
             format_seconds(row.search_seconds),
-            row.outcome.replace("_", " "),
+            row.outcome.replace("_", " ") + ", starved" * row.is_starved,
             style="bold" if seconds is not None and seconds == fastest else "",
         )
     return table
@@ -236,4 +236,5 @@ def _memory_cells(row: MethodRow, members: Sequence[Sequence[int]]) -> list[str]
 
 def _reasons(rows: Iterable[MethodRow]) -> Text | None:
     lines = [f"{row.method}: {row.shortage}" for row in rows if row.shortage]
+    lines += [f"{row.method}: {row.note}" for row in rows if row.is_starved]
     return Text("\n".join(lines)) if lines else None

@@ -2,6 +2,7 @@
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -136,9 +137,9 @@ def test_it_is_not_worse_than_uniform_plans_by_the_referee() -> None:
 def test_a_fixed_limit_is_the_only_one_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: set[float] = set()
 
-    def planned(costs: GroupCosts, limit: float, exposed: float, *, fork: bool) -> object:
+    def planned(costs: GroupCosts, limit: float, exposed: float, **rest: Any) -> object:
         tried.add(limit)
-        return plan_places(costs, limit, exposed, fork=fork)
+        return plan_places(costs, limit, exposed, **rest)
 
     monkeypatch.setattr("heterog.planners.deeppool.plan_places", planned)
     task = Task(evaluator=costs().evaluator, budget=Budget(evaluations=500))

@@ -16,7 +16,7 @@ checked, the last one too, against the limit alone; so a larger limit never give
 iteration, and the result is the optimum of this model (``tests`` compare it with brute force).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol, TypeAlias
@@ -73,7 +73,13 @@ class BurstPlan:
 
 
 def search(
-    costs: LayerCosts, chain: Chain, *, limit: float, num_devices: int, fork: bool = True
+    costs: LayerCosts,
+    chain: Chain,
+    *,
+    limit: float,
+    num_devices: int,
+    fork: bool = True,
+    check: Callable[[], None] = lambda: None,
 ) -> BurstPlan:
     """The fastest places under an amplification limit.
 
@@ -83,8 +89,9 @@ def search(
         limit: the largest amplification allowed.
         num_devices: that there are.
         fork: whether branches may run at the same time on devices of their own.
+        check: called at every layer; what it raises ends the search.
     """
-    program = _Program(costs, limit, fork)
+    program = _Program(costs, limit, fork, check)
     ends = program.chain(chain, (0, num_devices), None)
     best = min(ends.values(), key=lambda path: path.time)
     places = dict(best.steps())
@@ -131,7 +138,10 @@ class _Lanes(NamedTuple):
 
 
 class _Program:
-    def __init__(self, costs: LayerCosts, limit: float, fork: bool) -> None:
+    def __init__(
+        self, costs: LayerCosts, limit: float, fork: bool, check: Callable[[], None]
+    ) -> None:
+        self.check = check
         self.widths = tuple(costs.widths)
         self.negligible = costs.negligible
         self.limit = limit
@@ -145,6 +155,7 @@ class _Program:
         paths: _Paths = {}
         layer, before = -1, start
         for item in chain:
+            self.check()
             if isinstance(item, Block):
                 paths = self._block(item, layer, paths, lane)
                 layer = item.join

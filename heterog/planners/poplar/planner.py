@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
+from heterog.planners.planner import Candidate, PlanResult, Task, register
 from heterog.planners.poplar.allocation import Allocation, common_steps, own_micro_batches
 from heterog.planners.poplar.curves import (
     liveness,
@@ -76,8 +76,9 @@ class Poplar:
         search = _Search(task)
         elementwise = task.evaluator.graph.optimizer in ELEMENTWISE_OPTIMIZERS
         stages = [stage for stage in self._stages if stage == 0 or elementwise]
-        for stage in stages:
-            search.try_stage(stage)
+        with search.spending.limits():
+            for stage in stages:
+                search.try_stage(stage)
         reason = ""
         if not search.tried:
             reason = (
@@ -97,7 +98,7 @@ class _Search:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.evaluator = task.evaluator
-        self.spending = Spending(task.budget, task.evaluator)
+        self.spending = task.spend()
         self.tried: dict[tuple[Strategy, Order], Evaluation | None] = {}
         tables = self.evaluator.tables
         # An op that needs the whole batch cannot be cut into micro-batches.
@@ -133,6 +134,7 @@ class _Search:
         key = (strategy, order)
         if key not in self.tried:
             if self.spending.is_over and self.tried:
+                self.spending.check()
                 return None
             self.tried[key] = self.evaluator.evaluate(strategy, order)
             self.task.report(min(self.spending.fraction, 1.0), self._fastest())
@@ -189,6 +191,7 @@ class _Search:
         return fitting or last
 
     def _solve(self, stage: int, most: npt.NDArray[np.int64], step_s: float) -> Allocation | None:
+        self.spending.check()
         evaluator, batch = self.evaluator, self.evaluator.graph.batch_size
         kinds = [device.type for device in evaluator.cluster.devices]
         curves = [

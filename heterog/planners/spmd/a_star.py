@@ -21,6 +21,7 @@ Segments with the same signature (repeated layers) share their transitions.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,10 +66,12 @@ class SearchResult:
     Attributes:
         programs: best first; the first is optimal if ``is_exact``.
         is_exact: whether no state was cut by the beam.
+        is_given_up: whether it took more extensions than it may.
     """
 
     programs: tuple[Program, ...]
     is_exact: bool
+    is_given_up: bool = False
 
 
 def _entry(made: int, forms: int) -> Entry:
@@ -91,9 +94,25 @@ class Search:
         segments: the folded graph.
         prices: of work and conversions.
         width: states kept after each visit; what is cut is reported.
+        check: called at every visit; what it raises ends the search.
+        most_extensions: extensions of a state by a triple, and comparisons at boundaries, after
+            which the search gives up, without a program: what bounds it where no time does.
+        most_at_cut: states that are followed from each boundary of segments; the others are cut.
     """
 
-    def __init__(self, segments: Segments, prices: Prices, width: int = 64) -> None:
+    def __init__(
+        self,
+        segments: Segments,
+        prices: Prices,
+        width: int = 64,
+        *,
+        check: Callable[[], None] = lambda: None,
+        most_extensions: float = math.inf,
+        most_at_cut: float = math.inf,
+    ) -> None:
+        self._most_at_cut = most_at_cut
+        self._check = check
+        self._extensions_left = most_extensions
         self.segments = segments
         self.prices = prices
         self.width = width
@@ -135,11 +154,16 @@ class Search:
         seen: dict[tuple[int, Codes], float] = {}
         counter = 0  # tells nodes of equal estimates apart: entries are not compared
         programs: list[Program] = []
-        while heap and len(programs) < num_programs:
+        while heap and len(programs) < num_programs and self._extensions_left > 0:
             _, _, cost, number, codes, path = heapq.heappop(heap)
             if number == len(segments):
                 programs.append(self._program(path, cost))
                 continue
+            self._check()
+            if len(popped[number]) >= self._most_at_cut:
+                self.is_exact = False
+                continue
+            self._extensions_left -= len(popped[number])
             if self._is_dominated(cost, codes, popped[number], kinds[number - 1]):
                 continue
             popped[number].append((cost, codes))
@@ -159,7 +183,8 @@ class Search:
                 estimate = total + remaining[number + 1]
                 route: Route = (path, choices)
                 heapq.heappush(heap, (estimate, counter, total, number + 1, after, route))
-        return SearchResult(tuple(programs), self.is_exact)
+        is_over = self._extensions_left <= 0
+        return SearchResult(tuple(programs), self.is_exact and not is_over, is_over)
 
     def heuristic(self) -> list[float]:
         """For each segment, the cheapest work of all rows from there on; 0 at the end."""
@@ -195,6 +220,9 @@ class Search:
             return self._solved[key]
         states: dict[Codes, tuple[float, Path]] = {codes: (0.0, None)}
         for step in segment.steps:
+            self._check()
+            if self._extensions_left <= 0:
+                return []
             moves = self._moves[step.action]
             grown: dict[Codes, tuple[float, Path]] = {}
             sources, kept = step.sources, step.kept
@@ -204,6 +232,7 @@ class Search:
                 if offers is None:
                     offers = moves[touched] = self._offers(step.action, touched)
                 rest = tuple(state[place] for place in kept)
+                self._extensions_left -= len(offers)
                 for made, extra, choice in offers:
                     after = rest + made
                     total = cost + extra

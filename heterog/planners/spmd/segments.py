@@ -4,7 +4,7 @@ Two segments with the same signature offer the same transitions: the same calls,
 in the same relation to each other. Values that a segment does not touch are no part of it.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -104,9 +104,18 @@ class Segment:
 
 
 class Segments:
-    """All segments of a folded theory, with actions, kinds and value classes interned."""
+    """All segments of a folded theory, with actions, kinds and value classes interned.
 
-    def __init__(self, theory: Theory, folded: Folded) -> None:
+    Args:
+        theory: of a graph.
+        folded: its rows in folded order.
+        check: called at every visit; what it raises ends the work.
+    """
+
+    def __init__(
+        self, theory: Theory, folded: Folded, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._check = check
         self.theory = theory
         self.folded = folded
         self.classes: list[ValueClass] = []
@@ -173,6 +182,7 @@ class Segments:
         kind_of = {value: -1 for value in carried}
         steps = []
         for visit in visits:
+            self._check()
             where = {value: place for place, value in enumerate(carried)}
             kept = tuple(p for p, value in enumerate(carried) if value not in visit.touched)
             sources = tuple(where.get(value, -1) for value in visit.touched)

@@ -7,7 +7,7 @@ alone. Which axes an op is offered follows from the shapes of parameters and bat
 form that one op knows is offered to every op that a rule connects with it.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -131,14 +131,20 @@ class Theory:
     call_id: Sequence[int]
 
 
-def build_theory(graph: OpGraph) -> Theory:
-    """All triples of a graph."""
-    return _Builder(graph).build()
+def build_theory(graph: OpGraph, check: Callable[[], None] = lambda: None) -> Theory:
+    """All triples of a graph.
+
+    Args:
+        graph: one training step.
+        check: called at every row; what it raises ends the work.
+    """
+    return _Builder(graph, check).build()
 
 
 class _Builder:
-    def __init__(self, graph: OpGraph) -> None:
+    def __init__(self, graph: OpGraph, check: Callable[[], None]) -> None:
         self.graph = graph
+        self.check = check
         self.plan: BatchPlan = batch_plan(graph)
         self.rules = Rulebook(graph)
         self.group = group_ops(graph).group
@@ -167,6 +173,7 @@ class _Builder:
         self._seed()
         self._close(rows)
         for row in rows:
+            self.check()
             row.triples = tuple(self._triples(row))
         return Theory(graph, tuple(self.values), tuple(rows), self.rules.call_id)
 
@@ -216,6 +223,7 @@ class _Builder:
                 touching.setdefault(value, []).append(number)
         waiting = dict.fromkeys(range(len(rows)))
         while waiting:
+            self.check()
             number = next(iter(waiting))
             del waiting[number]
             for value in self._extend(rows[number]):
