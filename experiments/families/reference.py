@@ -15,7 +15,6 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import Special
 from heterog.planners.plan import Plan
-from heterog.runtime.buffer_owners import buffer_owners
 from heterog.runtime.local_op import LocalOp
 from heterog.runtime.placed import cut, join
 from heterog.runtime.random_stream import RandomStream
@@ -86,8 +85,9 @@ def train_on_one_device(
         optimizer.step()
     weights = {name: value.detach() for name, value in model.state_dict().items()}
     if groups:
-        owners = buffer_owners(captured.graph, plan.strategy)
-        weights |= {k: buffers[owners.get(k, 0)][k] for k in buffers[0] if k in weights}
+        # Statistics come from the first device with samples, whichever that is for a module.
+        own = buffers[groups[0].device]
+        weights |= {name: value for name, value in own.items() if name in weights}
     return Trained(losses, weights)
 
 
