@@ -124,7 +124,8 @@ def _choice(evaluator: Evaluator, strategy: Strategy, batch_size: int, num_micro
         micro_batches=parts if num_micro > 1 else (),
     )
     given = evaluator.encode(strategy)
-    tables = evaluator.tables_of(given)
+    # Lowering shares the tables' batch out in proportion: it is to be this one.
+    tables = evaluator.tables_of(given)._replace(batch_size=batch_size)
     choice = encode(changed, tables, evaluator.channels, num_steps=given.num_steps)
     return choice._replace(rule_set=given.rule_set)
 
