@@ -11,6 +11,7 @@ Importing this registers both; torch is imported when one is asked to plan.
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -53,10 +54,24 @@ _policies = _Policies()
 
 
 def ask(policy: "str | Policy", task: Task, num_samples: int = NUM_SAMPLES) -> Proposed:
-    """What a policy, by its name or file or the network itself, proposes for a task."""
-    if isinstance(policy, str):
-        return propose(task, _policies.get(policy).policy, num_samples, name=policy)
-    return propose(task, policy, num_samples)
+    """What a policy, by its name or file or the network itself, proposes for a task.
+
+    Under a budget in seconds, what it said before about the same evaluator is taken again:
+    ``agent+search`` need not wait for the network that ``agent`` has just asked.
+    """
+    if not isinstance(policy, str):
+        return propose(task, policy, num_samples)
+    key = (policy, task.seed, task.step_barrier, task.orders, num_samples)
+    known = _proposed.setdefault(task.evaluator, {})
+    if task.budget.seconds is not None and key in known:
+        return replace(known[key], num_evaluations=0)
+    found = propose(task, _policies.get(policy).policy, num_samples, name=policy)
+    if task.budget.seconds is not None and found.candidates:
+        known[key] = found
+    return found
+
+
+_proposed: WeakKeyDictionary[Evaluator, dict[tuple[object, ...], Proposed]] = WeakKeyDictionary()
 
 
 class Agent:
