@@ -4,6 +4,7 @@ import re
 from decimal import Decimal
 
 from heterog.errors import HeterogError
+from heterog.names import shown
 
 KIB = 1024
 MIB = 1024**2
@@ -44,14 +45,14 @@ def _parse(text: str | float, units: dict[str, float], what: str) -> float:
     match = _QUANTITY.fullmatch(text)
     if match is None or (match[2] and match[2] not in units):
         raise HeterogError(
-            f"cannot read {what} {text!r}; write a number and one of {list(units)}."
+            f"cannot read {what} {shown(text)}; write a number and one of {list(units)}."
         )
     # In decimal, because 5 * 1e-6 is not the float 5e-6, and equal texts and numbers must agree.
     try:
         return float(Decimal(match[1]) * Decimal(repr(units[match[2]] if match[2] else 1.0)))
     except ArithmeticError as error:
         raise HeterogError(
-            f"{what} {text!r} is beyond any number; write a smaller one."
+            f"{what} {shown(text)} is beyond any number; write a smaller one."
         ) from error
 
 

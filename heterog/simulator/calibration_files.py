@@ -32,7 +32,7 @@ def _checked_kind(value: str) -> str:
 
 
 _LinkKind = Annotated[str, AfterValidator(_checked_kind)]
-_Positive = Annotated[float, Field(gt=0.0, le=1e24, allow_inf_nan=False)]
+_Rate = Annotated[float, Field(ge=1e-6, le=1e24, allow_inf_nan=False)]
 _Factor = Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)]
 _Log = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)]
 _LogRatio = Annotated[float, Field(ge=-50.0, le=50.0, allow_inf_nan=False)]
@@ -144,7 +144,7 @@ _PerType = dict[Name, _Factor]
 class LinkFitRecord(Record):
     """A fit to links."""
 
-    rates: dict[Text, _Positive]
+    rates: dict[Text, _Rate]
     factors: dict[_LinkKind, Annotated[list[_Factor], Field(min_length=2, max_length=2)]]
     drag: dict[_LinkKind, _PerType]
     loaded: dict[_LinkKind, _Factor]

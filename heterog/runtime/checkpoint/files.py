@@ -247,7 +247,11 @@ def _quiet() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, in one line; torch writes some of its errors in bold."""
+    """What went wrong, in one line that can be printed.
+
+    torch writes some of its errors in bold, and puts bytes of damaged files into others.
+    """
     lines = re.sub(r"\x1b\[\d*m", "", str(error)).strip().splitlines()
     own = isinstance(error, HeterogError | OSError)
-    return " ".join([*([] if own else [f"{type(error).__name__}:"]), *lines[:1]])
+    text = " ".join([*([] if own else [f"{type(error).__name__}:"]), *lines[:1]])
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
