@@ -17,6 +17,10 @@ _BUDGET = re.compile(r"(\d+(?:\.\d*)?)\s*(ms|s|m|min|h|e)")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
+_ROUNDING = 1e-6
+"""Shares are sums of fractions: 30 x (1/3 + 1/10) is 12.99..., and means 13 evaluations."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """How much a search may spend: seconds, or evaluations (then the result is reproducible).
@@ -47,7 +51,7 @@ class Budget:
     def part(self, share: float) -> "Budget":
         """A part of the budget, at least one evaluation."""
         if self.evaluations is not None:
-            return Budget(evaluations=max(int(self.evaluations * share), 1))
+            return Budget(evaluations=max(int(self.evaluations * share + _ROUNDING), 1))
         assert self.seconds is not None
         return Budget(seconds=self.seconds * share)
 

@@ -52,7 +52,7 @@ def batch(size, value=1.0):
 def wrong_later():
     global made
     made += 1
-    return batch(8 if made == 1 else 5)
+    return batch(8) if made == 1 else tuple(each.double() for each in batch(8))
 
 def make(example, optimizer=torch.optim.Adam):
     torch.manual_seed(0)
@@ -198,13 +198,13 @@ def test_a_loss_that_is_not_a_number_is_an_error_on_every_rank(folder: Path) -> 
         assert f"heterog: rank {rank}: the loss of step 1 is nan" in caught.value.last_words[rank]
 
 
-def test_a_batch_of_another_size_is_an_error_on_every_rank(folder: Path) -> None:
+def test_a_batch_of_another_dtype_is_an_error_on_every_rank(folder: Path) -> None:
     with pytest.raises(LaunchError, match=r"exit code 2") as caught:
         run_ranks(plan_of(folder, "wrong"), 2, num_steps=2, timeout_s=60)
     for rank in range(2):
         words = caught.value.last_words[rank]
         assert words.startswith(f"heterog: rank {rank}: ")
-        assert "(5, 6) torch.float32; the step was planned with (8, 6) float32" in words
+        assert "(8, 6) torch.float64; the step was planned with (8, 6) float32" in words
 
 
 def test_a_port_in_use_is_named(plan: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from heterog.graph.op_graph import Phase
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator, Outcome
 from heterog.simulator.memory_breakdown import DeviceMemory, Fit, MemoryKind, memory_fit
 from heterog.strategy.program import FloatArray, Program, TaskKind
 from heterog.strategy.strategy import Decision, Sync
@@ -126,7 +126,7 @@ def test_parts_add_up_and_equal_the_slow_reference(seed: int) -> None:
     fit = memory_fit(evaluator, choice, order)
     reported = evaluator.referee(choice, order)
     assert tuple(device.peak_bytes for device in fit.devices) == reported.peak_memory_bytes
-    assert fit.is_ok == reported.is_ok
+    assert fit.is_ok == (reported.outcome != Outcome.OUT_OF_MEMORY)  # whatever else forbids it
     tables = graph_tables(evaluator.graph)
     phases = [op.phase for op in evaluator.graph.ops]
     schedules = [evaluator.schedule(choice, order), evaluator.referee_schedule(choice, order)]
