@@ -138,6 +138,7 @@ _SUMS = frozenset({"add.Tensor", "sub.Tensor"})
 """Sums of a part that is spread over devices and one that all have: it enters once."""
 
 
+@lru_cache(maxsize=256)
 def micro_batches_refused(graph: OpGraph, num_micro: int) -> str:
     """Why a step cannot be cut into micro-batches, in words; empty if it can."""
     whole = ops_of_the_whole_batch(graph) if num_micro > 1 else []

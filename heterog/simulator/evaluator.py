@@ -9,7 +9,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import axis_plan
-from heterog.graph.batch_plan import micro_batches_refused, ops_of_the_whole_batch
+from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import FloatArray, OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.simulator.calibration import cost_model_of
@@ -195,7 +195,6 @@ class Evaluator:
         self._rules_by_number: list[OpRules] = [()]
         self._rule_sets: dict[int, _RuleSet] = {0: _RuleSet(graph, (), cluster.num_devices)}
         self._schedule = make_schedule(1, 1, 1, 1)
-        self._whole_batch_ops = ops_of_the_whole_batch(graph)
         self._usable = np.array([device.usable_memory_bytes for device in cluster.devices])
         types = cluster.device_types
         updates = [op for op, _, _ in graph.updates]
@@ -425,13 +424,14 @@ class Evaluator:
     def _judge(self, choice: Choice, seconds: float, peak: FloatArray, order: Order) -> Evaluation:
         """The evaluation of a predicted step time and memory."""
         peak = np.rint(peak * (1.0 + MEMORY_MARGIN))
-        if choice.num_micro > 1 and self._whole_batch_ops:
+        refused = micro_batches_refused(self.graph, choice.num_micro)
+        if refused:
             return Evaluation(
                 outcome=Outcome.CANNOT_RUN,
                 step_time_s=seconds,
                 peak_memory_bytes=tuple(round(value) for value in peak),
                 order=order,
-                shortage=micro_batches_refused(self.graph, choice.num_micro),
+                shortage=refused,
                 overflow_bytes=math.inf,  # whatever fits is better
             )
         over = peak - self._usable
