@@ -277,11 +277,8 @@ def _program_problem(plan: Plan) -> str:
         )
     if len(plan.task_order) != program.num_tasks:
         return f"field 'task_order' has {len(plan.task_order)} of {program.num_tasks} tasks"
-    place = np.argsort(np.array(plan.task_order))
-    reader = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
-    maker = program.buffer_maker[program.read_buffer]
-    if (early := np.flatnonzero(place[maker] >= place[reader])).size:
-        task, needed = int(reader[early[0]]), int(maker[early[0]])
+    if (pair := program.read_too_early(plan.task_order)) is not None:
+        task, needed = pair
         return f"field 'task_order' has task {task} before task {needed}, whose result it reads"
     for number, (send, op) in enumerate(plan.sent_before):
         is_send = program.kind[send] == TaskKind.SEND

@@ -11,7 +11,6 @@ What data decides is out of sight: values, and the memory that is really needed.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -100,14 +99,10 @@ def _wrong_order(program: Program, task_order: Sequence[int]) -> str:
     num_tasks = program.num_tasks
     if sorted(task_order) != list(range(num_tasks)):
         return f"the order lists {len(task_order)} tasks, not each of the {num_tasks} once"
-    place = np.empty(num_tasks, np.int64)
-    place[np.array(task_order)] = np.arange(num_tasks)
-    reader = np.repeat(np.arange(num_tasks), np.diff(program.read_start))
-    maker = program.buffer_maker[program.read_buffer]
-    early = np.flatnonzero(place[maker] > place[reader])
-    if not len(early):
+    pair = program.read_too_early(task_order)
+    if pair is None:
         return ""
-    return f"task {reader[early[0]]} comes before task {maker[early[0]]}, whose result it needs"
+    return f"task {pair[0]} comes before task {pair[1]}, whose result it needs"
 
 
 class _Stage:

@@ -8,6 +8,7 @@ reads, and a buffer lives until its last reader is done.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cached_property
@@ -121,6 +122,18 @@ class Program:
         """Tasks that must be done before ``task`` may start."""
         reads = self.read_buffer[self.read_start[task] : self.read_start[task + 1]]
         return sorted({int(maker) for maker in self.buffer_maker[reads]})
+
+    def read_too_early(self, order: Sequence[int]) -> tuple[int, int] | None:
+        """The first (task, task that makes what it reads) in the wrong order, if there are any.
+
+        Args:
+            order: each task once.
+        """
+        place = np.argsort(np.array(order))
+        reader = np.repeat(np.arange(self.num_tasks), np.diff(self.read_start))
+        maker = self.buffer_maker[self.read_buffer]
+        early = np.flatnonzero(place[maker] >= place[reader])
+        return (int(reader[early[0]]), int(maker[early[0]])) if early.size else None
 
     @cached_property
     def hash(self) -> str:
