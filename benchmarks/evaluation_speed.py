@@ -17,8 +17,8 @@ from heterog.graph.capture import capture
 from heterog.planners.data_parallel import balanced_homes, even_shares, uniform_strategy
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.lowering.tape import NUM_TASKS
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
-from heterog.strategy.tape import NUM_TASKS
 from heterog.zoo import build
 
 CASES = (

@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from heterog.simulator.cost_model import Prices
 from heterog.strategy.kernels import helper, kernel
+from heterog.strategy.lowering.tape import NUM_TASKS, Tape
 from heterog.strategy.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
@@ -41,7 +42,6 @@ from heterog.strategy.program import (
     IntArray,
     TaskKind,
 )
-from heterog.strategy.tape import NUM_TASKS, Tape
 
 _RECOMPUTE = int(TaskKind.RECOMPUTE)
 _UPDATE = int(TaskKind.UPDATE)

@@ -34,10 +34,10 @@ from heterog.strategy.lowering import (
     program_from_tape,
     resident_bytes,
 )
+from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, make_tape
 from heterog.strategy.program import Program
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.strategy.tables import GraphTables, graph_tables
-from heterog.strategy.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, make_tape
 from heterog.units import format_bytes
 
 UNROLLED_STEPS = 8

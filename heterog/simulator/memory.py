@@ -12,8 +12,8 @@ import numpy as np
 
 from heterog.simulator.engine import Schedule
 from heterog.strategy.kernels import helper, kernel
+from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, Tape
 from heterog.strategy.program import FIRST_FREE_KIND, FloatArray, IntArray, Program
-from heterog.strategy.tape import NUM_BUFFERS, NUM_READS, Tape
 
 
 def buffer_lives(

@@ -12,8 +12,8 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.simulator.cost_model import Prices
+from heterog.strategy.lowering.tape import NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_LINK_KIND, FloatArray
-from heterog.strategy.tape import NUM_TASKS, Tape
 
 SPREAD = 0.10
 """Standard deviation of the logarithm of a speed."""

@@ -29,8 +29,8 @@ import numpy.typing as npt
 from heterog.simulator.cost_model import Prices
 from heterog.simulator.engine import GIVEN_UP, Schedule, pop_event, push_event
 from heterog.strategy.kernels import helper, kernel
+from heterog.strategy.lowering.tape import NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
-from heterog.strategy.tape import NUM_TASKS, Tape
 
 
 def replay(

@@ -33,12 +33,10 @@ Report = Callable[[str, float], None]
 
 SOURCES = (
     "strategy/kernels.py",
-    "strategy/lowering.py",
+    "strategy/lowering/*.py",
     "strategy/program.py",
     "strategy/strategy.py",
     "strategy/tables.py",
-    "strategy/tape.py",
-    "strategy/zero_lowering.py",
     "simulator/cost_model.py",
     "simulator/engine.py",
     "simulator/memory.py",
@@ -116,7 +114,8 @@ def _sources_stamp() -> str:
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
     for source in SOURCES:
-        digest.update((package / source).read_bytes())
+        for file in sorted(package.glob(source)):
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

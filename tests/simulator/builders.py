@@ -28,9 +28,9 @@ from heterog.simulator.referee import replay
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import Channel, ChannelTable
 from heterog.strategy.lowering import Choice
+from heterog.strategy.lowering.tape import make_tape
 from heterog.strategy.program import FloatArray, TaskKind
 from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync
-from heterog.strategy.tape import make_tape
 
 GBIT_PER_S = 1e9 / 8
 

@@ -12,9 +12,9 @@ from heterog.cluster import Cluster, Link
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator, Outcome
 from heterog.simulator.referee import fair_rates, replay_order
+from heterog.strategy.lowering.tape import NUM_TASKS
 from heterog.strategy.program import FloatArray
 from heterog.strategy.strategy import Decision, Sync
-from heterog.strategy.tape import NUM_TASKS
 from tests.simulator import reference
 from tests.simulator.builders import Tasks, cluster_of, linear_chain, random_case, strategy_of
 

@@ -25,6 +25,7 @@ from heterog.strategy.lowering import (
     micro_shares,
     program_from_tape,
 )
+from heterog.strategy.lowering.tape import make_tape
 from heterog.strategy.program import FIRST_FREE_KIND, Program, TaskKind
 from heterog.strategy.strategy import (
     REPLICATED,
@@ -36,7 +37,6 @@ from heterog.strategy.strategy import (
     split_in_proportion,
 )
 from heterog.strategy.tables import graph_tables
-from heterog.strategy.tape import make_tape
 from tests.simulator.builders import (
     GraphBuilder,
     cluster_of,

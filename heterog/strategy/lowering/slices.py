@@ -16,13 +16,10 @@ says, steps it alone and keeps the optimizer's state of it alone. With n devices
 A parameter whose gradient every replica has whole already is updated everywhere, as without ZeRO.
 """
 
-from typing import TYPE_CHECKING
-
 from heterog.strategy.kernels import helper
-from heterog.strategy.program import TaskKind
-from heterog.strategy.strategy import Sync
-from heterog.strategy.tables import GraphTables
-from heterog.strategy.tape import (
+from heterog.strategy.lowering.choice import Choice
+from heterog.strategy.lowering.scratch import Scratch
+from heterog.strategy.lowering.tape import (
     NUM_BUFFERS,
     NUM_READS,
     OVERFLOW,
@@ -31,9 +28,9 @@ from heterog.strategy.tape import (
     write_read,
     write_task,
 )
-
-if TYPE_CHECKING:  # lowering calls the kernels here
-    from heterog.strategy.lowering import Choice, Scratch
+from heterog.strategy.program import TaskKind
+from heterog.strategy.strategy import Sync
+from heterog.strategy.tables import GraphTables
 
 _FLATTEN = int(TaskKind.FLATTEN)
 _UPDATE = int(TaskKind.UPDATE)
@@ -45,7 +42,7 @@ _ZERO3 = int(Sync.ZERO3)
 
 
 @helper
-def is_sliced(tables: GraphTables, choice: "Choice", parameter: int) -> bool:
+def is_sliced(tables: GraphTables, choice: Choice, parameter: int) -> bool:
     """Whether each device updates a slice of a parameter."""
     group = tables.parameter_group[parameter]
     return bool(
@@ -57,7 +54,7 @@ def is_sliced(tables: GraphTables, choice: "Choice", parameter: int) -> bool:
 
 @helper
 def number_sliced_buckets(
-    tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape
 ) -> None:
     """Put sliced parameters into buckets, in the order in which their gradients are finished.
 
@@ -88,7 +85,7 @@ def number_sliced_buckets(
 
 
 @helper
-def begin_sliced_step(scratch: "Scratch") -> None:
+def begin_sliced_step(scratch: Scratch) -> None:
     """Forget what lies where."""
     scratch.gathered[:] = 0
     scratch.slice_buffer[:] = -1
@@ -100,7 +97,7 @@ def begin_sliced_step(scratch: "Scratch") -> None:
 
 
 @helper
-def note_reader(choice: "Choice", scratch: "Scratch", value: int, layout: int, micro: int) -> None:
+def note_reader(choice: Choice, scratch: Scratch, value: int, layout: int, micro: int) -> None:
     """The op that makes a value is the first reader of the latest gather."""
     for device in range(choice.member.shape[1]):
         if choice.shares[layout, micro, device] > 0:
@@ -110,7 +107,7 @@ def note_reader(choice: "Choice", scratch: "Scratch", value: int, layout: int, m
 
 @helper
 def gather_parameters(
-    tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape, op: int, layout: int,
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, layout: int,
     micro: int, is_backward: int,
 ) -> bool:  # fmt: skip
     """Stage 3: gather the buckets that an op is the first of its pass to read; whether any.
@@ -156,7 +153,7 @@ def gather_parameters(
 
 @helper
 def finish_gradient(
-    tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape, parameter: int,
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int,
     micro: int,
 ) -> None:  # fmt: skip
     """A gradient is there: scatter its bucket if it was the last one, and update after all."""
@@ -172,7 +169,7 @@ def finish_gradient(
 
 @helper
 def _scatter(
-    tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape, first: int, micro: int
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, micro: int
 ) -> None:
     """Reduce-scatter a bucket's gradients from the devices that have some.
 
@@ -254,7 +251,7 @@ def _scatter(
 
 @helper
 def _own_gradient(
-    tables: GraphTables, scratch: "Scratch", parameter: int, device: int, by_micro: bool
+    tables: GraphTables, scratch: Scratch, parameter: int, device: int, by_micro: bool
 ) -> int:
     """A device's gradient of this micro-batch, or of all of them; -1 if it has no samples."""
     if by_micro:
@@ -263,9 +260,7 @@ def _own_gradient(
 
 
 @helper
-def _update(
-    tables: GraphTables, choice: "Choice", scratch: "Scratch", tape: Tape, first: int
-) -> None:
+def _update(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int) -> None:
     """Step the slices; in stages 1 and 2 gather the parameters."""
     num_devices = choice.member.shape[1]
     group = tables.parameter_group[first]

@@ -1,0 +1,139 @@
+"""Lowering: the only place that knows what a strategy means.
+
+``lower(graph, cluster, strategy)`` makes every split, copy, gather, reduction, parameter push and
+pull an explicit task. It makes no choice and knows no seconds. A kernel over flat arrays does the
+work; planners call it through the evaluator on buffers that are allocated once.
+
+What the kernel does, in program order, for each micro-batch (``walk``):
+
+1. Where an op reads a value that lies elsewhere (another group with other shares) or in parts, the
+   conversion first (``convert``): S to S moves the overlapping sample ranges, S to R gathers, P to
+   R reduces, R to R copies. Samples are numbered, and a group's devices own consecutive ranges of
+   them in device order, so neighbouring groups with similar shares move little.
+2. One compute task on each device with samples, or with units of the axis that the op's rule names
+   (``compute``). Before the first backward op of a group that recomputes, its forward ops once
+   more (``recompute``).
+3. After the op that completes a gradient (in the last micro-batch): synchronisation and update,
+   tensor by tensor or when its bucket is full (``reduce``, ``serve``). Every replica holds a
+   full-size gradient, whatever its share (``gradients``), but for ZeRO (``slices``).
+
+``choice`` is a strategy in the kernel's flat arrays, ``scratch`` what the kernel remembers on its
+walk, ``tape`` what it writes, ``resident`` what stays on a device for the whole step. Each file
+calls only files further down in this list: ``walk``, ``reduce``, ``serve``, ``recompute``,
+``slices``, ``gradients``, ``compute``, ``convert``, ``scratch``, ``choice``, ``tape``.
+"""
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_rule import OpRules
+from heterog.strategy.channels import Channel, ChannelTable
+from heterog.strategy.lowering.choice import Choice as Choice
+from heterog.strategy.lowering.choice import axis_shares as axis_shares
+from heterog.strategy.lowering.choice import batch_shares as batch_shares
+from heterog.strategy.lowering.choice import encode as encode
+from heterog.strategy.lowering.choice import micro_shares as micro_shares
+from heterog.strategy.lowering.resident import resident_bytes as resident_bytes
+from heterog.strategy.lowering.scratch import Scratch
+from heterog.strategy.lowering.scratch import make_scratch as make_scratch
+from heterog.strategy.lowering.tape import Tape, make_tape
+from heterog.strategy.lowering.walk import lower_kernel as lower_kernel
+from heterog.strategy.program import Program
+from heterog.strategy.strategy import Strategy
+from heterog.strategy.tables import GraphTables, graph_tables
+
+
+def lower(
+    graph: OpGraph, cluster: Cluster, strategy: Strategy, *, num_steps: int | None = None
+) -> Program:
+    """The program of a strategy.
+
+    Args:
+        graph: one training step.
+        cluster: the devices and links.
+        strategy: made for this graph and cluster.
+        num_steps: training steps to unroll; by default 1 with a step barrier and 8 without.
+
+    Raises:
+        StrategyError: the strategy is illegal or was made for something else.
+    """
+    strategy.check(graph, cluster)
+    return _lower(graph, cluster, strategy, num_steps or (1 if strategy.step_barrier else 8))
+
+
+def lower_resized(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> Program:
+    """The program of one step on another batch than the strategy was made for.
+
+    Samples are shared out in proportion to the strategy's shares. Whatever does not depend on the
+    batch stays: slices of parameters, homes, buckets. So does what decides about them: decisions
+    that only come to the same shares on this batch stay apart.
+
+    Args:
+        graph: the step on the other batch, ``grouped_like`` the one of the strategy.
+        cluster: the devices and links.
+        strategy: from ``Strategy.resized``.
+
+    Raises:
+        StrategyError: rules of the strategy do not apply to this batch.
+    """
+    return _lower(graph, cluster, strategy, 1)
+
+
+def _lower(graph: OpGraph, cluster: Cluster, strategy: Strategy, steps: int) -> Program:
+    tables = graph_tables(graph, strategy.op_rules)
+    channels = ChannelTable(cluster)
+    choice = encode(strategy, tables, channels, num_steps=steps)
+    scratch = make_scratch(tables, cluster.num_devices)
+    tape = make_tape(4096, len(tables.parameter_bytes))
+    tape = lower_to_tape(tables, choice, scratch, tape)
+    return program_from_tape(
+        tape,
+        tables,
+        choice,
+        tuple(channels.channels),
+        cluster.num_devices,
+        op_rules=strategy.op_rules,
+    )
+
+
+def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> Tape:
+    """Run the kernel, on a larger tape if the given one is too short; returns the one used."""
+    while not lower_kernel(tables, choice, scratch, tape):
+        tape = make_tape(2 * len(tape.tasks), len(tape.bucket))
+    return tape
+
+
+def program_from_tape(
+    tape: Tape,
+    tables: GraphTables,
+    choice: Choice,
+    channels: tuple[Channel, ...],
+    num_devices: int,
+    *,
+    op_rules: OpRules = (),
+) -> Program:
+    """Copy what was written to a tape into a program."""
+    num_tasks, num_buffers, num_reads, _ = (int(count) for count in tape.counts)
+    tasks = tape.tasks[:num_tasks]
+    buffers = tape.buffers[:num_buffers]
+    return Program(
+        num_devices=num_devices,
+        num_steps=choice.num_steps,
+        kind=tasks["kind"].astype(np.uint8),
+        subject=tasks["subject"].copy(),
+        device=tasks["device"].copy(),
+        micro=tasks["micro"].copy(),
+        samples=tasks["samples"].copy(),
+        channel=tasks["channel"].copy(),
+        num_bytes=tasks["num_bytes"].copy(),
+        read_start=tape.tasks["read_start"][: num_tasks + 1].copy(),
+        read_buffer=tape.reads[:num_reads].copy(),
+        buffer_start=tape.tasks["buffer_start"][: num_tasks + 1].copy(),
+        buffer_device=buffers["device"].copy(),
+        buffer_bytes=buffers["num_bytes"].copy(),
+        bucket=tape.bucket.copy(),
+        resident_bytes=resident_bytes(tables, choice),
+        channels=channels,
+        op_rules=op_rules,
+    )

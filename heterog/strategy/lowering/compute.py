@@ -1,0 +1,79 @@
+"""Compute tasks: one op of one micro-batch on each device that has samples or units of it."""
+
+from heterog.strategy.kernels import helper
+from heterog.strategy.lowering.choice import Choice
+from heterog.strategy.lowering.scratch import Scratch
+from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, OVERFLOW, Tape
+from heterog.strategy.program import TaskKind
+from heterog.strategy.tables import GraphTables
+
+_COMPUTE = int(TaskKind.COMPUTE)
+
+
+@helper
+def compute_op(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, layout: int,
+    micro: int,
+) -> None:  # fmt: skip
+    """Write an op's task on each device of a layout that has a share.
+
+    Nearly all tasks of a program are made here, so they are written out, with the counts of the
+    tape in registers, instead of through ``write_task``.
+    """
+    num_devices = choice.member.shape[1]
+    first_read, last_read = tables.read_start[op], tables.read_start[op + 1]
+    first_ready = tables.parameter_read_start[op]
+    last_ready = tables.parameter_read_start[op + 1]
+    first_value, last_value = tables.value_start[op], tables.value_start[op + 1]
+    number = tape.counts[NUM_TASKS]
+    made = tape.counts[NUM_BUFFERS]
+    read = tape.counts[NUM_READS]
+    if (
+        number + num_devices >= len(tape.tasks) - 2
+        or made + num_devices * (last_value - first_value) >= len(tape.buffers) - 256
+        or read + num_devices * (last_read - first_read + last_ready - first_ready)
+        >= len(tape.reads)
+    ):
+        tape.counts[OVERFLOW] = 1
+        return
+    for device in range(num_devices):
+        samples = choice.shares[layout, micro, device]
+        if samples == 0:
+            continue
+        task = tape.tasks[number]
+        task.kind = _COMPUTE
+        task.subject = op
+        task.device = device
+        task.micro = micro
+        task.samples = samples
+        task.channel = -1
+        task.num_bytes = 0.0
+        task.read_start = read
+        task.buffer_start = made
+        for entry in range(first_read, last_read):
+            slot = tables.read_slot[entry]
+            if slot >= 0:
+                needed = scratch.slot_buffer[slot, device]
+            else:
+                needed = scratch.value_buffer[tables.read_value[entry], device]
+            if needed >= 0:
+                tape.reads[read] = needed
+                read += 1
+        for entry in range(first_ready, last_ready):
+            needed = scratch.ready_buffer[tables.parameter_read[entry], device]
+            if needed >= 0:
+                tape.reads[read] = needed
+                read += 1
+        for value in range(first_value, last_value):
+            buffer = tape.buffers[made]
+            buffer.maker = number
+            buffer.device = device
+            buffer.num_bytes = (
+                tables.value_bytes[value] + tables.value_bytes_per_unit[value] * samples
+            )
+            scratch.value_buffer[value, device] = made
+            made += 1
+        number += 1
+    tape.counts[NUM_TASKS] = number
+    tape.counts[NUM_BUFFERS] = made
+    tape.counts[NUM_READS] = read

@@ -1,0 +1,57 @@
+"""Recomputation: forward ops once more, before the backward ops that read what they made."""
+
+from heterog.strategy.kernels import helper
+from heterog.strategy.lowering.choice import Choice
+from heterog.strategy.lowering.convert import needed_buffer
+from heterog.strategy.lowering.scratch import Scratch
+from heterog.strategy.lowering.slices import gather_parameters, note_reader
+from heterog.strategy.lowering.tape import Tape, write_buffer, write_read, write_task
+from heterog.strategy.program import TaskKind
+from heterog.strategy.strategy import Sync
+from heterog.strategy.tables import GraphTables
+
+# Plain integers, because numba freezes enum members into slow objects.
+_RECOMPUTE = int(TaskKind.RECOMPUTE)
+_ZERO3 = int(Sync.ZERO3)
+
+
+@helper
+def recompute_group(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, reader: int, micro: int
+) -> None:
+    """Run a group's forward ops once more before its first backward op, the ``reader``.
+
+    They read what they read the first time, but for what has itself been made again. The first one
+    waits for the gradients that the reader waits for: a device that is ahead of others would
+    otherwise hold what it makes again for as long as if it had kept it.
+    """
+    group = tables.op_group[reader]
+    num_layouts = len(choice.shares) // len(tables.axis_units)
+    num_devices = choice.member.shape[1]
+    first, last = tables.recompute_start[group], tables.recompute_start[group + 1]
+    for position in range(first, last):
+        op = tables.recompute_op[position]
+        layout = choice.layout[group] + num_layouts * tables.op_axis[op]
+        gathers = False
+        if choice.sync[group] == _ZERO3:
+            gathers = gather_parameters(tables, choice, scratch, tape, op, layout, micro, 1)
+        for device in range(num_devices):
+            samples = choice.shares[layout, micro, device]
+            if samples == 0:
+                continue
+            write_task(tape, _RECOMPUTE, op, device, micro, samples, -1, 0.0)
+            for entry in range(tables.read_start[op], tables.read_start[op + 1]):
+                write_read(tape, needed_buffer(tables, scratch, entry, device))
+            for entry in range(
+                tables.parameter_read_start[op], tables.parameter_read_start[op + 1]
+            ):
+                write_read(tape, scratch.ready_buffer[tables.parameter_read[entry], device])
+            if position == first:
+                for entry in range(tables.read_start[reader], tables.read_start[reader + 1]):
+                    if tables.op_is_backward[tables.value_op[tables.read_value[entry]]] == 1:
+                        write_read(tape, needed_buffer(tables, scratch, entry, device))
+            for value in range(tables.value_start[op], tables.value_start[op + 1]):
+                size = tables.value_bytes[value] + tables.value_bytes_per_unit[value] * samples
+                scratch.value_buffer[value, device] = write_buffer(tape, device, size)
+        if gathers and tables.value_start[op] < tables.value_start[op + 1]:
+            note_reader(choice, scratch, tables.value_start[op], layout, micro)

@@ -1,0 +1,74 @@
+"""What the kernel remembers while it walks through a step: which buffer holds what, where."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from heterog.strategy.program import FloatArray, IntArray
+from heterog.strategy.tables import GraphTables
+
+
+class Scratch(NamedTuple):
+    """Working memory of the kernel."""
+
+    value_buffer: IntArray  # local buffer of each value  # [num_values, num_devices]
+    slot_buffer: IntArray  # converted value of each slot  # [num_slots, num_devices]
+    slot_done: IntArray
+    gradient_buffer: IntArray  # [num_parameters, num_devices]
+    gradient_token: IntArray
+    last_read: IntArray  # made by the op that reads each parameter last  # [num_parameters, ...]
+    ready_buffer: IntArray  # token: the parameter of this step has arrived
+    next_ready_buffer: IntArray  # token: the parameter of the next step has arrived
+    next_in_bucket: IntArray
+    open_first: IntArray  # first parameter of the open bucket of each group's channel
+    open_last: IntArray
+    open_bytes: FloatArray
+    bucket_key: IntArray  # of each group: groups with the same layout and channel share it
+    flat_buffer: IntArray  # [num_devices]
+    # Under ZeRO, by the first parameter of a bucket; see ``slices``.
+    bucket_bytes: FloatArray
+    bucket_count: IntArray  # its parameters
+    unfinished: IntArray  # those whose gradients are not there yet
+    gathered: IntArray  # micro-batch and phase for which it was gathered last
+    slice_buffer: IntArray  # summed slices of gradients  # [num_parameters, num_devices]
+    slice_token: IntArray  # the last reduce-scatter is done
+    # Of the last reduce-scatter and the one before: what it received, what it was given, its end.
+    received_buffer: IntArray  # [2, num_devices]
+    scattered_buffer: IntArray  # [2, num_devices]
+    scattered_token: IntArray  # [2, num_devices]
+    anchor: IntArray  # made by the first readers of the last two gathers  # [2, num_devices]
+
+
+def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
+    """Working memory for one graph and cluster."""
+    num_parameters = len(tables.parameter_bytes)
+
+    def per_device(rows: int) -> IntArray:
+        return np.empty((rows, num_devices), np.int32)
+
+    return Scratch(
+        value_buffer=per_device(len(tables.value_op)),
+        slot_buffer=per_device(len(tables.slot_value)),
+        slot_done=np.empty(len(tables.slot_value), np.int32),
+        gradient_buffer=per_device(num_parameters),
+        gradient_token=per_device(num_parameters),
+        last_read=per_device(num_parameters),
+        ready_buffer=per_device(num_parameters),
+        next_ready_buffer=per_device(num_parameters),
+        next_in_bucket=np.empty(num_parameters, np.int32),
+        open_first=np.empty(tables.num_groups, np.int32),
+        open_last=np.empty(tables.num_groups, np.int32),
+        open_bytes=np.empty(tables.num_groups, np.float64),
+        bucket_key=np.empty(tables.num_groups, np.int32),
+        flat_buffer=np.empty(num_devices, np.int32),
+        bucket_bytes=np.empty(num_parameters, np.float64),
+        bucket_count=np.empty(num_parameters, np.int32),
+        unfinished=np.empty(num_parameters, np.int32),
+        gathered=np.empty(num_parameters, np.int32),
+        slice_buffer=per_device(num_parameters),
+        slice_token=np.empty(num_parameters, np.int32),
+        received_buffer=per_device(2),
+        scattered_buffer=per_device(2),
+        scattered_token=per_device(2),
+        anchor=per_device(2),
+    )

@@ -1,0 +1,68 @@
+"""Parameter servers: push, add and update at home, pull."""
+
+from heterog.strategy.kernels import helper
+from heterog.strategy.lowering.choice import Choice
+from heterog.strategy.lowering.gradients import read_gradient
+from heterog.strategy.lowering.scratch import Scratch
+from heterog.strategy.lowering.tape import NUM_BUFFERS, Tape, write_buffer, write_read, write_task
+from heterog.strategy.program import TaskKind
+from heterog.strategy.tables import GraphTables
+
+# Plain integers, because numba freezes enum members into slow objects.
+_SUM = int(TaskKind.SUM)
+_UPDATE = int(TaskKind.UPDATE)
+_PUSH = int(TaskKind.PUSH)
+_PULL = int(TaskKind.PULL)
+
+
+@helper
+def serve(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
+) -> None:
+    """Push every gradient to the parameter's home, add and update there, pull."""
+    home = choice.home[parameter]
+    layout = choice.layout[tables.parameter_group[parameter]]
+    size = tables.parameter_bytes[parameter]
+    num_devices = choice.member.shape[1]
+    partial = tables.gradient_is_partial[parameter] == 1
+    first_received = tape.counts[NUM_BUFFERS]
+    received = 0
+    for device in range(num_devices):
+        if device == home or scratch.gradient_buffer[parameter, device] < 0:
+            continue
+        if not partial and (received > 0 or scratch.gradient_buffer[parameter, home] >= 0):
+            break  # every replica has the same gradient: one is enough
+        write_task(tape, _PUSH, parameter, home, 0, 0, device * num_devices + home, size)
+        read_gradient(scratch, tape, parameter, device)
+        write_buffer(tape, home, size)
+        received += 1
+    last_received = tape.counts[NUM_BUFFERS]
+    own = scratch.gradient_buffer[parameter, home] >= 0
+    token = -1
+    if received + (1 if own else 0) > 1:
+        terms = received + (1 if own else 0)
+        write_task(tape, _SUM, parameter, home, 0, 0, -1, (terms + 1.0) * size)
+        for buffer in range(first_received, last_received):
+            write_read(tape, buffer)
+        if own:
+            read_gradient(scratch, tape, parameter, home)
+        token = write_buffer(tape, home, size)
+    elif received == 1:
+        token = first_received
+    write_task(tape, _UPDATE, parameter, home, 0, 0, -1, 0.0)
+    if token >= 0:
+        write_read(tape, token)
+    else:
+        read_gradient(scratch, tape, parameter, home)
+    write_read(tape, scratch.last_read[parameter, home])
+    done = write_buffer(tape, home, 0.0)
+    scratch.next_ready_buffer[parameter, home] = done
+    for device in range(num_devices):
+        if choice.member[layout, device] and device != home:
+            write_task(tape, _PULL, parameter, device, 0, 0, home * num_devices + device, size)
+            write_read(tape, done)
+            # Its own ops must be done with the old weight.
+            write_read(tape, scratch.last_read[parameter, device])
+            if not partial:
+                read_gradient(scratch, tape, parameter, device)
+            scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)

@@ -1,0 +1,163 @@
+"""The walk through a step: every op of every micro-batch, in program order."""
+
+from heterog.strategy.kernels import helper, kernel
+from heterog.strategy.lowering.choice import Choice
+from heterog.strategy.lowering.compute import compute_op
+from heterog.strategy.lowering.convert import convert
+from heterog.strategy.lowering.gradients import accumulate, share_whole_gradient
+from heterog.strategy.lowering.recompute import recompute_group
+from heterog.strategy.lowering.reduce import close_bucket, number_buckets, synchronise
+from heterog.strategy.lowering.scratch import Scratch
+from heterog.strategy.lowering.slices import (
+    begin_sliced_step,
+    finish_gradient,
+    gather_parameters,
+    is_sliced,
+    note_reader,
+    number_sliced_buckets,
+)
+from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, OVERFLOW, Tape
+from heterog.strategy.strategy import Sync
+from heterog.strategy.tables import GraphTables
+
+# Plain integers, because numba freezes enum members into slow objects.
+_ZERO1 = int(Sync.ZERO1)
+_ZERO2 = int(Sync.ZERO2)
+_ZERO3 = int(Sync.ZERO3)
+
+
+@kernel
+def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> bool:
+    """Write the program of a choice to a tape; ``False`` if the tape is too short."""
+    num_layouts = len(choice.shares) // len(tables.axis_units)
+    tape.counts[:] = 0
+    tape.bucket[:] = -1
+    scratch.next_ready_buffer[:] = -1
+    number_buckets(tables, choice, scratch)
+    has_slices, has_gathers = False, False
+    for group in range(tables.num_groups):
+        if choice.sync[group] >= _ZERO1:
+            has_slices = True
+            has_gathers |= choice.sync[group] == _ZERO3
+    if has_slices:
+        number_sliced_buckets(tables, choice, scratch, tape)
+    for _step in range(choice.num_steps):
+        _begin_step(scratch, has_slices)
+        for micro in range(choice.num_micro):
+            scratch.value_buffer[:] = -1
+            scratch.slot_done[:] = 0
+            for op in range(len(tables.op_id)):
+                group = tables.op_group[op]
+                # The constant group is -1: the last entry.
+                layout = choice.layout[group] + num_layouts * tables.op_axis[op]
+                _bring_inputs(tables, choice, scratch, tape, op, layout, micro)
+                gathers = False
+                if has_gathers:
+                    gathers = gather_parameters(
+                        tables, choice, scratch, tape, op, layout, micro, tables.op_is_backward[op]
+                    )
+                if tables.op_recomputes[op] == 1 and choice.recompute[group]:
+                    recompute_group(tables, choice, scratch, tape, op, micro)
+                compute_op(tables, choice, scratch, tape, op, layout, micro)
+                if gathers and tables.value_start[op] < tables.value_start[op + 1]:
+                    note_reader(choice, scratch, tables.value_start[op], layout, micro)
+                for entry in range(tables.finished_start[op], tables.finished_start[op + 1]):
+                    parameter = tables.finished_parameter[entry]
+                    _note_last_readers(tables, scratch, parameter)
+                    _finish_parameter(tables, choice, scratch, tape, parameter, micro)
+                if tape.counts[OVERFLOW] != 0:
+                    return False
+        for key in range(tables.num_groups):
+            if scratch.open_first[key] >= 0:
+                close_bucket(tables, choice, scratch, tape, key)
+    end = tape.tasks[tape.counts[NUM_TASKS]]
+    end.read_start = tape.counts[NUM_READS]
+    end.buffer_start = tape.counts[NUM_BUFFERS]
+    return bool(tape.counts[OVERFLOW] == 0)
+
+
+@helper
+def _begin_step(scratch: Scratch, has_slices: bool) -> None:
+    """Forget the last step but for when its parameters have arrived."""
+    for parameter in range(scratch.ready_buffer.shape[0]):
+        for device in range(scratch.ready_buffer.shape[1]):
+            arrived = scratch.next_ready_buffer[parameter, device]
+            scratch.ready_buffer[parameter, device] = arrived
+    scratch.gradient_buffer[:] = -1
+    scratch.gradient_token[:] = -1
+    scratch.last_read[:] = -1
+    scratch.open_first[:] = -1
+    if has_slices:
+        begin_sliced_step(scratch)
+
+
+@helper
+def _bring_inputs(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, layout: int,
+    micro: int,
+) -> None:  # fmt: skip
+    """Convert what an op reads and nobody has converted yet."""
+    num_layouts = len(choice.shares) // len(tables.axis_units)
+    for read in range(tables.read_start[op], tables.read_start[op + 1]):
+        slot = tables.read_slot[read]
+        if slot < 0 or scratch.slot_done[slot] == 1:
+            continue
+        value = tables.slot_value[slot]
+        maker = tables.value_op[value]
+        source = choice.layout[tables.op_group[maker]] + num_layouts * tables.op_axis[maker]
+        if source == layout and tables.slot_whole[slot] == 0:
+            scratch.slot_done[slot] = 1
+            for device in range(choice.member.shape[1]):
+                scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
+        else:
+            convert(tables, choice, scratch, tape, slot, micro)
+
+
+@helper
+def _note_last_readers(tables: GraphTables, scratch: Scratch, parameter: int) -> None:
+    """Remember the ops that an update has to wait for beside those that make the gradient."""
+    num_devices = scratch.last_read.shape[1]
+    last_value = tables.parameter_last_value[parameter]
+    if last_value >= 0:
+        for device in range(num_devices):
+            if scratch.value_buffer[last_value, device] >= 0:
+                scratch.last_read[parameter, device] = scratch.value_buffer[last_value, device]
+    # Where no gradient is made, nothing else waits for the parameter's readers.
+    gradient = tables.parameter_gradient[parameter]
+    for reader in range(tables.reader_start[parameter], tables.reader_start[parameter + 1]):
+        for device in range(num_devices):
+            made = scratch.value_buffer[tables.reader_value[reader], device]
+            if made >= 0 and scratch.value_buffer[gradient, device] < 0:
+                scratch.last_read[parameter, device] = made
+
+
+@helper
+def _finish_parameter(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
+) -> None:
+    """A micro-batch's gradient of a parameter is made: keep it, add it up, synchronise."""
+    num_devices = choice.member.shape[1]
+    slot = tables.gradient_slot[parameter]
+    if slot >= 0:
+        # Made in parts of a parameter that is whole (never in micro-batches).
+        if scratch.slot_done[slot] == 0:
+            convert(tables, choice, scratch, tape, slot, micro)
+        for device in range(num_devices):
+            scratch.gradient_buffer[parameter, device] = scratch.slot_buffer[slot, device]
+        synchronise(tables, choice, scratch, tape, parameter)
+        return
+    if tables.gradient_is_partial[parameter] == 0 and tables.parameter_axis[parameter] < 0:
+        share_whole_gradient(tables, choice, scratch, tape, parameter, micro)
+    elif choice.sync[tables.parameter_group[parameter]] >= _ZERO2:
+        if is_sliced(tables, choice, parameter):
+            finish_gradient(tables, choice, scratch, tape, parameter, micro)
+            return
+    if micro == 0:
+        gradient = tables.parameter_gradient[parameter]
+        for device in range(num_devices):
+            fresh = scratch.value_buffer[gradient, device]
+            scratch.gradient_buffer[parameter, device] = fresh
+    else:
+        accumulate(tables, choice, scratch, tape, parameter, micro)
+    if micro == choice.num_micro - 1:
+        synchronise(tables, choice, scratch, tape, parameter)
