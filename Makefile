@@ -7,23 +7,30 @@ KERNELS := $(VENV)/.kernels
 TORCH ?= torch==2.13.0
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 
+# What one process compiles, the next need not: bytecode is written, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Packages, or parts of them, of which little or nothing is ever imported.
+RARE := tests|testing|_inductor|transformers|ray|plotly|selenium|networkx|pip|setuptools|pygments|mypyc?
+
 .PHONY: setup demo browser test lint types check format clean
 
 setup: $(KERNELS)
 
 # torch comes first and alone: the exact version resolves to the CPU build where one is configured,
 # and keeps the packages that depend on torch from choosing another. All cores compile what pip
-# would on one: without bytecode every import takes twice as long where Python may write none. Some
-# packages carry templates that are no Python; those stay as they are.
+# would on one: without bytecode every import takes twice as long where Python may write none. The
+# rest is compiled when it is imported. Some packages carry templates that are no Python; those stay
+# as they are.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) "$(TORCH)"
 	$(BIN)/python -m pip install $(PIP_OPTIONS) -e ".[zoo,dev]" "$(TORCH)"
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	$(BIN)/python -m compileall -qq -j 0 -x '/($(RARE))/' $(VENV)/lib || true
 	touch $@
 
 # Compiled here, on time; otherwise the first plan would do it (heterog/strategy/kernels.py).
-$(KERNELS): $(STAMP) $(wildcard heterog/strategy/*.py heterog/simulator/*.py)
+$(KERNELS): $(STAMP) $(shell find heterog/strategy heterog/simulator -name "*.py")
 	$(BIN)/python -m heterog.simulator.compile_kernels
 	touch $@
 

@@ -72,6 +72,14 @@ def flat(name: str) -> str:
     return " ".join(text_of(name).split())
 
 
+def module_docstring(path: Path) -> str:
+    """What a file begins with. All files are read whenever tests are collected: parse no more."""
+    head, quotes, rest = path.read_text().partition('"""')
+    if head.strip("r"):
+        return ""
+    return ast.get_docstring(ast.parse(head + quotes + rest.partition(quotes)[0] + quotes)) or ""
+
+
 def docstrings(path: Path) -> Iterator[tuple[ast.AST, str]]:
     """Every docstring of a file, those below constants and fields included."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -104,9 +112,7 @@ WHOLE = sorted(
     | {
         (str(path.relative_to(ROOT)), line)
         for path in CODE
-        for node, doc in docstrings(path)
-        if isinstance(node, ast.Module)
-        for line in command_lines(doc)
+        for line in command_lines(module_docstring(path))
     }
 )
 MENTIONED = sorted(

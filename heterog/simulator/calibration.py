@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from heterog.cluster.topology import Cluster, DeviceType
 from heterog.errors import ClusterError, InputFileError
@@ -263,6 +262,8 @@ def _linear(
 
 def fit_kind(flops: FloatArray, num_bytes: FloatArray, seconds: FloatArray) -> KindFit:
     """Fit one kind to its measurements by non-negative least squares of relative errors."""
+    from scipy.optimize import nnls  # takes 0.3 s, which ranks need not wait for
+
     seconds = np.maximum(seconds, _LEAST_SECONDS)
     columns = np.stack([np.ones_like(seconds), flops, num_bytes], axis=1) / seconds[:, None]
     scale = np.maximum(columns.max(0), 1e-300)

@@ -33,8 +33,6 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-import scipy.optimize
-import scipy.sparse
 
 from heterog.cluster.topology import Cluster, DeviceType
 from heterog.graph.batch_plan import batch_plan
@@ -197,6 +195,9 @@ def device_weights(whole: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArr
     Returns:
         w, of one device each; they add up to 1 over all devices.  # [num_types]
     """
+    import scipy.optimize  # takes 0.3 s, which most of what imports this need not wait for
+    import scipy.sparse
+
     # Of k equal ops one that takes k times as long is as good: a repeated layer is one row.
     rows, multiplicity = np.unique(whole, axis=0, return_counts=True)
     times = rows * multiplicity[:, None]

@@ -39,7 +39,6 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-import scipy.optimize
 
 from heterog.cluster.topology import Cluster, DeviceType
 from heterog.graph.batch_plan import batch_plan
@@ -119,6 +118,8 @@ def sample_path_s(
     def given(point: FloatArray) -> tuple[float, FloatArray]:
         weights = start * np.exp(np.append(point[1:], 0.0))
         return float(np.exp(point[0])), weights / float(counts @ weights)
+
+    import scipy.optimize  # takes 0.3 s, which most of what imports this need not wait for
 
     # Any point is a valid bound, so it does not matter whether this finds the very best one.
     # It begins with a path that weighs a twentieth of the devices, whose weights are those of (a).
