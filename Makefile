@@ -46,7 +46,7 @@ browser:
 	|| echo "no Chromium here, and none can be installed: the report's browser tests will skip"
 
 test: $(KERNELS) browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check

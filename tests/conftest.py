@@ -2,10 +2,12 @@
 
 import os
 import signal
+from pathlib import Path
 
 # Before torch is imported: workers run beside each other, one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import settings
 
 # Whoever started the tests may ignore these (nohup, a shell's background); tests send them.
@@ -15,3 +17,17 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # No deadlines: a busy machine is no failure, and speed is measured in benchmarks/.
 settings.register_profile("heterog", deadline=None, derandomize=True)
 settings.load_profile("heterog")
+
+# Two processes take one file after another: long files come first, so that both end together.
+LONG = ("runtime", "export", "agents", "planners", "graph")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of the longest folders first, in their own order."""
+    tests = Path(__file__).parent
+
+    def turn(item: pytest.Item) -> int:
+        folder = item.path.relative_to(tests).parts[0] if item.path.is_relative_to(tests) else ""
+        return LONG.index(folder) if folder in LONG else len(LONG)
+
+    items.sort(key=turn)

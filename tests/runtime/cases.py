@@ -1,6 +1,8 @@
 """Workloads, their single-device reference, and what a rank does with a plan."""
 
 import math
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.executor import StepExecutor
+from heterog.runtime.resized import Signature, signature
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
 from heterog.zoo.moe import MixtureOfExperts
@@ -414,18 +417,33 @@ def reference_with_local_statistics(name: str, shares: tuple[int, ...]) -> Train
     return Trained(losses, gradients, weights)
 
 
-@cache
-def _captured(name: str, optimizer: str) -> CapturedStep:
-    return capture_step(workload_of(name, optimizer))
+_captured: dict[tuple[Hashable, Signature], CapturedStep] = {}
+
+
+@contextmanager
+def captured_once(key: Hashable) -> Iterator[None]:
+    """A rank captures a workload on each shape once, which takes most of the time.
+
+    Args:
+        key: tells workloads apart.
+    """
+
+    def capture_once(workload: Workload) -> CapturedStep:
+        what = key, signature(workload.make_batch())
+        if what not in _captured:
+            _captured[what] = capture_step(workload)
+        return _captured[what]
+
+    with (
+        mock.patch("heterog.runtime.deploy.capture_step", capture_once),
+        mock.patch("heterog.runtime.resized.capture_step", capture_once),
+    ):
+        yield
 
 
 def deployed(name: str, plan_path: str, recipe: Recipe = SGD) -> DeployedStep:
-    """A deployed plan; a rank captures each workload once, which takes most of the time."""
-
-    def capture_once(workload: Workload) -> CapturedStep:
-        return _captured(name, recipe.optimizer)
-
-    with mock.patch("heterog.runtime.deploy.capture_step", capture_once):
+    """A deployed plan of a case; see ``captured_once``."""
+    with captured_once((name, recipe.optimizer)):
         workload = workload_of(name, recipe.optimizer)
         return deploy(workload, load_plan(plan_path), max_grad_norm=recipe.max_grad_norm)
 

@@ -51,9 +51,14 @@ def _work_where_the_model_is(
     monkeypatch.chdir(tmp_path_factory.getbasetemp())
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    path = tmp_path / "model.py"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("job")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> str:
+    path = folder / "model.py"
     path.write_text(MODEL)
     return f"{path}:workload"
 
@@ -62,9 +67,9 @@ def two_devices() -> Cluster:
     return cluster_of((1.0, ["T4"]), (1.0, ["T4"]))
 
 
-@pytest.fixture
-def plan(tmp_path: Path, model: str) -> Path:
-    path = tmp_path / "plan.json"
+@pytest.fixture(scope="module")
+def plan(folder: Path, model: str) -> Path:
+    path = folder / "plan.json"
     graph = capture(load_workload(model, None))
     make_plan(graph, two_devices(), methods=["ddp"], budget="1e").save(path)
     return path
@@ -80,8 +85,16 @@ def left_over(plan: Path) -> str:
 
 
 @pytest.mark.distributed
-def test_ranks_train_together_and_are_measured(plan: Path) -> None:
-    measured = run_ranks(plan, 2, num_steps=4, timeout_s=120, record=True)
+def test_ranks_train_together_are_measured_saved_and_resumed(
+    plan: Path, model: str, tmp_path: Path
+) -> None:
+    saved = tmp_path / "checkpoint"
+    seen: list[str] = []
+    measured = run_ranks(
+        plan, 2, num_steps=4, save=saved, timeout_s=120, progress=seen.append, record=True
+    )
+    assert "capturing the model" in seen
+    assert measured["num_steps_before"] == 0
     assert measured["num_ranks"] == 2
     assert len(measured["step_times_s"]) == len(measured["losses"]) == 4
     assert measured["step_time_min_s"] <= measured["step_time_s"] <= measured["step_time_max_s"]
@@ -96,25 +109,16 @@ def test_ranks_train_together_and_are_measured(plan: Path) -> None:
         if timeline.is_compute(task):
             makers = timeline.program.dependencies(task)
             assert all(timeline.start[task] >= timeline.start[maker] for maker in makers)
-
-
-@pytest.mark.distributed
-def test_a_run_is_saved_and_resumed(plan: Path, model: str, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    seen: list[str] = []
-    whole = run_ranks(plan, 2, num_steps=3, save=folder, timeout_s=120, progress=seen.append)
-    assert whole["num_steps_before"] == 0
-    assert "capturing the model" in seen
     more = run_ranks(
         plan,
         2,
         model=model.replace(":workload", ":not_a_number"),
         num_steps=2,
-        resume=folder,
+        resume=saved,
         allow_nonfinite=True,
         timeout_s=120,
     )
-    assert more["num_steps_before"] == 4, "the one that warms up trains, too"
+    assert more["num_steps_before"] == 5, "the one that warms up trains, too"
     assert more["losses"] == [None, None]
 
 

@@ -1,8 +1,5 @@
 """A deployed plan takes batches of other sizes and lengths, and trains as one device does."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
-from heterog.graph.capture import CapturedStep, capture, capture_step
+from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
 from heterog.runtime.executor import batch_by_tensor
-from heterog.runtime.resized import Signature, signature
 from heterog.strategy.lowering import batch_shares
 from heterog.strategy.strategy import Decision, Strategy, Sync
-from tests.runtime.cases import batch_of, deployed, workload_of
+from tests.runtime.cases import SGD, batch_of, captured_once, deployed, workload_of
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import ALL, SYNCS, ZERO, graph_of, homes_of, plan_of, strategy_of
 from tests.runtime.test_op_rules import column_then_row
@@ -46,29 +42,9 @@ def lengths(name: str) -> list[tuple[Tensor, ...]]:
     ]
 
 
-@contextmanager
-def captured_once(name: str) -> Iterator[None]:
-    """A rank captures each model on each shape once, which takes most of the time."""
-
-    def capture_once(workload: Workload) -> CapturedStep:
-        captured = _captured(name)
-        shape = signature(workload.make_batch())
-        if shape not in captured:
-            captured[shape] = capture_step(workload)
-        return captured[shape]
-
-    with mock.patch("heterog.runtime.resized.capture_step", capture_once):
-        yield
-
-
-@cache
-def _captured(name: str) -> dict[Signature, CapturedStep]:
-    return {}
-
-
 def train(rank: int, name: str, path: str, every: list[Any]) -> tuple[list[float], Any]:
     step = deployed(name, path)
-    with captured_once(name):
+    with captured_once((name, SGD.optimizer)):
         losses = [float(step(batch)) for batch in every]
     return losses, step.state_dict()
 
@@ -172,7 +148,8 @@ FEW = 2
 
 def many_sizes(rank: int, path: str) -> tuple[int, str, str]:
     step = deployed("mlp", path)
-    with mock.patch("heterog.runtime.deploy.MAX_OTHER_SHAPES", FEW):
+    few = mock.patch("heterog.runtime.deploy.MAX_OTHER_SHAPES", FEW)
+    with few, captured_once(("mlp", SGD.optimizer)):
         for size in range(2, FEW + 6):
             step(batches("mlp", (size,))[0])
     texts = []

@@ -19,7 +19,14 @@ from heterog.runtime.deploy import deploy
 from heterog.runtime.local_op import LocalOp
 from heterog.runtime.random_stream import RandomStream
 from heterog.strategy.strategy import Decision
-from tests.runtime.cases import BATCH, TinyGpt, batch_of, reference, token_loss
+from tests.runtime.cases import (
+    BATCH,
+    TinyGpt,
+    batch_of,
+    captured_once,
+    reference,
+    token_loss,
+)
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import ALL, plan_of, strategy_of
 
@@ -114,7 +121,8 @@ def kept(rank: int, path: str, seed: int, steps: int) -> list[Tensor]:
     Sample ``i`` is weighted by ``2 ** i``: the sum tells which of them were kept.
     """
     weights = 2.0 ** torch.arange(BATCH).unsqueeze(1).expand(BATCH, WIDTH).contiguous()
-    step = deploy(masks(weights), load_plan(path), seed=seed)
+    with captured_once("masks"):
+        step = deploy(masks(weights), load_plan(path), seed=seed)
     found = []
     for _ in range(steps):
         weight = step.model.get_parameter("weight").detach()
@@ -152,7 +160,8 @@ def test_dropout_of_zero_is_no_dropout(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def losses_without_dropout(rank: int, path: str) -> list[float]:
-    step = deploy(gpt(0.0), load_plan(path), seed=3)
+    with captured_once("gpt without dropout"):
+        step = deploy(gpt(0.0), load_plan(path), seed=3)
     return [float(step(batch_of("gpt", number))) for number in range(3)]
 
 
@@ -160,7 +169,8 @@ def losses_of(rank: int, name: str, path: str, seed: int) -> list[float]:
     """Losses of two steps, and that the user's own generator is left alone."""
     workload = WORKLOADS[name]()
     state = torch.get_rng_state()
-    step = deploy(workload, load_plan(path), seed=seed)
+    with captured_once(name):
+        step = deploy(workload, load_plan(path), seed=seed)
     torch.set_rng_state(state)
     batch = workload.make_batch()
     losses = [float(step(batch)) for _ in range(2)]
@@ -181,7 +191,8 @@ def test_random_models_train_and_repeat(ranks: Ranks, tmp_path: Path, name: str)
 def gradient_of_noise(rank: int, path: str) -> Tensor:
     """Change of the linear map in one step from zero; every sample has the same input."""
     batch = (torch.zeros(BATCH, 6), torch.ones(BATCH, 4))
-    step = deploy(noise(), load_plan(path), seed=5)
+    with captured_once("noise"):
+        step = deploy(noise(), load_plan(path), seed=5)
     weight = step.model.get_parameter("linear.weight")
     with torch.no_grad():
         for value in step.model.parameters():

@@ -25,6 +25,7 @@ from tests.runtime.cases import (
     SGD,
     assert_same,
     batch_of,
+    captured_once,
     reference,
     reference_with_local_statistics,
     train,
@@ -113,7 +114,8 @@ def graph_ops_that_run_again(graph: OpGraph, strategy: Strategy) -> set[str]:
 
 def trained_gpt(rank: int, path: str) -> dict[str, Tensor]:
     """Weights after two steps with dropout."""
-    step = deploy(gpt(0.3), load_plan(path), seed=5)
+    with captured_once("gpt with dropout"):
+        step = deploy(gpt(0.3), load_plan(path), seed=5)
     for number in range(2):
         step(batch_of("gpt", number))
     weights = step.state_dict()
@@ -167,7 +169,8 @@ def deep() -> Workload:
 
 def peak_of_deep(rank: int, path: str) -> int:
     workload = deep()
-    step = deploy(workload, load_plan(path))
+    with captured_once("deep"):
+        step = deploy(workload, load_plan(path))
     step(workload.make_batch())
     return peak_bytes(step, workload.make_batch())
 
