@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from heterog.cluster import Cluster
@@ -31,9 +31,9 @@ def rows_of(model: str, cluster: Cluster, budget: Budget) -> list[dict[str, Any]
     ask = rehearsal_of(captured)
     took: dict[Strategy, tuple[int, float]] = {}
 
-    def timed(strategy: Strategy, issued: IssuedStep) -> str:
+    def timed(strategy: Strategy, issued: IssuedStep, check: Callable[[], None]) -> str:
         begin = time.process_time()
-        why = ask(strategy, issued)
+        why = ask(strategy, issued, check)
         took[strategy] = issued.program.num_tasks, time.process_time() - begin
         return why
 

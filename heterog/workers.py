@@ -10,13 +10,17 @@ import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -45,9 +49,19 @@ class Workers(ABC):
             HeterogError: a job raised one, or a worker was lost.
         """
 
+    def stop(self) -> None:
+        """Hand out no more jobs, and ask those that run for what they have; may be called once.
+
+        Jobs that look at ``is_asked_to_stop`` return early, and ``map`` yields what they return.
+
+        Raises:
+            KeyboardInterrupt: running jobs cannot be asked here.
+        """
+        raise KeyboardInterrupt
+
     @abstractmethod
     def close(self) -> None:
-        """End what was started."""
+        """End what was started, and at once what still runs."""
 
     def __enter__(self) -> Self:
         return self
@@ -81,6 +95,8 @@ HERE = Here()
 class _Remote(Workers):
     """What processes and Ray have in common: never more jobs under way than are useful."""
 
+    _is_stopped = False
+
     def map(
         self, work: Callable[[Shared, Job], Result], shared: Shared, jobs: Iterable[Job]
     ) -> Iterator[Result]:
@@ -92,12 +108,14 @@ class _Remote(Workers):
             for job in jobs:
                 if len(running) >= limit:
                     running = wait(running, return_when=FIRST_COMPLETED).not_done
+                if self._is_stopped:
+                    break
                 ordered.append(self._submit(work, job))
                 running.add(ordered[-1])
                 while ordered and ordered[0].done():
-                    yield self._result(ordered.popleft())
+                    yield from self._results(ordered.popleft())
             while ordered:
-                yield self._result(ordered.popleft())
+                yield from self._results(ordered.popleft())
         finally:
             for future in ordered:
                 self._cancel(future)
@@ -112,15 +130,24 @@ class _Remote(Workers):
     @abstractmethod
     def _cancel(self, future: "Future[Any]") -> None: ...
 
-    def _result(self, future: "Future[Any]") -> Any:
-        outcome: _Outcome = future.result()
+    def _results(self, future: "Future[Any]") -> Iterator[Any]:
+        """What a job returned; nothing if it was not begun any more."""
+        outcome = self._outcome(future)
         if outcome.error:
             raise HeterogError(outcome.error)
-        return outcome.value
+        if not outcome.is_left_out:
+            yield outcome.value
+
+    def _outcome(self, future: "Future[Any]") -> "_Outcome":
+        outcome: _Outcome = future.result()
+        return outcome
 
 
 class Processes(_Remote):
     """Processes of this machine.
+
+    They leave Ctrl-C and SIGTERM, which reach all processes of a terminal or a batch job, to this
+    process, and end when it ends, however that comes about.
 
     Args:
         count: how many.
@@ -129,6 +156,8 @@ class Processes(_Remote):
     def __init__(self, count: int) -> None:
         self._count = count
         self._pool: ProcessPoolExecutor | None = None
+        self._ends: tuple[Connection, Connection] | None = None  # closed by ``stop``
+        self._handed: list[Future[Any]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._file = ""
         self._shared: Any = None
@@ -136,7 +165,8 @@ class Processes(_Remote):
     def _open(self, shared: Any) -> int:
         if self._pool is None or self._folder is None:
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._count, context, _begin)
+            self._ends = context.Pipe(duplex=False)
+            self._pool = ProcessPoolExecutor(self._count, context, _begin, self._ends[:1])
             self._folder = tempfile.TemporaryDirectory(prefix="heterog-")
         if not self._file or self._shared is not shared:
             # A file of its own: jobs with the one before may still be under way.
@@ -148,14 +178,27 @@ class Processes(_Remote):
 
     def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]":
         assert self._pool is not None
-        return self._pool.submit(_in_process, work, self._file, job)
+        self._handed = [each for each in self._handed if not each.done()]
+        # A new process inherits what is blocked, from its first instruction on.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
+        try:
+            self._handed.append(self._pool.submit(_in_process, work, self._file, job))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return self._handed[-1]
 
     def _cancel(self, future: "Future[Any]") -> None:
         future.cancel()
 
-    def _result(self, future: "Future[Any]") -> Any:
+    def stop(self) -> None:
+        """See ``Workers``: running jobs are asked, those that wait are not begun."""
+        self._is_stopped = True
+        if self._ends is not None:
+            self._ends[1].close()
+
+    def _outcome(self, future: "Future[Any]") -> "_Outcome":
         try:
-            return super()._result(future)
+            return super()._outcome(future)
         except BrokenProcessPool as error:
             raise HeterogError(
                 f"one of {self._count} worker processes ended without an answer, perhaps for "
@@ -163,10 +206,20 @@ class Processes(_Remote):
             ) from error
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; those that work at something nobody waits for are killed."""
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+            processes = list((getattr(self._pool, "_processes", None) or {}).values())
+            is_idle = all(future.done() for future in self._handed)
+            self._pool.shutdown(wait=is_idle, cancel_futures=True)
+            for process in processes:
+                if not is_idle:
+                    process.kill()
+                process.join()
+            self._pool, self._handed = None, []
+        if self._ends is not None:
+            for end in self._ends:
+                end.close()
+            self._ends = None
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -227,9 +280,9 @@ class RayWorkers(_Remote):
         if reference is not None:
             self._ray.cancel(reference)
 
-    def _result(self, future: "Future[Any]") -> Any:
+    def _outcome(self, future: "Future[Any]") -> "_Outcome":
         try:
-            return super()._result(future)
+            return super()._outcome(future)
         except self._ray.exceptions.RayError as error:
             last = str(error).strip().split("\n")[-1]
             raise HeterogError(
@@ -271,6 +324,7 @@ class _Outcome:
 
     value: Any = None
     error: str = ""
+    is_left_out: bool = False
 
 
 def _outcome(work: Callable[[Any, Any], Any], shared: Any, job: Any) -> _Outcome:
@@ -278,19 +332,45 @@ def _outcome(work: Callable[[Any, Any], Any], shared: Any, job: Any) -> _Outcome
         return _Outcome(work(shared, job))
     except HeterogError as error:
         return _Outcome(error=str(error))
+    except KeyboardInterrupt:  # asked to stop when it had nothing yet
+        return _Outcome(is_left_out=True)
 
 
 _kept: tuple[str, Any] = ("", None)
 """In a worker: the name of what was sent once, and the value."""
 
 
-def _begin() -> None:
+_LEFT_TO_PARENT = {signal.SIGINT, signal.SIGTERM}
+_asked = threading.Event()
+"""In a worker: its parent wants no more than what there is."""
+
+
+def is_asked_to_stop() -> bool:
+    """In a worker: whether its job is to hand over its best so far; see ``Workers.stop``."""
+    return _asked.is_set()
+
+
+def _begin(open_while_wanted: Connection) -> None:
     # At the end, Python would look through all that was imported for what to collect: a second.
     atexit.register(gc.freeze)
+    threading.Thread(target=_watch, args=(open_while_wanted,), daemon=True).start()
+
+
+def _watch(open_while_wanted: Connection) -> None:
+    """Wait for the parent to close its end, or to die, which closes it, too."""
+    with suppress(EOFError, OSError):
+        open_while_wanted.recv_bytes()
+    _asked.set()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _in_process(work: Callable[[Any, Any], Any], file: str, job: Any) -> _Outcome:
     global _kept
+    if is_asked_to_stop():
+        return _Outcome(is_left_out=True)
     if _kept[0] != file:
         with open(file, "rb") as opened:
             _kept = file, pickle.load(opened)

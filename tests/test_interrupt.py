@@ -5,14 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from heterog.agents.checkpoint import load_checkpoint
 from heterog.graph.serialize import save_graph
 from heterog.planners.plan import load_plan
 from heterog.simulator.compile_kernels import smallest_graph
+from tests.envs.cases import language_graph
 
 pytestmark = pytest.mark.distributed  # they start processes
 WAIT_S = 300.0
@@ -27,7 +30,28 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        start_new_session=True,  # a terminal's Ctrl-C reaches a group of processes
     )
+
+
+def group_of(process: subprocess.Popen[str]) -> set[int]:
+    """Processes that live on in the group of one that was started; zombies do not."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(group) == process.pid and state != "Z":
+            found.add(int(entry.name))
+    return found
+
+
+def assert_nobody_is_left(process: subprocess.Popen[str]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while group_of(process):
+        assert time.monotonic() < deadline_s, f"{group_of(process)} live on"
+        time.sleep(0.05)
 
 
 def wait_for(process: subprocess.Popen[str], is_there: Callable[[str], bool]) -> str:
@@ -107,3 +131,70 @@ def test_an_interrupted_comparison_keeps_its_rows(tmp_path: Path) -> None:
     methods = {row["method"]: row["outcome"] for row in json.loads(out)["rows"]}
     assert methods == {"ddp": "ok", "patient": "not_applicable"}
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 1 + len(methods)
+
+
+CLUSTERS = "hap_v100_p100,paper_8gpu,paper_12gpu"
+
+
+def comparison(folder: Path, method: str, begun: int) -> subprocess.Popen[str]:
+    """Three clusters for two workers, both of which have begun with a method of one's own."""
+    process = started(
+        folder, "compare", "--models", graph_file(folder), "--methods", f"ddp,{method}",
+        "--clusters", CLUSTERS, "--budget", "1h", "--csv", "rows.csv", "--workers", "2",
+    )  # fmt: skip
+    for _ in range(begun):
+        wait_for(process, lambda line: "has begun" in line)
+    return process
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["to the launcher", "to all processes"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_comparison_on_workers_keeps_what_they_have(
+    tmp_path: Path, number: signal.Signals, to_all: bool
+) -> None:
+    """It waited for the workers, for an hour, or lost their rows with them."""
+    process = comparison(tmp_path, method_file(tmp_path, "patient", "task.evaluator.poll()"), 2)
+    (os.killpg if to_all else os.kill)(process.pid, number)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "4 rows are written to rows.csv" in err.splitlines()[-1]
+    rows = (tmp_path / "rows.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[:2] for row in rows] == [
+        ["smallest", cluster] for cluster in CLUSTERS.split(",")[:2] for _ in range(2)
+    ]
+    assert_nobody_is_left(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_a_launcher_that_does_not_wait(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    process = comparison(tmp_path, method_file(tmp_path, "deaf", "pass"), 2)
+    process.send_signal(number)
+    if number == signal.SIGINT:
+        wait_for(process, lambda line: "stopping" in line)
+        process.send_signal(number)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert "Traceback" not in err
+    assert_nobody_is_left(process)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_terminated_training_keeps_the_best_policy(tmp_path: Path, workers: str) -> None:
+    save_graph(language_graph(), tmp_path / "lm.json")
+    process = started(
+        tmp_path, "train", "--models", "lm.json", "--clusters", "hap_v100_p100",
+        "-o", "policy.pt", "--pairs", "2", "--steps", "100000", "--search", "20",
+        "--workers", workers,
+    )  # fmt: skip
+    wait_for(process, lambda line: line.startswith("train "))
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "the best policy so far is written to policy.pt" in err.splitlines()[-1]
+    assert "interrupted" in out
+    assert load_checkpoint(str(tmp_path / "policy.pt")).provenance["history"]
+    assert_nobody_is_left(process)

@@ -4,6 +4,8 @@ With ``--json`` one document goes to stdout and nothing else; progress and notes
 input ends with exit code 2 and one clear line. Each command is a module here and a line below.
 """
 
+import atexit
+import gc
 import logging
 import sys
 import warnings
@@ -96,6 +98,8 @@ def main() -> None:
     """Run the command line; exit code 2 and one line on bad input."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     warnings.showwarning = _show_warning
+    # Python ends by looking for garbage among all that was imported: a second for torch.
+    atexit.register(gc.freeze)
     try:
         app()
     except HeterogError as error:

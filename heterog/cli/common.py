@@ -1,5 +1,6 @@
 """What commands share: their options, loading what they name, progress, and printing."""
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -129,6 +130,20 @@ def load_model(model: str, batch_size: int | None) -> "tuple[OpGraph, Rehearse |
 
     captured = capturing.capture_step(workload)
     return captured.graph, rehearsal_of(captured)
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Whatever is in memory stays there meanwhile, and garbage is looked for among the rest only.
+
+    Libraries and a captured step are a million objects; to look through them takes as long as a
+    search does between two looks.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def load_model_graph(model: str, batch_size: int | None) -> "OpGraph":

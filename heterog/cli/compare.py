@@ -24,6 +24,7 @@ from heterog.cli.common import (
     out,
     print_json,
     progress_line,
+    settled,
     split_names,
 )
 from heterog.cli.interrupt import (
@@ -31,13 +32,14 @@ from heterog.cli.interrupt import (
     stop_when_interrupted,
     termination_as_interrupt,
 )
-from heterog.workers import HERE, Workers, open_workers
+from heterog.workers import HERE, Workers, is_asked_to_stop, open_workers
 
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.graph.op_graph import OpGraph
     from heterog.planners.compare import Comparison, Question
     from heterog.planners.issue_order import Rehearse
+    from heterog.planners.planner import Stop
 
 
 def compare(
@@ -90,21 +92,28 @@ def compare(
     def found(crew: Workers) -> "Iterator[Comparison]":
         if crew is HERE:
             for graph, target, rehearse in cases():
-                with stop_when_interrupted() as stop, progress_line(as_json) as progress:
+                with (
+                    settled(),
+                    stop_when_interrupted() as stop,
+                    progress_line(as_json) as progress,
+                ):
                     result = question.ask(graph, target, progress, stop)
-                yield result if stop.is_requested else _rehearsed(result, rehearse)
+                    result = _rehearsed(result, rehearse, stop)
+                yield result
                 if stop.is_requested:
                     raise KeyboardInterrupt
             return
         everything = list(cases())
-        with progress_line(as_json) as progress:
+        with stop_when_interrupted(crew.stop) as stop, progress_line(as_json) as progress:
             asked = question, methods
             pairs = [(graph, target) for graph, target, _ in everything]
             for done, result in enumerate(crew.map(_compare, asked, pairs), 1):
                 text = f"{result.graph.name} on {result.cluster.name}"
                 progress(text, done / len(everything), float("inf"))
                 # Here: the kernels of a captured step do not travel to workers.
-                yield _rehearsed(result, everything[done - 1][2])
+                yield _rehearsed(result, everything[done - 1][2], stop)
+            if stop.is_requested:
+                raise KeyboardInterrupt
 
     is_interrupted = False
     try:
@@ -128,14 +137,16 @@ def compare(
         end_interrupted(f"{len(documents)} rows are {where}")
 
 
-def _rehearsed(found: "Comparison", rehearse: "Rehearse | None") -> "Comparison":
-    return found if rehearse is None else found.rehearsed(rehearse)
+def _rehearsed(found: "Comparison", rehearse: "Rehearse | None", stop: "Stop") -> "Comparison":
+    return found if rehearse is None else found.rehearsed(rehearse, stop)
 
 
 def _compare(asked: "tuple[Question, str]", pair: "tuple[OpGraph, Cluster]") -> "Comparison":
+    from heterog.planners.planner import Stop
+
     question, methods = asked
     method_names(methods)  # a worker is another process, which knows none of them yet
-    return question.ask(*pair)
+    return question.ask(*pair, stop=Stop(is_asked_to_stop))
 
 
 def _csv(documents: list[dict[str, Any]]) -> str:

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -17,8 +17,12 @@ INTERRUPTED = 130
 
 
 @contextmanager
-def stop_when_interrupted() -> "Iterator[Stop]":
-    """What SIGINT and SIGTERM ask to stop; a second one of them raises ``KeyboardInterrupt``."""
+def stop_when_interrupted(also: Callable[[], None] = lambda: None) -> "Iterator[Stop]":
+    """What SIGINT and SIGTERM ask to stop; a second one of them raises ``KeyboardInterrupt``.
+
+    Args:
+        also: asks whoever else works on it.
+    """
     from heterog.planners.planner import Stop
 
     stop = Stop()
@@ -28,6 +32,7 @@ def stop_when_interrupted() -> "Iterator[Stop]":
             raise KeyboardInterrupt
         stop.request()
         _say("stopping with the best so far; once more ends at once")
+        also()
 
     with _handled_by(ask):
         yield stop

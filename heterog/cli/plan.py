@@ -24,6 +24,7 @@ from heterog.cli.common import (
     out,
     print_json,
     progress_line,
+    settled,
     use_agents,
 )
 from heterog.cli.interrupt import end_interrupted, stop_when_interrupted
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
     from heterog.explain.explanation import Explanation
     from heterog.planners.plan import Plan
     from heterog.planners.planner import Stop
-
-EXPLAINED_PART = 0.1
-"""Of a budget in seconds, on top of it: for what buying something would save."""
 
 
 def plan(
@@ -96,8 +94,10 @@ def plan(
     from heterog.files import check_writable
     from heterog.planners.plan import make_plan, parse_orders
     from heterog.planners.planner import Budget
+    from heterog.planners.promise import Promise
     from heterog.report.answer import answer
     from heterog.report.html import write_report
+    from heterog.simulator.evaluator import Evaluator
 
     if background_batch is not None and not background:
         raise HeterogError("--background-batch without --background; name the job's model.")
@@ -117,10 +117,13 @@ def plan(
     with progress_line(as_json) as progress:
         progress("capture", 0.0, float("inf"))
         graph, rehearse = load_model(model, batch_size)
-    with stop_when_interrupted() as stop, progress_line(as_json) as progress:
+    evaluator, promise = Evaluator(graph, target), Promise(parsed, is_explained=True)
+    with settled(), stop_when_interrupted() as stop, progress_line(as_json) as progress:
         found = make_plan(
             graph,
             target,
+            evaluator=evaluator,
+            promise=promise,
             methods=methods,
             budget=parsed,
             seed=seed,
@@ -142,10 +145,11 @@ def plan(
             write_trace(trace, found.timeline())
         explanation = explain(
             found,
+            evaluator,
             changes=not (no_changes or stop.is_requested),
             progress=progress,
             stop=stop,
-            seconds=None if parsed.seconds is None else EXPLAINED_PART * parsed.seconds,
+            seconds=None if parsed.seconds is None else promise.changes_s,
         )
     if report is not None:
         write_report(report, found, explanation=explanation)
@@ -155,7 +159,7 @@ def plan(
         print_json(found.summary() | extra)
         _end_if(stop, found, output)
         return
-    remarks = []
+    remarks = _not_rehearsed(found)
     if found.background is not None:
         remarks.append(_beside(found))
     if extrapolated is not None:
@@ -199,6 +203,14 @@ def _written(*, output: Path | None, trace: Path | None, report: Path | None) ->
     """Which files there are now, and what they are for."""
     files = [(output, ""), (trace, " (for ui.perfetto.dev)"), (report, "")]
     return [f"{path}{use}" for path, use in files if path is not None]
+
+
+def _not_rehearsed(found: "Plan") -> list[str]:
+    """That the winner was to be played through and was not, if so."""
+    from heterog.planners.portfolio import UNPLAYED
+
+    winner = next(row for row in found.rows if row.method == found.method)
+    return [UNPLAYED] * (UNPLAYED in winner.note)
 
 
 def _beside(found: Any) -> str:

@@ -111,10 +111,9 @@ def train(
     )
     check_settings(config, judge)
     report = _reporter(as_json)
-    source = _source(names, graphs, clusters, max_devices, config, report)
     with crew, termination_as_interrupt():
         result = make_trainer(
-            source,
+            _source(names, graphs, clusters, max_devices, config, report),
             config,
             network,
             provenance={"name": output.stem, "asked_clusters": clusters},
@@ -126,7 +125,7 @@ def train(
             workers=crew,
             report=report,
         ).run()
-    save_checkpoint(output, result.checkpoint)
+        save_checkpoint(output, result.checkpoint)
     if as_json:
         print_json(_document(result, output, algorithm))
     else:

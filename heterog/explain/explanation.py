@@ -34,6 +34,8 @@ _MANY_TASKS = 20_000
 _SAME_BOUND = 1e-6
 """A plan's file may round its bound."""
 _NO_LIMIT = 10**12  # evaluations
+_BASELINES_PART = 0.5
+"""Of the seconds of an explanation, for baselines that the plan was made without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,10 +184,12 @@ def explain(
         evaluations: about as many simulations for each change.
         progress: told about what is going on.
         stop: leaves out what buying would save, from then on.
-        seconds: that simulating what buying would save may take; all it takes if ``None``. What
-            is not reached is left out.
+        seconds: that baselines which the plan was made without, and simulating what buying would
+            save, may take together; all it takes if ``None``. What is not reached is left out.
     """
     evaluator = evaluator or Evaluator(plan.graph, plan.cluster)
+    limit = Budget(evaluations=_NO_LIMIT) if seconds is None else Budget(seconds=seconds)
+    spending = Spending(limit, evaluator, stop=stop)
     progress("explain", 0.0, math.inf)
     order = Order[plan.order.upper()]
     choice = evaluator.encode(plan.strategy)
@@ -207,11 +211,7 @@ def explain(
             ],
             evaluations=max(int(evaluations * min(_MANY_TASKS / program.num_tasks, 1.0)), 10),
             progress=progress,
-            spending=Spending(
-                Budget(evaluations=_NO_LIMIT) if seconds is None else Budget(seconds=seconds),
-                evaluator,
-                stop=stop,
-            ),
+            spending=spending,
         )
     found_s = [evaluation.step_time_s] if evaluation.is_ok else []
     found_s += [each.before_s for each in bought if each.before_s is not None]
@@ -284,7 +284,7 @@ def _with_baselines(
     )
     missing = [name for name in (*DATA_PARALLEL, TUNED_UNIFORM) if name not in known]
     if seconds is not None and missing:
-        task = replace(task, budget=Budget(seconds=seconds / len(missing)))
+        task = replace(task, budget=Budget(seconds=_BASELINES_PART * seconds / len(missing)))
     if stop is not None:
         task = replace(task, stop=stop)
     return rows + [run_method(planner_by_name(name), task) for name in missing]

@@ -6,12 +6,11 @@ from typing import Any
 
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.issue_order import Rehearse
+from heterog.planners.issue_order import IssuedSteps, Rehearse
 from heterog.planners.plan import row_to_dict
 from heterog.planners.planner import Budget, MethodRow, Spending, Stop, planners
 from heterog.planners.portfolio import (
     AUTO,
-    NOISE_PART,
     Progress,
     assert_not_below,
     best_row,
@@ -20,10 +19,13 @@ from heterog.planners.portfolio import (
     use_op_rules,
     with_noise,
 )
+from heterog.planners.promise import NOISE_PART
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
+
+_NO_LIMIT = 10**12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +79,17 @@ class Comparison:
     seed: int
     picked_from: str = ""
 
-    def rehearsed(self, rehearse: Rehearse) -> "Comparison":
-        """The same with every strategy played through on shapes; see ``portfolio.rehearsed``."""
+    def rehearsed(self, rehearse: Rehearse, stop: Stop | None = None) -> "Comparison":
+        """The same with every strategy played through on shapes; see ``portfolio.rehearsed``.
+
+        Args:
+            rehearse: says why a strategy could not be executed.
+            stop: leaves out what has not been played through by then.
+        """
         own = [row for row in self.rows if row.method != AUTO]
         evaluator = Evaluator(self.graph, self.cluster)
-        rows = rehearsed(evaluator, own, rehearse, every=True)
+        spending = Spending(Budget(evaluations=_NO_LIMIT), evaluator, stop=stop)
+        rows = rehearsed(IssuedSteps(evaluator), own, rehearse, every=True, spending=spending)
         auto = [row for row in self.rows if row.method == AUTO]
         if not auto:
             return replace(self, rows=tuple(rows))

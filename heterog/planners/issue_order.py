@@ -1,11 +1,14 @@
 """In which order ranks take up the tasks of a plan, and when they let go of what they send."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from heterog.planners.planner import Candidate
+from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
 from heterog.strategy.strategy import Strategy
@@ -31,8 +34,51 @@ class IssuedStep:
     sent_before: tuple[tuple[int, int], ...]
 
 
-Rehearse = Callable[[Strategy, IssuedStep], str]
-"""Why ranks could not execute a strategy; empty if they can."""
+class Rehearse(Protocol):
+    """Plays a strategy through without data."""
+
+    def __call__(
+        self, strategy: Strategy, issued: IssuedStep, check: Callable[[], None], /
+    ) -> str:
+        """Why ranks could not execute a strategy; empty if they can.
+
+        Args:
+            strategy: that is asked about.
+            issued: as ranks would run it.
+            check: called again and again; what it raises ends the rehearsal.
+        """
+
+
+class IssuedSteps:
+    """The programs and orders of candidates on one evaluator, each made once.
+
+    Args:
+        evaluator: of the graph and cluster.
+        clock: seconds of some clock.
+    """
+
+    def __init__(
+        self, evaluator: Evaluator, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._evaluator = evaluator
+        self._clock = clock
+        self._known: dict[tuple[Strategy, Order], tuple[IssuedStep, float]] = {}
+
+    def of(self, candidate: Candidate) -> IssuedStep:
+        """The program and order of a candidate, in the first of its orders."""
+        return self._made(candidate)[0]
+
+    def seconds(self, candidate: Candidate) -> float:
+        """How long it took to make them."""
+        return self._made(candidate)[1]
+
+    def _made(self, candidate: Candidate) -> tuple[IssuedStep, float]:
+        key = candidate.strategy, candidate.orders[0]
+        if key not in self._known:
+            begin_s = self._clock()
+            made = issued_step(self._evaluator, candidate)
+            self._known[key] = made, self._clock() - begin_s
+        return self._known[key]
 
 
 def issued_step(evaluator: Evaluator, candidate: Candidate) -> IssuedStep:

@@ -24,11 +24,10 @@ from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.names import shown
 from heterog.planners.background import BackgroundPlan, plan_background
 from heterog.planners.history import MethodHistory, SearchHistory
-from heterog.planners.issue_order import Rehearse, issued_step
+from heterog.planners.issue_order import IssuedSteps, Rehearse
 from heterog.planners.plan_file import BackgroundRecord, PlanRecord, RowRecord, read_plan_record
 from heterog.planners.planner import Budget, MethodRow, Spending, Stop
 from heterog.planners.portfolio import (
-    NOISE_PART,
     Progress,
     assert_not_below,
     best_row,
@@ -37,6 +36,7 @@ from heterog.planners.portfolio import (
     use_op_rules,
     with_noise,
 )
+from heterog.planners.promise import Promise
 from heterog.planners.stability import TUNED_UNIFORM, Gain, best_data_parallel, gain
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
@@ -50,6 +50,7 @@ from heterog.strategy.strategy import Strategy
 
 SCHEMA_VERSION = 1
 BEST = "best"
+_NO_LIMIT = 10**12  # evaluations
 _Gain = tuple[str, float, float, float]
 
 
@@ -340,25 +341,31 @@ def make_plan(
     order: str = BEST,
     step_barrier: bool = True,
     cost_model: CostModel | None = None,
+    evaluator: Evaluator | None = None,
     rehearse: Rehearse | None = None,
     progress: Progress = lambda method, fraction, best: None,
     stop: Stop | None = None,
+    promise: Promise | None = None,
 ) -> Plan:
     """Plan one training step on a cluster.
+
+    A budget in seconds is for all of it, but for what is imported and compiled; see ``Promise``.
 
     Args:
         graph: the captured step.
         cluster: devices and links.
         methods: names of planners; ``auto`` runs all of them.
-        budget: of the search, ``"30s"`` or ``"5000e"``.
+        budget: ``"30s"`` for all of it, or ``"5000e"`` for the search.
         seed: of everything random.
         order: ``best``, or the one order that searching methods may use.
         step_barrier: whether a step ends with all updates.
         cost_model: seconds of tasks; the roofline prior by default.
+        evaluator: of graph, cluster and cost model; made of them if ``None``.
         rehearse: plays the winner through on shapes; what cannot be executed loses to the next
             best. See ``heterog.runtime.rehearsal.rehearsal_of``.
         progress: told about every method's progress.
         stop: ends the search early; the plan is then the best so far.
+        promise: keeps a part of the same budget for what the caller does with the plan.
 
     Raises:
         StrategyError: no method has a strategy at all.
@@ -366,7 +373,10 @@ def make_plan(
         BudgetError: the budget allows no search.
     """
     parsed = Budget.parse(budget) if isinstance(budget, str) else budget
-    evaluator = Evaluator(graph, cluster, cost_model)
+    evaluator = evaluator or Evaluator(graph, cluster, cost_model)
+    promise = promise or Promise(parsed)
+    issued = IssuedSteps(evaluator)
+    promise.follow(issued, is_rehearsed=rehearse is not None)
     history = SearchHistory(evaluator, progress)
     begin = time.perf_counter()
     rows = run_methods(
@@ -378,22 +388,30 @@ def make_plan(
         orders=parse_orders(order),
         progress=history.tell,
         stop=stop,
+        promise=promise,
     )
     search_seconds = time.perf_counter() - begin
     if rehearse is not None:
         progress("rehearsal", 0.0, math.inf)
-        rows = rehearsed(evaluator, rows, rehearse)
-    # A budget in seconds holds for the quoted noise, too; in evaluations it takes what it takes.
-    noise = parsed if parsed.seconds is None else parsed.part(NOISE_PART)
+        spending = _spending(evaluator, promise.rehearsal_s)
+        rows = rehearsed(issued, rows, rehearse, spending=spending)
     plan = plan_from_rows(
         evaluator,
         rows,
         budget=str(parsed),
         seed=seed,
         search_seconds=search_seconds,
-        noise=Spending(noise, evaluator, stop=stop),
+        noise=_spending(evaluator, promise.noise_s, stop),
+        issued=issued,
     )
     return replace(plan, history=history.of([row.method for row in rows]))
+
+
+def _spending(evaluator: Evaluator, seconds: float, stop: Stop | None = None) -> Spending:
+    """So many seconds from now on, or as many as it takes if they are infinite."""
+    endless = Budget(evaluations=_NO_LIMIT)
+    budget = endless if math.isinf(seconds) else Budget(seconds=seconds)
+    return Spending(budget, evaluator, stop=stop)
 
 
 def plan_from_rows(
@@ -404,6 +422,7 @@ def plan_from_rows(
     seed: int,
     search_seconds: float,
     noise: Spending | None = None,
+    issued: IssuedSteps | None = None,
 ) -> Plan:
     """The plan of the best row, with its order and program.
 
@@ -414,13 +433,14 @@ def plan_from_rows(
         seed: as given.
         search_seconds: of all methods together.
         noise: what the draws of noise may take; without them gains have no range.
+        issued: orders of candidates that may have been made already.
     """
     graph, cluster = evaluator.graph, evaluator.cluster
     row = best_row(rows)
     rows = with_noise(evaluator, rows, noise)
     assert row.candidate is not None
     strategy = row.candidate.strategy
-    issued = issued_step(evaluator, row.candidate)
+    step = (issued or IssuedSteps(evaluator)).of(row.candidate)
     bound = lower_bound_s(
         graph, cluster, evaluator.cost_model, with_op_rules=use_op_rules(rows)
     ).seconds
@@ -431,9 +451,9 @@ def plan_from_rows(
         cluster=cluster,
         strategy=strategy,
         order=row.order,
-        task_order=issued.task_order,
-        sent_before=issued.sent_before,
-        program_hash=issued.program.hash,
+        task_order=step.task_order,
+        sent_before=step.sent_before,
+        program_hash=step.program.hash,
         outcome=row.outcome,
         step_time_s=row.step_time_s,
         peak_memory_bytes=row.peak_memory_bytes,

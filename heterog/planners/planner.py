@@ -1,5 +1,6 @@
 """What a planner is: the protocol, its budget, its result, and the registry of methods."""
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -78,14 +79,24 @@ class Budget:
 
 
 class Stop:
-    """Somebody asks all searches to hand over their best so far: Ctrl-C, for one."""
+    """Somebody asks all searches to hand over their best so far: Ctrl-C, for one.
 
-    def __init__(self) -> None:
-        self.is_requested = False
+    Args:
+        is_asked: whether somebody asks in another way, for example another process.
+    """
+
+    def __init__(self, is_asked: Callable[[], bool] = lambda: False) -> None:
+        self._is_asked = is_asked
+        self._is_requested = False
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether somebody has asked."""
+        return self._is_requested or self._is_asked()
 
     def request(self) -> None:
         """Ask; every search notices at its next evaluation."""
-        self.is_requested = True
+        self._is_requested = True
 
 
 class TimeUp(Exception):
@@ -190,7 +201,7 @@ class Purse:
     """Divides a budget among searches that run one after another.
 
     Each gets an equal part, whatever ran before it. What one leaves over, the later ones share;
-    what one spends too much is not taken from them.
+    what one spends too much is not taken from them, unless time is up before they had their parts.
 
     >>> purse = Purse(Budget(evaluations=30), 3)
     >>> purse.next_part()
@@ -201,6 +212,9 @@ class Purse:
     >>> purse.settle(20)
     >>> purse.next_part()
     Budget(seconds=None, evaluations=13)
+    >>> late = Purse(Budget(seconds=30.0), 3)
+    >>> late.next_part(left_s=18.0)
+    Budget(seconds=6.0, evaluations=None)
     """
 
     def __init__(self, budget: Budget, num_searches: int) -> None:
@@ -210,12 +224,20 @@ class Purse:
         self._spare = 0.0  # part of the whole that earlier searches left over
         self._given = 0.0
 
-    def next_part(self) -> Budget:
-        """What the next search may spend."""
+    def next_part(self, left_s: float = math.inf) -> Budget:
+        """What the next search may spend.
+
+        Args:
+            left_s: seconds that this search and all later ones have. Where their parts are more
+                than that, they are all shortened, but to no less than half.
+        """
         extra = self._spare / max(self._left, 1)
         self._spare -= extra
-        self._left -= 1
         self._given = 1.0 / self._num + extra
+        if self._whole.seconds is not None:
+            fair = left_s / (max(self._left, 1) * self._whole.seconds)
+            self._given = min(self._given, max(fair, 0.5 / self._num))
+        self._left -= 1
         return self._whole.part(self._given)
 
     def settle(self, spent: float) -> None:

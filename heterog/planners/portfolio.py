@@ -26,7 +26,7 @@ import heterog.planners.two_segment
 # Registered last: it starts from what all others have found.
 import heterog.planners.local_search  # noqa: F401
 from heterog.errors import StrategyError
-from heterog.planners.issue_order import Rehearse, issued_step
+from heterog.planners.issue_order import IssuedSteps, Rehearse
 from heterog.planners.planner import (
     Budget,
     Candidate,
@@ -40,6 +40,7 @@ from heterog.planners.planner import (
     planner_by_name,
     planners,
 )
+from heterog.planners.promise import Promise
 from heterog.planners.stability import TUNED_UNIFORM, best_data_parallel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
@@ -56,10 +57,10 @@ MOST_COMPARED = 3
 """Candidates of one search that go through the draws."""
 BASELINE_PART = 0.25
 """Of a budget in seconds, for all baselines of ``auto`` together."""
-NOISE_PART = 0.08
-"""Of a budget in seconds, for the draws of noise that ranges of gains come from."""
 JUDGED_PART = 0.15
 """Of a method's budget in seconds, for the referee to judge what it found."""
+LEAST_SEARCHED = 0.25
+"""Of a budget in seconds, for all searches of ``auto`` together, whatever else there is to do."""
 ENOUGH_EVALUATIONS = 20
 """A search that was cut before it had made so many was starved."""
 Progress = Callable[[str, float, float], None]
@@ -78,13 +79,14 @@ def run_methods(
     progress: Progress = lambda method, fraction, best: None,
     stop: Stop | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    promise: Promise | None = None,
 ) -> list[MethodRow]:
     """Run methods and judge them by the referee.
 
     Nothing is counted before every kernel is compiled and every library imported. Then a budget in
-    seconds is for all that ``auto`` does: baselines get ``BASELINE_PART`` of it, quoted noise
-    ``NOISE_PART``, the searches the rest, each an equal part (``Purse``). A budget in evaluations
-    is divided among the searches; baselines do not count.
+    seconds is for all that ``auto`` does: baselines get ``BASELINE_PART`` of it, the searches the
+    rest, each an equal part (``Purse``), but for what ``promise`` keeps back. A budget in
+    evaluations is divided among the searches; baselines do not count.
 
     Args:
         evaluator: of the graph and cluster.
@@ -97,6 +99,8 @@ def run_methods(
         progress: told about every method's progress.
         stop: ends the methods early; the first that has a strategy is finished.
         clock: seconds, by which a budget in seconds is kept.
+        promise: what else a budget in seconds is for; all methods then share it, also where
+            ``auto`` is not asked.
 
     Returns:
         One row per method, in the order they ran: baselines first.
@@ -113,22 +117,27 @@ def run_methods(
     ]
     stop = stop or Stop()
     prepare(evaluator, running, progress, stop)
-    begin_s = clock()
+    is_shared = AUTO in methods or (promise is not None and budget.seconds is not None)
+    promise = promise or Promise(budget, clock=clock)
+    promise.begin()
     baselines = [planner for planner in running if planner.stage == "baseline"]
     searches = [planner for planner in running if planner.stage != "baseline"]
     rows: list[MethodRow] = []
     seeds: list[Candidate] = []
     for stage in (baselines, searches):
         purse = None
-        if AUTO in methods:
-            purse = Purse(_whole(budget, stage is baselines, clock() - begin_s), len(stage))
+        if is_shared:
+            purse = Purse(_whole(budget, stage is baselines, promise.search_s(seeds)), len(stage))
         for planner in stage:
             if stop.is_requested and seeds:
                 break
             progress(planner.name, 0.0, math.inf)
+            part = budget
+            if purse is not None:
+                part = purse.next_part(promise.search_s(seeds) if stage is searches else math.inf)
             task = Task(
                 evaluator=evaluator,
-                budget=budget if purse is None else purse.next_part(),
+                budget=part,
                 seed=seed,
                 step_barrier=step_barrier,
                 orders=orders,
@@ -174,14 +183,13 @@ def prepare(
             load(evaluator)
 
 
-def _whole(budget: Budget, is_baselines: bool, spent_s: float) -> Budget:
-    """What all baselines or all searches of ``auto`` may spend together."""
+def _whole(budget: Budget, is_baselines: bool, left_s: float) -> Budget:
+    """What all baselines or all searches may spend together."""
     if budget.seconds is None:
         return budget
     if is_baselines:
         return budget.part(BASELINE_PART)
-    left = 1.0 - NOISE_PART - spent_s / budget.seconds
-    return budget.part(max(left, 1.0 - NOISE_PART - 2.0 * BASELINE_PART))
+    return Budget(seconds=max(left_s, LEAST_SEARCHED * budget.seconds))
 
 
 def run_method(planner: Planner, task: Task) -> MethodRow:
@@ -339,15 +347,21 @@ def best_row(rows: Sequence[MethodRow]) -> MethodRow:
 
 
 def rehearsed(
-    evaluator: Evaluator, rows: Sequence[MethodRow], rehearse: Rehearse, *, every: bool = False
+    issued: IssuedSteps,
+    rows: Sequence[MethodRow],
+    rehearse: Rehearse,
+    *,
+    every: bool = False,
+    spending: Spending | None = None,
 ) -> list[MethodRow]:
     """The rows, best first played through until one is known to run.
 
     Args:
-        evaluator: of the graph and cluster.
+        issued: orders of candidates.
         rows: of methods.
         rehearse: says why a strategy could not be executed.
         every: go through all rows that fit, not only up to the winner.
+        spending: what all of it may take. The row that is not reached says so.
 
     Returns:
         The rows in their order; ``cannot_run`` with the reason where a rehearsal failed.
@@ -360,7 +374,11 @@ def rehearsed(
         assert row.candidate is not None
         key = row.candidate.strategy, row.candidate.orders[0]
         if key not in known:
-            known[key] = rehearse(row.candidate.strategy, issued_step(evaluator, row.candidate))
+            said = _said_of(issued, row.candidate, rehearse, spending)
+            if said is None:
+                result[number] = replace(row, note="; ".join(filter(None, (row.note, UNPLAYED))))
+                break
+            known[key] = said
         if not known[key]:
             result[number] = replace(row, is_rehearsed=True)
             if not every:
@@ -375,6 +393,23 @@ def rehearsed(
             is_rehearsed=True,
         )
     return result
+
+
+UNPLAYED = (
+    "not rehearsed: the budget was over; a larger --budget plays it through before it says ok"
+)
+
+
+def _said_of(
+    issued: IssuedSteps, candidate: Candidate, rehearse: Rehearse, spending: Spending | None
+) -> str | None:
+    """What a rehearsal says; ``None`` if time was up before it had ended."""
+    if spending is None:
+        return rehearse(candidate.strategy, issued.of(candidate), lambda: None)
+    said: str | None = None
+    with spending.limits():
+        said = rehearse(candidate.strategy, issued.of(candidate), spending.check)
+    return said
 
 
 def use_op_rules(rows: Sequence[MethodRow]) -> bool:

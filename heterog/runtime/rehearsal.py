@@ -8,7 +8,7 @@ nobody sends, or give a kernel what it refuses fails here, in words, and not on 
 What data decides is out of sight: values, and the memory that is really needed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.planners.issue_order import IssuedStep, Rehearse
+from heterog.planners.planner import TimeUp
 from heterog.runtime.collectives import Communicator, Pending, Sending
 from heterog.runtime.executor import StepExecutor, device_sets, local_ops
 from heterog.runtime.local_op import LocalOp
@@ -30,6 +31,8 @@ from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.strategy import Strategy
 
 META = torch.device("meta")
+_CHECKED_EVERY = 256
+"""Turns, between two looks at the time."""
 _NUM_STEPS = 2
 """The second step meets what the first one has left open."""
 _BEGIN, _END = -3, -4
@@ -49,13 +52,14 @@ class RehearsalError(Exception):
 def rehearsal_of(captured: CapturedStep) -> Rehearse:
     """What planners ask whether a strategy of a captured step can be executed."""
 
-    def ask(strategy: Strategy, issued: IssuedStep) -> str:
+    def ask(strategy: Strategy, issued: IssuedStep, check: Callable[[], None]) -> str:
         return rehearse(
             captured,
             strategy,
             issued.program,
             issued.task_order,
             sent_before=issued.sent_before,
+            check=check,
         )
 
     return ask
@@ -69,6 +73,7 @@ def rehearse(
     *,
     sent_before: Sequence[tuple[int, int]] = (),
     clips: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> str:
     """Play a plan through without data.
 
@@ -79,6 +84,7 @@ def rehearse(
         task_order: the plan's.
         sent_before: the plan's.
         clips: gradients are clipped.
+        check: called again and again; a ``TimeUp`` that it raises ends the rehearsal.
 
     Returns:
         Why the plan cannot be executed; empty if it can.
@@ -87,7 +93,7 @@ def rehearse(
     if wrong:
         return wrong
     try:
-        stage = _Stage(captured, strategy, program, task_order, sent_before, clips)
+        stage = _Stage(captured, strategy, program, task_order, sent_before, clips, check)
     except StrategyError as error:
         return str(error)
     with torch.no_grad():
@@ -116,8 +122,10 @@ class _Stage:
         task_order: Sequence[int],
         sent_before: Sequence[tuple[int, int]],
         clips: bool,
+        check: Callable[[], None],
     ) -> None:
         graph = self.graph = captured.graph
+        self.check = check
         self.strategy = strategy
         self.program = program
         self.wire = _Wire()
@@ -146,6 +154,7 @@ class _Stage:
         sent_before: Sequence[tuple[int, int]],
         clips: bool,
     ) -> StepExecutor:
+        self.check()
         graph = self.graph
         held = {
             tensor: nn.Parameter(_empty(graph, tensor), requires_grad=False)
@@ -188,6 +197,8 @@ class _Stage:
                 for executor in self._at(_END):
                     executor.end_flush()
             self.wire.check_all_received()
+        except TimeUp:
+            raise
         except Exception as error:  # whatever a kernel or the runtime does not like
             return f"{self._where()}: {_in_a_line(error)}"
         return ""
@@ -195,7 +206,9 @@ class _Stage:
     def _step(self) -> None:
         for executor in self._at(_BEGIN):
             executor.begin(self.batch)
-        for turn in self.order.turns:
+        for number, turn in enumerate(self.order.turns):
+            if number % _CHECKED_EVERY == 0:
+                self.check()
             for executor in self._at(turn.task):
                 executor.take(turn)
         for executor in self._at(_END):

@@ -1,5 +1,6 @@
 """What a rehearsal makes of methods' rows; plans for batches smaller than the cluster."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,7 @@ def test_the_next_best_wins_where_the_best_cannot_run() -> None:
     graph = capture_step(workload_of("own loss")).graph
     asked: list[Strategy] = []
 
-    def only_the_second(strategy: Strategy, issued: IssuedStep) -> str:
+    def only_the_second(strategy: Strategy, issued: IssuedStep, check: Callable[[], None]) -> str:
         asked.append(strategy)
         return "rank 1 waits for rank 2" if len(asked) == 1 else ""
 
