@@ -10,7 +10,8 @@ one costs a table look-up per block. Candidates that cannot hold a block are mas
 sampling, so are those for which the devices have no memory left.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -375,8 +376,24 @@ def rule_of_thumb(pair: Pair) -> PairScores:
     )
 
 
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Compute on one thread meanwhile.
+
+    The matrices are small; threads that share cores with other work would wait for each other
+    longer than they compute.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @torch.no_grad()
 def score_pairs(policy: Policy, pairs: Sequence[Pair]) -> list[PairScores]:
     """One pass of the network without gradients."""
-    scores = policy(PairBatch([pair.observation for pair in pairs]))
+    with on_one_thread():
+        scores = policy(PairBatch([pair.observation for pair in pairs]))
     return [scores.of(index, pair) for index, pair in enumerate(pairs)]

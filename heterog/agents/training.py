@@ -21,7 +21,7 @@ from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoi
 from heterog.agents.config import PolicyConfig, TrainingConfig
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.imitation import Example, Imitation, make_examples
-from heterog.agents.policy import Policy
+from heterog.agents.policy import Policy, on_one_thread
 from heterog.agents.reinforce import PairState, Reinforce, ReinforceStep
 from heterog.agents.scoring import Scorer
 from heterog.agents.sources import PairSource
@@ -140,12 +140,10 @@ class Trainer:
     def run(self) -> TrainingResult:
         """Train to the end, or until interrupted; then the best policy comes back."""
         begin = time.perf_counter()
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # the matrices are small
         try:
-            finished = self._run(begin)
+            with on_one_thread():
+                finished = self._run(begin)
         finally:
-            torch.set_num_threads(threads)
             if self._writer is not None:
                 self._writer.close()
         assert self.best is not None

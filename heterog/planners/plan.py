@@ -375,7 +375,7 @@ def make_plan(
     parsed = Budget.parse(budget) if isinstance(budget, str) else budget
     evaluator = evaluator or Evaluator(graph, cluster, cost_model)
     promise = promise or Promise(parsed)
-    issued = IssuedSteps(evaluator)
+    issued = IssuedSteps(evaluator, promise.clock)
     promise.follow(issued, is_rehearsed=rehearse is not None)
     history = SearchHistory(evaluator, progress)
     begin = time.perf_counter()
@@ -393,7 +393,7 @@ def make_plan(
     search_seconds = time.perf_counter() - begin
     if rehearse is not None:
         progress("rehearsal", 0.0, math.inf)
-        spending = _spending(evaluator, promise.rehearsal_s)
+        spending = _spending(evaluator, promise.rehearsal_s, promise)
         rows = rehearsed(issued, rows, rehearse, spending=spending)
     plan = plan_from_rows(
         evaluator,
@@ -401,17 +401,19 @@ def make_plan(
         budget=str(parsed),
         seed=seed,
         search_seconds=search_seconds,
-        noise=_spending(evaluator, promise.noise_s, stop),
+        noise=_spending(evaluator, promise.noise_s, promise, stop),
         issued=issued,
     )
     return replace(plan, history=history.of([row.method for row in rows]))
 
 
-def _spending(evaluator: Evaluator, seconds: float, stop: Stop | None = None) -> Spending:
+def _spending(
+    evaluator: Evaluator, seconds: float, promise: Promise, stop: Stop | None = None
+) -> Spending:
     """So many seconds from now on, or as many as it takes if they are infinite."""
     endless = Budget(evaluations=_NO_LIMIT)
     budget = endless if math.isinf(seconds) else Budget(seconds=seconds)
-    return Spending(budget, evaluator, stop=stop)
+    return Spending(budget, evaluator, stop=stop, clock=promise.clock)
 
 
 def plan_from_rows(

@@ -100,7 +100,7 @@ def run_methods(
         stop: ends the methods early; the first that has a strategy is finished.
         clock: seconds, by which a budget in seconds is kept.
         promise: what else a budget in seconds is for; all methods then share it, also where
-            ``auto`` is not asked.
+            ``auto`` is not asked, by its clock.
 
     Returns:
         One row per method, in the order they ran: baselines first.
@@ -119,6 +119,7 @@ def run_methods(
     prepare(evaluator, running, progress, stop)
     is_shared = AUTO in methods or (promise is not None and budget.seconds is not None)
     promise = promise or Promise(budget, clock=clock)
+    clock = promise.clock
     promise.begin()
     baselines = [planner for planner in running if planner.stage == "baseline"]
     searches = [planner for planner in running if planner.stage != "baseline"]

@@ -1,0 +1,153 @@
+"""What a budget in seconds is for besides searches: measured, kept back, and left out if it must.
+
+Time is the fake clock of ``test_budget``.
+"""
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+import heterog.planners.issue_order as issue_order
+from heterog.graph.capture import capture_step
+from heterog.planners.issue_order import IssuedStep, IssuedSteps, issued_step
+from heterog.planners.plan import make_plan
+from heterog.planners.planner import Budget, Candidate, MethodRow, Purse, Spending, TimeUp
+from heterog.planners.portfolio import UNPLAYED, run_methods
+from heterog.planners.promise import (
+    EXPLANATION,
+    LAST_S,
+    LATE,
+    MOST_KEPT,
+    NOISE,
+    NOISE_PART,
+    REHEARSAL,
+    Promise,
+)
+from heterog.runtime.rehearsal import rehearsal_of
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Strategy
+from tests.planners.test_budget import clocked
+from tests.runtime.cases import workload_of
+
+BASELINES = ("ev_ar", "ddp", "model_parallel")
+
+
+def best_of(evaluator: Evaluator) -> Candidate:
+    (row,) = run_methods(evaluator, ["ddp"], budget=Budget(evaluations=1))
+    assert row.candidate is not None
+    return row.candidate
+
+
+def test_what_follows_is_kept_back_as_long_as_the_order_of_the_best_says() -> None:
+    evaluator, clock = clocked(0.1)
+    found = best_of(evaluator)
+    for is_explained, is_rehearsed in ((True, True), (False, True), (True, False)):
+        promise = Promise(Budget(seconds=10.0), is_explained=is_explained, clock=clock)
+        assert promise.search_s([]) == pytest.approx(10.0 * (1.0 - NOISE_PART))
+        promise.follow(IssuedSteps(evaluator, clock), is_rehearsed=is_rehearsed)
+        clock.now_s += 1.0
+        left_s = promise.search_s([found])  # 0.1 s for the order, as one simulation makes it
+        follows_s = 0.1 * (REHEARSAL * is_rehearsed + NOISE)
+        follows_s += (0.1 * EXPLANATION + LAST_S) * is_explained
+        assert left_s == pytest.approx(10.0 - 1.0 - 0.1 - max(follows_s - 10.0 * LATE, 0.0))
+        again_s = promise.search_s([found])
+        assert again_s == pytest.approx(left_s), "the order is made once"
+
+
+def test_searches_keep_a_part_however_long_the_rest_takes() -> None:
+    evaluator, clock = clocked(1.0)
+    promise = Promise(Budget(seconds=10.0), is_explained=True, clock=clock)
+    promise.follow(IssuedSteps(evaluator, clock), is_rehearsed=True)
+    found = best_of(evaluator)
+    promise.begin()
+    assert promise.search_s([found]) == pytest.approx(10.0 * (1.0 - MOST_KEPT) - 1.0)
+    clock.now_s += 100.0
+    for seconds in (promise.rehearsal_s, promise.noise_s, promise.changes_s):
+        assert 0.0 < seconds < 0.01
+
+
+def test_a_budget_in_evaluations_keeps_nothing_back() -> None:
+    promise = Promise(Budget(evaluations=5), is_explained=True)
+    assert math.isinf(promise.search_s([]))
+    assert math.isinf(promise.rehearsal_s)
+
+
+def test_searches_share_what_is_left_where_one_took_too_long() -> None:
+    purse = Purse(Budget(seconds=40.0), 4)
+    assert purse.next_part(40.0).seconds == pytest.approx(10.0)
+    purse.settle(22.0)
+    assert purse.next_part(18.0).seconds == pytest.approx(6.0)
+    purse.settle(6.0)
+    # Not less than half of an equal part, whatever was spent before.
+    assert purse.next_part(1.0).seconds == pytest.approx(5.0)
+
+
+def test_named_methods_share_the_seconds_of_a_plan() -> None:
+    """Their baselines alone might each have taken the whole budget."""
+    evaluator, clock = clocked(0.01)
+    run_methods(
+        evaluator,
+        ["local_search", "two_segment"],
+        budget=Budget(seconds=20.0),
+        promise=Promise(Budget(seconds=20.0), clock=clock),
+    )
+    assert 10.0 < clock.now_s <= 20.0 * 1.05
+
+
+def slow_plan(seconds: float) -> MethodRow:
+    """The winner of a plan of 10 s whose rehearsal takes some time."""
+    evaluator, clock = clocked(0.001)
+
+    def rehearse(strategy: Strategy, issued: IssuedStep, check: Callable[[], None]) -> str:
+        clock.now_s += seconds
+        check()
+        return ""
+
+    budget = Budget(seconds=10.0)
+    plan = make_plan(
+        evaluator.graph,
+        evaluator.cluster,
+        methods=BASELINES,
+        budget=budget,
+        evaluator=evaluator,
+        rehearse=rehearse,
+        promise=Promise(budget, clock=clock),
+    )
+    row = next(row for row in plan.rows if row.method == plan.method)
+    assert plan.outcome == "ok"
+    return row
+
+
+@pytest.mark.parametrize(("seconds", "is_cut"), [(1.0, False), (1000.0, True)])
+def test_a_rehearsal_that_time_does_not_suffice_for_says_so(seconds: float, is_cut: bool) -> None:
+    row = slow_plan(seconds)
+    assert row.is_rehearsed is not is_cut
+    assert (UNPLAYED in row.note) is is_cut
+
+
+def test_the_order_of_a_strategy_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Strategy] = []
+
+    def counted(evaluator: Evaluator, candidate: Candidate) -> IssuedStep:
+        made.append(candidate.strategy)
+        return issued_step(evaluator, candidate)
+
+    monkeypatch.setattr(issue_order, "issued_step", counted)
+    slow_plan(1.0)
+    assert made
+    assert len(made) == len(set(made))
+
+
+def test_a_rehearsal_on_ranks_ends_when_it_is_asked_to() -> None:
+    captured = capture_step(workload_of("own loss"))
+    evaluator, clock = clocked()
+    spending = Spending(Budget(seconds=1.0), evaluator, clock=clock)
+    own = Evaluator(captured.graph, evaluator.cluster)
+    (row,) = run_methods(own, ["ddp"], budget=Budget(evaluations=1))
+    assert row.candidate is not None
+    issued = issued_step(own, row.candidate)
+    assert rehearsal_of(captured)(row.candidate.strategy, issued, spending.check) == ""
+    clock.now_s += 2.0
+    with pytest.raises(TimeUp):
+        rehearsal_of(captured)(row.candidate.strategy, issued, spending.check)
