@@ -154,6 +154,7 @@ def test_a_reward_that_breaks_the_contract_is_told_how(reward: Any, text: str) -
         check_reward(reward)
 
 
+@pytest.mark.usefixtures("few_validation_pairs")
 def test_commands_take_what_files_hold(tmp_path: Path) -> None:
     """A reward and an encoder to train with, the policy asked again, a method beside others."""
     code, graph, cluster = (tmp_path / name for name in ("own.py", "lm.json.gz", "mixed.yaml"))

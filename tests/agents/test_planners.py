@@ -247,6 +247,7 @@ def test_the_examples_of_the_research_page_run() -> None:
     del ENCODERS["features"], planner._REGISTRY["thumb"]
 
 
+@pytest.mark.usefixtures("few_validation_pairs")
 def test_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from typer.testing import CliRunner
 
@@ -298,6 +299,7 @@ def test_train_refuses_bad_options(options: list[str], text: str, tmp_path: Path
     assert text in str(done.exception)
 
 
+@pytest.mark.usefixtures("few_validation_pairs")
 @pytest.mark.parametrize("stage", ["validation pairs", "validation"])
 def test_training_that_is_interrupted_keeps_the_best(
     stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

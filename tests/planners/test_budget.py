@@ -366,7 +366,7 @@ def test_noise_that_there_is_no_time_for_is_left_out_of_all_rows() -> None:
 def test_the_same_budget_in_evaluations_gives_the_same_rows() -> None:
     def reached() -> list[tuple[str, float | None, int]]:
         evaluator = Evaluator(smallest_graph(), Cluster.load("hap_v100_p100"))
-        rows = run_methods(evaluator, ["auto"], budget=Budget(evaluations=200))
+        rows = run_methods(evaluator, ["auto"], budget=Budget(evaluations=80))
         return [(row.method, row.step_time_s, row.num_evaluations) for row in rows]
 
     assert reached() == reached()
