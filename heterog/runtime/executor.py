@@ -315,7 +315,7 @@ class StepExecutor:
             return
         bucket = self._part.sliced[number]
         made = {int(self.program.buffer_device[b]): b for b in self._part.made(task)}
-        own = self._updates.own_slice(number)
+        own = self._slices.own[number].detach()
         whole = self._communicator.gather_slices(own, bucket.devices, bucket.counts, list(made))
         if whole is not None:
             self._values.held[made[self.rank]] = Held(whole)

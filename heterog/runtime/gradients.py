@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heterog.runtime.collectives import Communicator, Pending, slice_counts
 from heterog.runtime.rank_program import Layout, RankProgram
-from heterog.runtime.slices import Slices
+from heterog.runtime.slices import SlicedBucket, Slices
 from heterog.runtime.values import Values
 from heterog.strategy.program import TaskKind
 
@@ -50,6 +50,8 @@ class Gradients:
         self._of_micro: dict[tuple[int, int], Tensor] = {}  # by row and micro-batch
         self._flat_of_micro: dict[tuple[int, int], Tensor] = {}  # by bucket and micro-batch
         self._scattered: list[Pending] = []  # those that nobody has waited for
+        self._last_scatter: dict[tuple[int, ...], Pending] = {}  # of ZeRO-1, by devices
+        self._num_stepped: dict[int, int] = {}  # parameters of each bucket
 
     def keep(self, task: int, layout: Layout | None, micro: int) -> None:
         """Keep the gradients that an op has made."""
@@ -149,7 +151,14 @@ class Gradients:
             before=before,
             in_place=bucket.stage == 1,
         )
-        if bucket.stage > 1:
+        if bucket.stage == 1:
+            # A communicator's operations run one after another. Now that the next one is issued,
+            # the memory into which the one before was received is let go.
+            last = self._last_scatter.get(bucket.devices)
+            if last is not None:
+                last.wait()
+            self._last_scatter[bucket.devices] = self._slices[number]
+        else:
             if flat is None:  # it has flattened nothing
                 for pending in self._scattered:
                     pending.wait()
@@ -180,6 +189,8 @@ class Gradients:
             gradient = self._fresh.get((row, micro), self._own.get(row))
             assert gradient is not None
             self._communicator.send(_waited(gradient), dst, task)
+            if self._part.strategy.homes[row] == dst:
+                self._own.pop(row, None)  # it is needed there and nowhere else
             return
         like = torch.empty_like(self._parameter(row), requires_grad=False)
         pending = self._communicator.receive(like, src, task)
@@ -211,6 +222,26 @@ class Gradients:
         if pushed:
             return pushed[0].wait().view(shape)
         return self._own_or_zeros(row)
+
+    def let_go(self, row: int) -> None:
+        """A whole parameter was stepped: its gradient is not needed any more."""
+        for known in (self._own, self._sums, self._pushed):
+            known.pop(row, None)  # type: ignore[attr-defined]
+        bucket = int(self._part.program.bucket[row])
+        if bucket < 0:
+            return
+        self._num_stepped[bucket] = self._num_stepped.get(bucket, 0) + 1
+        if self._num_stepped[bucket] == len(self._part.bucket_members[bucket]):
+            self._totals.pop(bucket)
+            self._flat.pop(bucket, None)
+
+    def let_go_slice(self, bucket: SlicedBucket) -> None:
+        """A slice of parameters was stepped: its gradients are not needed any more."""
+        pending = self._slices.pop(bucket.number)
+        self._flat.pop(bucket.number, None)
+        self._scattered = [each for each in self._scattered if each is not pending]
+        if self._last_scatter.get(bucket.devices) is pending:
+            del self._last_scatter[bucket.devices]
 
     def wait_for_issued(self) -> None:
         """Wait for the communication of this step that has been issued."""

@@ -1,11 +1,13 @@
 """New parameters: the user's optimizer steps them here, servers send them to the other ranks.
 
-An update may be late: it is made when the first reader of its parameter comes, or at the end of
-the step. Without a step barrier that is in the next step, and it still uses the learning rate that
-the optimizer had when its own step was called.
+An update of a whole parameter may be late: it is made when the first reader of its parameter
+comes, or at the end of the step, together with others that wait. Without a step barrier that is in
+the next step, and it still uses the learning rate that the optimizer had when its own step was
+called. A slice is stepped at its turn: its gradients were sent on and are let go then, which is
+the memory that ZeRO is chosen for.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +85,6 @@ class Updates:
         ]
         self._step: StepUpdates | None = None  # that all waiting parameters belong to
         self._waiting: dict[int, int] = {}  # row by tensor id
-        self._waiting_slices: dict[int, None] = {}  # by bucket
         self._arriving: dict[int, Pending] = {}  # by tensor id
         self._gathering: dict[int, Pending] = {}  # by bucket
 
@@ -112,15 +113,8 @@ class Updates:
                 self._gathering.pop(bucket.number).wait()
         return self._parameters[tensor]
 
-    def own_slice(self, bucket: int) -> Tensor:
-        """This rank's slice of a bucket's parameters, up to date."""
-        if bucket in self._waiting_slices:
-            self.step()
-        return self._slices.own[bucket].detach()
-
     def gather(self, bucket: int) -> None:
         """Bring a bucket's new slices to all devices that keep its parameters whole."""
-        self.own_slice(bucket)
         sliced = self._part.sliced[bucket]
         whole = self._slices.whole[bucket]
         self._gathering[bucket] = self._communicator.all_gather_slices(
@@ -129,16 +123,18 @@ class Updates:
 
     def update(self, row: int, step: StepUpdates) -> None:
         """From now on a parameter, or this rank's slice of it, may be stepped."""
-        assert not (self._waiting or self._waiting_slices) or self._step is step
-        self._step = step
         bucket = self._part.sliced_bucket(row)
-        if bucket is not None:
-            # A slice cuts through parameters: all of them must be free to change.
-            step.updated[bucket.number] = step.updated.get(bucket.number, 0) + 1
-            if step.updated[bucket.number] == len(bucket.rows):
-                self._waiting_slices[bucket.number] = None
+        if bucket is None:
+            assert not self._waiting or self._step is step
+            self._step = step
+            self._waiting[self._part.graph.updates[row][1]] = row
             return
-        self._waiting[self._part.graph.updates[row][1]] = row
+        # A slice cuts through parameters: all of them must be free to change.
+        step.updated[bucket.number] = step.updated.get(bucket.number, 0) + 1
+        if step.updated[bucket.number] == len(bucket.rows):
+            own, gradients = self._slices.own[bucket.number], step.gradients
+            self._apply(step, [(own, gradients.slice_total(bucket.number))], bucket.rows)
+            gradients.let_go_slice(bucket)
 
     def pull(self, task: int, row: int) -> None:
         """Send a new parameter to a replica, or receive it."""
@@ -183,35 +179,41 @@ class Updates:
         step.scale = (max_norm / (self.norm + _NORM_EPSILON)).clamp(max=1.0)
 
     def step(self) -> None:
-        """Step the parameters that wait for it, in one call of the optimizer."""
-        if not self._waiting and not self._waiting_slices:
+        """Step the whole parameters that wait for it, in one call of the optimizer."""
+        if not self._waiting:
             return
-        assert self._optimizer is not None
         assert self._step is not None
-        gradients, scale = self._step.gradients, self._step.scale
-        targets = [
-            *((self._parameters[t], gradients.total(row)) for t, row in self._waiting.items()),
-            *((self._slices.own[n], gradients.slice_total(n)) for n in self._waiting_slices),
-        ]
+        step, waiting = self._step, self._waiting
+        self._step, self._waiting = None, {}
+        gradients = step.gradients
+        targets = [(self._parameters[t], gradients.total(row)) for t, row in waiting.items()]
+        self._apply(step, targets, list(waiting.values()))
+        for row in waiting.values():
+            gradients.let_go(row)
+
+    def _apply(
+        self, step: StepUpdates, targets: list[tuple[nn.Parameter, Tensor]], rows: Sequence[int]
+    ) -> None:
+        """Call the optimizer for parameters, or slices, with their gradients.
+
+        Args:
+            step: that the gradients are of.
+            targets: what is stepped, with the sum of its gradients.
+            rows: of ``graph.updates`` that this amounts to.
+        """
+        assert self._optimizer is not None
         for parameter, total in targets:
             gradient = total.contiguous()
+            scale = step.scale
             parameter.grad = gradient if scale is None else gradient * scale.to(gradient.dtype)
-        rows = list(self._waiting.values())
-        rows += [row for n in self._waiting_slices for row in self._part.sliced[n].rows]
         if self.recorder is not None:
             self.recorder.begin_update(rows)
-        with (
-            _only_with_gradients(self._optimizer),
-            _with_options(self._optimizer, self._step.options),
-        ):
+        with _only_with_gradients(self._optimizer), _with_options(self._optimizer, step.options):
             self._optimizer.step()
         if self.recorder is not None:
             self.recorder.end_update(rows)
         for parameter, _ in targets:
             parameter.grad = None
-        self._waiting.clear()
-        self._waiting_slices.clear()
-        self._step = None  # its gradients are not needed any more
 
 
 @contextmanager

@@ -18,14 +18,24 @@ from heterog.runtime.deploy import DeployedStep
 
 
 def peak_bytes(step: DeployedStep, batch: Any) -> int:
-    """Most bytes that this rank's tensors held during one more step.
+    """Most bytes that this rank's tensors held during one more step; every rank has to call it.
+
+    Without a step barrier two steps are run and ended: the second meets what the first left open.
 
     On a GPU by its allocator's own count. On a CPU by following every allocation and release of
     the tensor allocator, those inside kernels included, on top of what is there all the time:
     parameters, optimizer state, buffers and this rank's part of the batch.
     """
-    highest = peak_during(lambda: step(batch))
+    step.flush()
+    highest = peak_during(lambda: _run(step, batch))
     return highest if torch.cuda.is_available() else _resident_bytes(step) + highest
+
+
+def _run(step: DeployedStep, batch: Any) -> None:
+    step(batch)
+    if not step.plan.strategy.step_barrier:
+        step(batch)
+        step.flush()
 
 
 def peak_during(call: Callable[[], object]) -> int:

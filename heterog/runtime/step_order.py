@@ -65,7 +65,9 @@ def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> 
 
     With a step barrier this is the plan's order; clipping moves the updates to the end. Without
     one, what has to wait for gradients moves into the next step: before an op that reads a
-    parameter come the tasks that make its new value on that device, and whatever they need.
+    parameter come the tasks that make its new value on that device, and whatever they need. Slices
+    that the plan updates between ops stay where they are, because it counts on the memory of their
+    gradients from then on.
     """
     program = part.program
     # Label counts need nothing: first on every rank, so that the loss finds them there.
@@ -78,7 +80,12 @@ def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> 
             order = [task for task in tasks if not part.ends_update(task)]
             order += [NORM, *updates]
         return StepOrder([Turn(task) for task in _with_loss(part, order)], [])
-    end = [task for task in tasks if kinds[task] in _OF_GRADIENTS or part.ends_update(task)]
+    stays = set() if clips else _updates_between_ops(part, tasks)
+    end = [
+        task
+        for task in tasks
+        if task not in stays and (kinds[task] in _OF_GRADIENTS or part.ends_update(task))
+    ]
     late = set(end)
     begun = [task for task in tasks if task not in late]
     if clips:
@@ -86,6 +93,21 @@ def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> 
         first = next(i for i, task in enumerate(end) if part.ends_update(task))
         end.insert(first, NORM)
     return StepOrder(_interleaved(part, _with_loss(part, begun), end), end)
+
+
+def _updates_between_ops(part: RankProgram, tasks: Sequence[int]) -> set[int]:
+    """Updates of slices that are followed by an op of the same device."""
+    program = part.program
+    found: set[int] = set()
+    goes_on: set[int] = set()  # devices
+    for task in reversed(tasks):
+        kind, device = program.kind[task], int(program.device[task])
+        if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
+            goes_on.add(device)
+        elif kind == TaskKind.UPDATE and device in goes_on:
+            if part.sliced_bucket(int(program.subject[task])) is not None:
+                found.add(task)
+    return found
 
 
 def _with_loss(part: RankProgram, tasks: Sequence[int]) -> list[int]:

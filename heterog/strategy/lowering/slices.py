@@ -236,12 +236,13 @@ def _scatter(
             continue
         others = num_senders - (1 if scratch.flat_buffer[device] >= 0 else 0)
         received = write_buffer(tape, device, others * part * size)
-        if not by_micro:
-            scratch.slice_buffer[first, device] = received
-        else:
+        if by_micro:
             scratch.received_buffer[0, device] = received
             if scratch.slice_buffer[first, device] < 0:
                 scratch.slice_buffer[first, device] = write_buffer(tape, device, part * size)
+        elif scratch.flat_buffer[device] < 0:
+            # Elsewhere it is added to the own slice of the flat gradients, and let go.
+            scratch.slice_buffer[first, device] = received
     scratch.slice_token[first] = write_buffer(tape, -1, 0.0)
     if by_micro:
         for device in range(num_devices):
