@@ -5,13 +5,14 @@
 Each method searches with a small budget; its strategy is then played through on all ranks without
 data (``heterog.runtime.rehearsal``). ``rows``: model, method, outcome, reason, num_tasks and
 rehearsal_cpu_s, the seconds of CPU that one rehearsal takes (0 where another method's strategy was
-the same).
+the same), beside capture_cpu_s, those that the model's capture took in the same run.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,9 @@ from heterog.zoo import load_workload, names
 
 def rows_of(model: str, cluster: Cluster, budget: Budget) -> list[dict[str, Any]]:
     """What every method's strategy for a model comes to."""
+    begin = time.process_time()
     captured = capture_step(load_workload(model))
+    capture_s = time.process_time() - begin
     ask = rehearsal_of(captured)
     took: dict[Strategy, tuple[int, float]] = {}
 
@@ -54,6 +57,7 @@ def rows_of(model: str, cluster: Cluster, budget: Budget) -> list[dict[str, Any]
                 "reason": row.shortage,
                 "num_tasks": num_tasks,
                 "rehearsal_cpu_s": round(seconds, 3),
+                "capture_cpu_s": round(capture_s, 3),
             }
         )
     return rows
@@ -72,8 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cluster, budget = Cluster.load(options.cluster), Budget.parse(options.budget)
     rows: list[dict[str, Any]] = []
     for model in options.models.split(","):
-        rows += rows_of(model, cluster, budget)
-        print(f"{model}: {sum(r['is_rehearsed'] for r in rows)} rehearsed", file=sys.stderr)
+        found = rows_of(model, cluster, budget)
+        rows += found
+        outcomes = Counter(row["outcome"] for row in found if row["is_rehearsed"])
+        most = max(row["rehearsal_cpu_s"] for row in found)
+        print(f"{model}: rehearsed {dict(outcomes)}, at most {most} s", file=sys.stderr)
     if options.json:
         print(json.dumps({"rows": rows}, indent=1))
         return

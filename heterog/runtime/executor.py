@@ -130,8 +130,8 @@ class StepExecutor:
         self._step: StepUpdates | None = None
         self._summed_loss: Pending | None = None
         self._calls: dict[int, _Call] = {}
+        self._kind = part.kinds
         # As lists: single elements are looked up for every task of every step.
-        self._kind = [TaskKind(kind) for kind in self.program.kind.tolist()]
         self._subject: list[int] = self.program.subject.tolist()
         self._micro: list[int] = self.program.micro.tolist()
         self._actions = self._actions_by_kind()

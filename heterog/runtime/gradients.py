@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from heterog.runtime.collectives import Communicator, Pending, slice_counts
+from heterog.runtime.collectives import Communicator, Pending, add_in_place, slice_counts
 from heterog.runtime.rank_program import Layout, RankProgram
 from heterog.runtime.slices import SlicedBucket, Slices
 from heterog.runtime.values import Values
@@ -103,7 +103,7 @@ class Gradients:
         if is_shared or not own.is_contiguous():
             self._own[row] = own + fresh
         else:
-            own += fresh
+            add_in_place(own, fresh)
 
     def flatten(self, bucket: int, micro: int) -> None:
         """Copy gradients into their bucket, if there is more than one."""
@@ -205,7 +205,7 @@ class Gradients:
         own = self._own.get(row)
         total = parts[0]  # received by this rank alone
         for part in (*parts[1:], *(() if own is None else (own,))):
-            total += part
+            add_in_place(total, part)
         self._sums[row] = total
 
     def total(self, row: int) -> Tensor:
@@ -226,7 +226,7 @@ class Gradients:
     def let_go(self, row: int) -> None:
         """A whole parameter was stepped: its gradient is not needed any more."""
         for known in (self._own, self._sums, self._pushed):
-            known.pop(row, None)  # type: ignore[attr-defined]
+            known.pop(row, None)
         bucket = int(self._part.program.bucket[row])
         if bucket < 0:
             return

@@ -16,6 +16,11 @@ from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import graph_tables
 
+_KINDS = {int(kind): kind for kind in TaskKind}
+# Looked up for every task; Python 3.11 takes its time for a member of an enum.
+_GATHER_PARAMETERS, _REDUCE_VALUE = TaskKind.GATHER_PARAMETERS, TaskKind.REDUCE_VALUE
+_ENDS_UPDATE = frozenset({TaskKind.UPDATE, TaskKind.PULL})
+
 Near = dict[tuple[int, bool], int]
 """Buffer of each value that a task reads, by (value, whether it was made whole)."""
 
@@ -122,6 +127,7 @@ class RankProgram:
     Attributes:
         plan: placements of the graph's tensors along the batch and the axes of rules.
         tables: the graph in flat arrays.
+        kinds: of the program's tasks.
         num_micro: micro-batches of the step.
         micro_begin: first sample of each micro-batch.
         value_of: value by the tensor that owns its memory.
@@ -162,6 +168,7 @@ class RankProgram:
             graph.updates[row][1]: bucket for bucket in self.sliced.values() for row in bucket.rows
         }
         # As lists: single elements are looked up for every task.
+        self.kinds = [_KINDS[kind] for kind in program.kind.tolist()]
         self._read_start: list[int] = program.read_start.tolist()
         self._read_buffer: list[int] = program.read_buffer.tolist()
         self._buffer_start: list[int] = program.buffer_start.tolist()
@@ -246,10 +253,10 @@ class RankProgram:
 
     def ends_update(self, task: int) -> bool:
         """Whether a task makes new parameters: steps them or brings them to other devices."""
-        kind = self.program.kind[task]
-        if kind == TaskKind.GATHER_PARAMETERS:
+        kind = self.kinds[task]
+        if kind is _GATHER_PARAMETERS:
             return self.sliced[int(self.program.subject[task])].stage < 3
-        return kind in (TaskKind.UPDATE, TaskKind.PULL)
+        return kind in _ENDS_UPDATE
 
     def takes_part(self, task: int) -> bool:
         """Whether this rank has something to do in a task."""
@@ -261,7 +268,7 @@ class RankProgram:
 
     def is_early(self, task: int) -> bool:
         """Whether a task reduces a value that follows from the batch alone."""
-        if self.program.kind[task] != TaskKind.REDUCE_VALUE:
+        if self.kinds[task] is not _REDUCE_VALUE:
             return False
         value = self.tables.slot_value[self.program.subject[task]]
         return bool(self.tables.value_is_early[value])
@@ -303,7 +310,7 @@ class RankProgram:
 
     def _look_up_value(self, buffer: int) -> tuple[int, bool]:
         maker = int(self.program.buffer_maker[buffer])
-        kind, subject = TaskKind(self.program.kind[maker]), int(self.program.subject[maker])
+        kind, subject = self.kinds[maker], int(self.program.subject[maker])
         if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
             first = int(self.program.buffer_start[maker])
             return int(self.tables.value_start[subject]) + buffer - first, False

@@ -8,7 +8,9 @@ nobody sends, or give a kernel what it refuses fails here, in words, and not on 
 What data decides is out of sight: values, and the memory that is really needed.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -92,12 +94,28 @@ def rehearse(
     wrong = _wrong_order(program, task_order)
     if wrong:
         return wrong
-    try:
-        stage = _Stage(captured, strategy, program, task_order, sent_before, clips, check)
-    except StrategyError as error:
-        return str(error)
-    with torch.no_grad():
+    with torch.no_grad(), _without_collector():
+        try:
+            stage = _Stage(captured, strategy, program, task_order, sent_before, clips, check)
+        except StrategyError as error:
+            return str(error)
         return stage.play()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Leave Python's search for cycles out.
+
+    A rehearsal makes hundred thousands of objects, which are counted and go by themselves; the
+    search would begin again and again, and each time look through all of torch and the graph.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _wrong_order(program: Program, task_order: Sequence[int]) -> str:
@@ -390,9 +408,8 @@ class _RehearsedCommunicator(Communicator):
     def close(self) -> None:
         """There is nothing to end."""
 
-    def _keep(self, work: Any, tensor: Tensor, dst: int) -> tuple[Sending, int]:
-        sending = self._sending.setdefault(dst, _RehearsedSending())
-        return sending, sending.add(work, tensor)
+    def _new_sending(self) -> Sending:
+        return _RehearsedSending()
 
 
 class _RehearsedOp(LocalOp):

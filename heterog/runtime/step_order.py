@@ -47,12 +47,11 @@ class StepOrder(NamedTuple):
 
     def for_rank(self, part: RankProgram) -> "StepOrder":
         """What a rank takes part in."""
-
-        def mine(task: int) -> bool:
-            return task < 0 or part.takes_part(task)
-
-        turns = [turn for turn in self.turns if mine(turn.task)]
-        return StepOrder(turns, [task for task in self.end if mine(task)])
+        is_mine = part.takes_part
+        return StepOrder(
+            [turn for turn in self.turns if turn.task < 0 or is_mine(turn.task)],
+            [task for task in self.end if task < 0 or is_mine(task)],
+        )
 
 
 def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> StepOrder:
@@ -69,10 +68,9 @@ def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> 
     that the plan updates between ops stay where they are, because it counts on the memory of their
     gradients from then on.
     """
-    program = part.program
     # Label counts need nothing: first on every rank, so that the loss finds them there.
     tasks = sorted((int(task) for task in task_order), key=lambda task: not part.is_early(task))
-    kinds = {task: TaskKind(program.kind[task]) for task in tasks}
+    kinds = part.kinds
     if part.strategy.step_barrier:
         order = tasks
         if clips:
@@ -101,7 +99,7 @@ def _updates_between_ops(part: RankProgram, tasks: Sequence[int]) -> set[int]:
     found: set[int] = set()
     goes_on: set[int] = set()  # devices
     for task in reversed(tasks):
-        kind, device = program.kind[task], int(program.device[task])
+        kind, device = part.kinds[task], int(program.device[task])
         if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
             goes_on.add(device)
         elif kind == TaskKind.UPDATE and device in goes_on:
@@ -112,12 +110,12 @@ def _updates_between_ops(part: RankProgram, tasks: Sequence[int]) -> set[int]:
 
 def _with_loss(part: RankProgram, tasks: Sequence[int]) -> list[int]:
     """Sum up the loss as soon as all its parts are there."""
-    op = part.loss_op()
+    op, compute = part.loss_op(), TaskKind.COMPUTE
     parts = [
         position
         for position, task in enumerate(tasks)
         if task >= 0
-        and part.program.kind[task] == TaskKind.COMPUTE
+        and part.kinds[task] is compute
         and part.tables.op_id[part.program.subject[task]] == op
     ]
     after = parts[-1] + 1
@@ -132,7 +130,7 @@ def _makers(part: RankProgram, end: Sequence[int]) -> dict[tuple[int, int], int]
         if task < 0 or not part.ends_update(task):
             continue
         subject = int(program.subject[task])
-        if program.kind[task] == TaskKind.GATHER_PARAMETERS:
+        if part.kinds[task] == TaskKind.GATHER_PARAMETERS:
             bucket = part.sliced[subject]
             makes |= {(row, device): task for row in bucket.rows for device in bucket.devices}
         else:  # a slice is followed by its gather
@@ -164,13 +162,13 @@ def _interleaved(part: RankProgram, begun: Sequence[int], end: Sequence[int]) ->
         turns.append(Turn(task, of_step_before=True))
 
     for task in begun:
-        if task >= 0 and program.kind[task] == TaskKind.GATHER_PARAMETERS:
+        if task >= 0 and part.kinds[task] == TaskKind.GATHER_PARAMETERS:
             bucket = part.sliced[int(program.subject[task])]
             for row in bucket.rows:
                 for device in bucket.devices:
                     if (row, device) in makes:
                         finish(makes[row, device])
-        if task >= 0 and program.kind[task] == TaskKind.COMPUTE:
+        if task >= 0 and part.kinds[task] == TaskKind.COMPUTE:
             row, device = program.subject[task], int(program.device[task])
             span = slice(tables.parameter_read_start[row], tables.parameter_read_start[row + 1])
             for parameter in tables.parameter_read[span]:
