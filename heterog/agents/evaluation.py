@@ -101,6 +101,7 @@ def evaluate_policy(
         rows=tuple(rows),
         lower_bound_s=lower_bound_s(graph, cluster, evaluator.cost_model).seconds,
         seed=seed,
+        cost_model=evaluator.cost_model,
     )
 
 

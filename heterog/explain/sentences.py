@@ -95,6 +95,8 @@ def recommendation(facts: "Explanation") -> str:
             words += " Or plan again with a larger budget: a quick search on the same cluster "
             words += f"found a plan that fits and takes {format_seconds(found_s)}."
         return words
+    if facts.plan.step_time_s is None:
+        return "Plan again with other methods, or another batch: this plan does not run."
     if facts.plan.cluster.num_devices == 1:
         words = "Run this plan."
     elif quality.suffices:

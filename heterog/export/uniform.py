@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 
 from heterog.export.folder import ExportError
-from heterog.graph.batch_plan import batch_plan
+from heterog.graph.batch_plan import batch_plan, reads_across_samples
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import Phase
 from heterog.planners.plan import Plan
 from heterog.strategy.lowering import micro_shares
 from heterog.strategy.strategy import Decision, Sync
@@ -118,15 +117,14 @@ def _refuse_whole_batch_ops(plan: Plan, target: str) -> None:
     strategy, graph = plan.strategy, plan.graph
     if len(_samples(strategy.decisions[0])) == strategy.num_micro_batches == 1:
         return
-    batch = batch_plan(graph)
-    for index, op in enumerate(graph.ops):
-        for tensor, needed in zip(op.inputs, batch.needed[index], strict=True):
-            if needed.kind == "R" and batch.placements[tensor].kind == "S":
-                raise ExportError(
-                    f"op {op.kind} in module '{op.module or '(root)'}' needs the whole batch, but "
-                    f"{target} runs it on the samples of one rank and micro-batch. Export with "
-                    "--to torchrun."
-                )
+    for index, tensor in reads_across_samples(graph):
+        if batch_plan(graph).placements[tensor].kind == "S":
+            op = graph.ops[index]
+            raise ExportError(
+                f"op {op.kind} in module '{op.module or '(root)'}' needs the whole batch, but "
+                f"{target} runs it on the samples of one rank and micro-batch. Export with "
+                "--to torchrun."
+            )
 
 
 def _global_values(plan: Plan) -> list[str]:
@@ -134,22 +132,20 @@ def _global_values(plan: Plan) -> list[str]:
     graph = plan.graph
     batch = batch_plan(graph)
     remarks: dict[str, None] = {}
-    for index, op in enumerate(graph.ops):
-        if op.phase == Phase.UPDATE:
+    for index, tensor in reads_across_samples(graph):
+        if batch.placements[tensor].kind != "P":
             continue
-        for tensor, needed in zip(op.inputs, batch.needed[index], strict=True):
-            if needed.kind != "R" or batch.placements[tensor].kind != "P":
-                continue
-            where = f"in module '{op.module or '(root)'}'"
-            if op.kind.startswith("nll_loss"):
-                remarks[
-                    f"The mean over counted labels {where}: let loss_weight() in user.py return "
-                    "their number if some are ignored (-100)."
-                ] = None
-            else:
-                remarks[
-                    f"A sum over the whole batch that {op.kind} {where} reads: each rank has only "
-                    "its own. The numbers stay exact only if it is the denominator of the loss, "
-                    "returned by loss_weight() in user.py."
-                ] = None
+        op = graph.ops[index]
+        where = f"in module '{op.module or '(root)'}'"
+        if op.kind.startswith("nll_loss"):
+            remarks[
+                f"The mean over counted labels {where}: let loss_weight() in user.py return "
+                "their number if some are ignored (-100)."
+            ] = None
+        else:
+            remarks[
+                f"A sum over the whole batch that {op.kind} {where} reads: each rank has only "
+                "its own. The numbers stay exact only if it is the denominator of the loss, "
+                "returned by loss_weight() in user.py."
+            ] = None
     return list(remarks)

@@ -6,7 +6,7 @@ makes a conversion (a slice is free, S to R is a gather, P to R an all-reduce). 
 no special treatment: a weight gradient comes out as P, a sum over the devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -171,12 +171,28 @@ def ops_of_the_whole_batch(graph: OpGraph) -> list[int]:
         steps_buffer = op.kind == "copy_.default" and not graph.is_constant[index]
         if steps_buffer and L not in plan.needed[index]:
             found.append(index)
+    found += [
+        index
+        for index, tensor in reads_across_samples(graph)
+        if not _counts_labels(graph, plan, tensor)
+    ]
+    return sorted(set(found))
+
+
+def reads_across_samples(graph: OpGraph) -> Iterator[tuple[int, int]]:
+    """(op, tensor) wherever an op reads more of a tensor than its own samples gave.
+
+    The tensor is split along the batch and needed whole (a sum over earlier samples, say), or a
+    partial sum of which the op needs the total.
+    """
+    plan = batch_plan(graph)
+    for index, op in enumerate(graph.ops):
+        if op.phase == Phase.UPDATE:
+            continue
         for tensor, needed in zip(op.inputs, plan.needed[index], strict=True):
             given = plan.placements[tensor]
-            if given.kind in "SP" and given != needed and not _counts_labels(graph, plan, tensor):
-                found.append(index)
-                break
-    return sorted(set(found))
+            if given.kind in "SP" and given != needed:
+                yield index, tensor
 
 
 def _counts_labels(graph: OpGraph, plan: BatchPlan, tensor: int) -> bool:

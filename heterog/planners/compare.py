@@ -70,6 +70,7 @@ class Comparison:
         lower_bound_s: no strategy can be faster.
         seed: as given.
         picked_from: for ``auto``, the method whose row it took.
+        cost_model: that the rows were simulated with; ``None`` for the default.
     """
 
     graph: OpGraph
@@ -78,6 +79,7 @@ class Comparison:
     lower_bound_s: float
     seed: int
     picked_from: str = ""
+    cost_model: CostModel | None = None
 
     def rehearsed(self, rehearse: Rehearse, stop: Stop | None = None) -> "Comparison":
         """The same with every strategy played through on shapes; see ``portfolio.rehearsed``.
@@ -87,7 +89,7 @@ class Comparison:
             stop: leaves out what has not been played through by then.
         """
         own = [row for row in self.rows if row.method != AUTO]
-        evaluator = Evaluator(self.graph, self.cluster)
+        evaluator = Evaluator(self.graph, self.cluster, self.cost_model)
         spending = Spending(Budget(evaluations=_NO_LIMIT), evaluator, stop=stop)
         rows = rehearsed(IssuedSteps(evaluator), own, rehearse, every=True, spending=spending)
         auto = [row for row in self.rows if row.method == AUTO]
@@ -180,4 +182,5 @@ def compare_methods(
         lower_bound_s=bound,
         seed=seed,
         picked_from=picked_from,
+        cost_model=cost_model,
     )

@@ -6,8 +6,7 @@ machines, or single devices; the cut that balances the stages is found by dynami
 every sequence of stages, then its boundaries are moved by simulation.
 """
 
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, permutations
 
@@ -15,17 +14,12 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray
-from heterog.planners.data_parallel import device_speeds
+from heterog.planners.enumeration import Enumeration
 from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
-from heterog.planners.planner import Candidate, PlanResult, Task, register
+from heterog.planners.planner import PlanResult, Task, register
 from heterog.planners.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import UNROLLED_STEPS
 from heterog.strategy.program import IntArray
-from heterog.strategy.space import StrategySpace
-
-NUM_RETURNED = 6
-"""Strategies handed to the referee."""
 
 _FIRST_MICRO = (4, 8)  # tried for every sequence of stages
 _ALL_MICRO = (1, 2, 4, 8, 16, 32)
@@ -45,7 +39,10 @@ class Pipeline:
 
     def plan(self, task: Task) -> PlanResult:
         """Enumerate, then refine the best until nothing improves or the budget is over."""
-        return _Enumeration(task).run()
+        groups = task.evaluator.tables.num_groups
+        return _Enumeration(task).run(
+            reason=f"every stage needs a group of layers, and the model has {groups} of them"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,33 +110,15 @@ def _compositions(count: int) -> Iterator[tuple[int, ...]]:
         yield tuple(dict.fromkeys(round(count * part / parts) for part in range(1, parts)))
 
 
-class _Enumeration:
+class _Enumeration(Enumeration[_Point]):
     def __init__(self, task: Task) -> None:
-        evaluator = task.evaluator
-        self.task = task
-        self.spending = task.spend()
-        self.num_groups = evaluator.tables.num_groups
-        self.num_steps = 1 if task.step_barrier else UNROLLED_STEPS
-        self.speeds = device_speeds(evaluator)
-        self.space = StrategySpace(
-            evaluator.graph, evaluator.cluster, evaluator.tables, evaluator.channels, self.speeds
-        )
-        self.parameters = parameter_bytes(evaluator)
-        self.activations = activation_bytes(evaluator)
+        super().__init__(task)
+        self.parameters = parameter_bytes(task.evaluator)
+        self.activations = activation_bytes(task.evaluator)
         self.seconds: dict[tuple[int, int], FloatArray] = {}
-        self.cost: dict[_Point, tuple[float, float]] = {}
 
-    def run(self) -> PlanResult:
-        begin = time.perf_counter()
-        with self.spending.limits():
-            self._search()
-        return PlanResult(
-            candidates=tuple(self._candidate(point) for point in self._best(NUM_RETURNED)),
-            num_evaluations=self.spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
-        )
-
-    def _search(self) -> None:
+    def search(self) -> None:
+        """Balanced cuts of all sequences, other settings of the best, then cuts beside those."""
         order = self.task.orders[min(1, len(self.task.orders) - 1)]
         sequences = [
             stages
@@ -147,26 +126,27 @@ class _Enumeration:
             if len(stages) <= self.num_groups
         ]
         most = self.task.evaluator.graph.batch_size
-        self._try(
+        # A batch of a few samples is cut into as many micro-batches as it has.
+        first_micro = [count for count in _FIRST_MICRO if count <= most] or [most]
+        self.try_points(
             point
-            for num_micro in _FIRST_MICRO
+            for num_micro in first_micro
             for stages in sequences
-            if num_micro <= most
             for point in self._balanced(stages, num_micro, order)
         )
-        self._try(
+        self.try_points(
             point
-            for start in self._best(_NUM_WIDENED)
+            for start in self.best(_NUM_WIDENED)
             for num_micro in _ALL_MICRO
             if num_micro <= most
             for point in self._balanced(start.stages, num_micro, order)
         )
-        self._try(
+        self.try_points(
             replace(start, order=other)
-            for start in self._best(_NUM_WIDENED)
+            for start in self.best(_NUM_WIDENED)
             for other in self.task.orders
         )
-        for start in self._best(_NUM_REFINED):
+        for start in self.best(_NUM_REFINED):
             self._refine(start)
 
     def _balanced(self, stages: Stages, num_micro: int, order: Order) -> Iterator[_Point]:
@@ -212,7 +192,7 @@ class _Enumeration:
         """Move boundaries for as long as that helps."""
         best = start
         while True:
-            self._try(
+            self.try_points(
                 replace(best, cuts=(*best.cuts[:i], cut + step, *best.cuts[i + 1 :]))
                 for i, cut in enumerate(best.cuts)
                 for step in (-2, -1, 1, 2)
@@ -225,21 +205,13 @@ class _Enumeration:
                 return
             best = again
 
-    def _try(self, points: Iterable[_Point]) -> None:
-        for point in points:
-            if self.cost and self.spending.is_over:
-                return
-            bounds = (0, *point.cuts, self.num_groups)
-            if point in self.cost or min(np.diff(bounds)) < 1:
-                continue
-            choice = self.space.encode(
-                self._row(point), bucket_bytes=0, num_steps=self.num_steps,
-                micro_batches=self.space.micro_batches(point.num_micro),
-            )  # fmt: skip
-            evaluation = self.task.evaluator.evaluate_choice(choice, point.order)
-            self.cost[point] = evaluation.preference
+    def is_possible(self, point: _Point) -> bool:
+        """Every stage keeps a group."""
+        bounds = (0, *point.cuts, self.num_groups)
+        return all(first < last for first, last in pairwise(bounds))
 
-    def _row(self, point: _Point) -> IntArray:
+    def row(self, point: _Point) -> IntArray:
+        """See ``Enumeration``."""
         row = np.empty(self.num_groups, np.int32)
         bounds = (0, *point.cuts, self.num_groups)
         for devices, first, last in zip(point.stages, bounds[:-1], bounds[1:], strict=True):
@@ -248,20 +220,13 @@ class _Enumeration:
             )
         return row
 
-    def _best(self, count: int) -> list[_Point]:
-        best = sorted(self.cost, key=self.cost.__getitem__)[:count]
-        if best:
-            self.task.report(self.spending.fraction, self.cost[best[0]][1])
-        return best
+    def order(self, point: _Point) -> Order:
+        """See ``Enumeration``."""
+        return point.order
 
-    def _candidate(self, point: _Point) -> Candidate:
-        strategy = self.space.decode(
-            self._row(point),
-            bucket_bytes=0,
-            step_barrier=self.task.step_barrier,
-            micro_batches=self.space.micro_batches(point.num_micro),
-        )
-        return Candidate(strategy=strategy, orders=(point.order,))
+    def micro_batches(self, point: _Point) -> tuple[tuple[int, ...], ...]:
+        """See ``Enumeration``."""
+        return self.space.micro_batches(point.num_micro)
 
 
 register(Pipeline())

@@ -67,7 +67,7 @@ def answer(
 def _texts(explanation: Explanation, room: int, most: Mapping[str, int]) -> list[Part]:
     """What every answer says, in lines."""
     texts = {
-        "do": [what_to_do(explanation)],
+        "do": [explanation.recommendation],
         "gain": [_gain(explanation, with_range=True), _gain(explanation, with_range=False)],
         "memory": [_memory(explanation)],
         "limits": [_limits(explanation, number) for number in (3, 2, 1, 0)],
@@ -75,13 +75,6 @@ def _texts(explanation: Explanation, room: int, most: Mapping[str, int]) -> list
     return [
         (label, _first_that_fits(wordings, room, most[label])) for label, wordings in texts.items()
     ]
-
-
-def what_to_do(explanation: Explanation) -> str:
-    """The recommendation; for a plan that fits but does not run there is only one."""
-    if explanation.plan.step_time_s is None and explanation.fit.is_ok:
-        return "Plan again with other methods, or another batch: this plan does not run."
-    return explanation.recommendation
 
 
 def _first_that_fits(wordings: Sequence[str], room: int, most: int) -> list[str]:

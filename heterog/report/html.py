@@ -19,7 +19,6 @@ from heterog.files import write_atomically
 from heterog.planners.plan import Plan
 from heterog.planners.planner import MethodRow
 from heterog.planners.stability import TUNED_UNIFORM, Gain, best_data_parallel
-from heterog.report.answer import what_to_do
 from heterog.report.facts import (
     changes_section,
     comparison_table,
@@ -134,7 +133,7 @@ def fill_page(template: str, slots: Mapping[str, str]) -> str:
 def facts_html(explanation: Explanation) -> str:
     """What the page says before the timeline: what to do, where, and what limits it."""
     plan = explanation.plan
-    lead = f'<p class="lead">{escape(what_to_do(explanation))}</p>'
+    lead = f'<p class="lead">{escape(explanation.recommendation)}</p>'
     where = section(
         "where",
         "What runs where",

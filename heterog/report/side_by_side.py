@@ -10,7 +10,6 @@ from heterog.explain.explanation import Explanation, explain
 from heterog.files import write_atomically
 from heterog.planners.plan import Plan
 from heterog.planners.stability import TUNED_UNIFORM
-from heterog.report.answer import what_to_do
 from heterog.report.facts import limits_bar, ranges_table
 from heterog.report.html import fill_page, notes_html, outdated, page_style
 from heterog.report.lanes import CATEGORIES
@@ -160,7 +159,7 @@ def _column(name: str, found: Explanation, end_s: float) -> str:
     return (
         f'<section aria-label="{escape(name, quote=True)}">'
         f"<h2>{escape(name)}</h2>"
-        f'<p class="lead">{escape(what_to_do(found))}</p>'
+        f'<p class="lead">{escape(found.recommendation)}</p>'
         f"{stages_picture(found)}{cluster_picture(found)}"
         f"<h3>Compute of each device, {format_seconds(timeline.seconds)} of "
         f"{format_seconds(end_s)}</h3>{small_timeline(timeline, end_s)}"

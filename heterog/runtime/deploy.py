@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture_step
-from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.graph.op_graph import TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
@@ -24,7 +24,7 @@ from heterog.runtime.model_part import ModelPart
 from heterog.runtime.placed import join
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import TaskTimes, gather_task_times
-from heterog.runtime.resized import Signature, by_name, resize, signature
+from heterog.runtime.resized import Signature, by_name, planned_signature, resize, signature
 from heterog.runtime.slices import SlicedBucket
 from heterog.runtime.step_order import step_order
 from heterog.strategy.lowering import lower
@@ -98,7 +98,7 @@ class DeployedStep:
         self._seed = seed
         self._program = program
         self._communicator = Communicator(self.rank, ())
-        self._planned = _planned_signature(graph)
+        self._planned = planned_signature(graph)
         self._executor = self._make_executor(
             self.captured, plan.strategy, program, plan.task_order, plan.sent_before
         )
@@ -381,12 +381,6 @@ def deploy(
             op of the model cannot be executed on a part of the batch; the norm is not above 0.
     """
     return DeployedStep(workload, plan, max_grad_norm=max_grad_norm, seed=seed)
-
-
-def _planned_signature(graph: OpGraph) -> Signature:
-    """The signature of batches that a step was planned for."""
-    tensors = [graph.tensors[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH)]
-    return tuple(sorted((each.name, each.shape, f"torch.{each.dtype}") for each in tensors))
 
 
 def _abandon(executors: Mapping[Signature, StepExecutor]) -> None:

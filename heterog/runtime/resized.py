@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.capture import CapturedStep, capture_step
-from heterog.graph.op_graph import OpGraph, same_ops
+from heterog.graph.op_graph import OpGraph, TensorKind, same_ops
 from heterog.graph.workload import Workload, named_leaves
 from heterog.planners.plan import Plan
 from heterog.runtime.rehearsal import rehearse
@@ -25,6 +25,12 @@ def signature(batch: Any) -> Signature:
     """What tells batches apart that need programs of their own."""
     leaves = named_leaves(batch)
     return tuple(sorted((name, tuple(value.shape), str(value.dtype)) for _, name, value in leaves))
+
+
+def planned_signature(graph: OpGraph) -> Signature:
+    """The signature of batches that a step was planned for."""
+    tensors = [graph.tensors[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH)]
+    return tuple(sorted((each.name, each.shape, f"torch.{each.dtype}") for each in tensors))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

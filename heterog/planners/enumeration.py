@@ -1,0 +1,118 @@
+"""Points of a small space, tried one by one until all are seen or the budget is over."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
+
+from heterog.planners.data_parallel import device_speeds
+from heterog.planners.planner import Candidate, PlanResult, Task
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import UNROLLED_STEPS
+from heterog.strategy.program import IntArray
+from heterog.strategy.space import StrategySpace
+
+NUM_RETURNED = 6
+"""Strategies handed to the referee."""
+
+Point = TypeVar("Point", bound=Hashable)
+
+
+class Enumeration(ABC, Generic[Point]):
+    """What enumerations share: each point is simulated once, the best are handed over.
+
+    A subclass says what a point means (``row`` and the methods after it) and in ``search`` which
+    ones are tried.
+
+    Args:
+        task: what the planner is asked.
+
+    Attributes:
+        task: as given.
+        spending: what of the budget is spent.
+        num_groups: groups that share a decision.
+        num_steps: training steps that are simulated.
+        speeds: of the devices.
+        space: knows the decisions that rows refer to.
+        cost: preference of every point that was tried; the least is the best.
+    """
+
+    def __init__(self, task: Task) -> None:
+        evaluator = task.evaluator
+        self.task = task
+        self.spending = task.spend()
+        self.num_groups = evaluator.tables.num_groups
+        self.num_steps = 1 if task.step_barrier else UNROLLED_STEPS
+        self.speeds = device_speeds(evaluator)
+        self.space = StrategySpace(
+            evaluator.graph, evaluator.cluster, evaluator.tables, evaluator.channels, self.speeds
+        )
+        self.cost: dict[Point, tuple[float, float]] = {}
+
+    @abstractmethod
+    def search(self) -> None:
+        """Try points; ends early by an exception of the budget's limits."""
+
+    @abstractmethod
+    def row(self, point: Point) -> IntArray:
+        """The decision of every group.  # [num_groups]"""
+
+    @abstractmethod
+    def order(self, point: Point) -> Order:
+        """The order that a point is simulated in."""
+
+    def bucket_bytes(self, point: Point) -> int:
+        """Bytes of a bucket of gradients; 0 for one bucket per parameter."""
+        return 0
+
+    def micro_batches(self, point: Point) -> tuple[tuple[int, ...], ...]:
+        """Micro-batches of each device; none for whole batches."""
+        return ()
+
+    def is_possible(self, point: Point) -> bool:
+        """Whether a point means a strategy; the others are passed over."""
+        return True
+
+    def run(self, *, reason: str = "") -> PlanResult:
+        """Search; ``reason`` is given where there was no point to try."""
+        begin = time.perf_counter()
+        with self.spending.limits():
+            self.search()
+        return PlanResult(
+            candidates=tuple(self._candidate(point) for point in self.best(NUM_RETURNED)),
+            num_evaluations=self.spending.evaluations,
+            search_seconds=time.perf_counter() - begin,
+            reason="" if self.cost else reason,
+        )
+
+    def try_points(self, points: Iterable[Point]) -> None:
+        """Simulate those that are new, at least one, while the budget lasts."""
+        for point in points:
+            if self.cost and self.spending.is_over:
+                return
+            if point in self.cost or not self.is_possible(point):
+                continue
+            choice = self.space.encode(
+                self.row(point),
+                bucket_bytes=self.bucket_bytes(point),
+                num_steps=self.num_steps,
+                micro_batches=self.micro_batches(point),
+            )
+            evaluation = self.task.evaluator.evaluate_choice(choice, self.order(point))
+            self.cost[point] = evaluation.preference
+
+    def best(self, count: int) -> list[Point]:
+        """The best points so far, best first; reports the best one."""
+        found = sorted(self.cost, key=self.cost.__getitem__)[:count]
+        if found:
+            self.task.report(self.spending.fraction, self.cost[found[0]][1])
+        return found
+
+    def _candidate(self, point: Point) -> Candidate:
+        strategy = self.space.decode(
+            self.row(point),
+            bucket_bytes=self.bucket_bytes(point),
+            step_barrier=self.task.step_barrier,
+            micro_batches=self.micro_batches(point),
+        )
+        return Candidate(strategy=strategy, orders=(self.order(point),))
