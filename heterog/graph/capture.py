@@ -211,7 +211,7 @@ def _clear_errors(workload: Workload, modules: "_OpenModules | None") -> Iterato
         if isinstance(error, _DATA_DEPENDENT):
             raise CaptureError(
                 f"workload '{workload.name}': {module} depends on tensor values at {where}. "
-                f"A plan needs static shapes: {_way_out(frame)}"
+                f"A plan needs static shapes: {_way_out(error, frame)}"
             ) from error
         message = str(error).strip().splitlines()
         raise CaptureError(
@@ -241,8 +241,21 @@ _WAYS_OUT = (
 """What to do instead, by the library whose line cannot be captured; first match."""
 
 
-def _way_out(frame: traceback.FrameSummary | None) -> str:
+_WAYS_OUT_OF_OP = {
+    "aten::_ctc_loss": (
+        "CTC keeps a table that is as wide as the longest target, which torch reads from the "
+        "values of target_lengths. Write its recursion over time with torch.logsumexp, on targets "
+        "padded to one width, or train with another loss."
+    ),
+}
+"""What to do instead of an op whose result has a shape that depends on values."""
+
+
+def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
     """Advice for code whose shapes depend on values."""
+    op = getattr(error, "func", None)
+    if isinstance(op, torch._ops.OpOverload) and op._schema.name in _WAYS_OUT_OF_OP:
+        return _WAYS_OUT_OF_OP[op._schema.name]
     path = frame.filename.replace("\\", "/") if frame else ""
     for folder, advice in _WAYS_OUT:
         if folder in path:

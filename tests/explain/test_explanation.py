@@ -107,6 +107,18 @@ def test_a_quick_search_that_finds_better_is_told() -> None:
     assert "quick search" in explanation.recommendation
 
 
+def test_a_plan_that_does_not_run_is_not_recommended() -> None:
+    graph = linear_chain(("a", "b"), batch_size=64)
+    cluster = cluster_of((FAST, ["T4"]), (FAST, ["T4"]))
+    plan = make_plan(
+        graph, cluster, methods=("ddp",), budget="5e", rehearse=lambda *_: "rank 0 is alone"
+    )
+    explanation = explain(plan, changes=False)
+    assert explanation.fit.is_ok
+    assert explanation.recommendation.endswith("this plan does not run.")
+    assert explanation.to_dict()["recommendation"] == explanation.recommendation
+
+
 def test_machines_left_out_and_what_they_would_cost() -> None:
     graph = linear_chain(("a", "b"), batch_size=64)
     cluster = cluster_of((FAST, ["V100-16GB"]), (SLOW, ["T4"]))

@@ -280,7 +280,7 @@ def test_code_that_depends_on_values_is_refused_with_module_line_and_advice() ->
 )
 def test_advice_belongs_to_the_library_whose_line_it_is(path: str, text: str) -> None:
     frame = traceback.FrameSummary(path, 1, "forward", line="x = x[mask]")
-    assert re.search(text, _way_out(frame))
+    assert re.search(text, _way_out(ValueError(), frame))
 
 
 class Looked(nn.Module):
@@ -413,6 +413,31 @@ def test_grouped_products_are_captured_in_every_dtype_of_the_cpu(dtype: torch.dt
     products = [op for op in graph.ops if op.kind == "_grouped_mm.default"]
     # Forward and gradient of the matrices: every row meets one matrix of 4 x 8.
     assert [op.flops for op in products] == [2 * 8 * 4 * 8] * 2
+
+
+class Speech(nn.Module):
+    """Scores of letters over time, and how well they tell a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 6)
+
+    def forward(self, sound: Tensor, text: Tensor) -> Tensor:
+        likely = self.head(sound).log_softmax(-1).transpose(0, 1)
+        lengths: Any = [(length,) * len(sound) for length in (12, 3)]
+        return nn.functional.ctc_loss(likely, text, *lengths)
+
+
+def test_ctc_says_what_depends_on_values() -> None:
+    workload = Workload(
+        Speech,
+        (torch.randn(4, 12, 4), torch.ones(4, 3, dtype=torch.long)),
+        None,
+        torch.optim.SGD,
+        {"lr": 0.1},
+    )
+    with pytest.raises(CaptureError, match=r"as wide as the longest target.*target_lengths"):
+        capture(workload)
 
 
 def test_a_failing_model_names_its_line() -> None:

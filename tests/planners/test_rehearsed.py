@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -11,11 +12,14 @@ from heterog.graph.capture import capture_step
 from heterog.planners.compare import compare_methods
 from heterog.planners.issue_order import IssuedStep
 from heterog.planners.plan import make_plan
-from heterog.planners.planner import Budget, planners
-from heterog.planners.portfolio import AUTO
+from heterog.planners.planner import Budget, Task, planner_by_name, planners
+from heterog.planners.portfolio import AUTO, run_method
 from heterog.runtime.rehearsal import rehearsal_of
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.roofline import Roofline
 from heterog.strategy.strategy import Strategy
 from tests.runtime.cases import batch_of, workload_of
+from tests.simulator.builders import linear_chain
 
 CLUSTER = Cluster.load("paper_8gpu")
 BASELINES = ("ev_ar", "ddp", "model_parallel")
@@ -83,3 +87,32 @@ def test_a_batch_smaller_than_the_number_of_devices(batch: int) -> None:
     assert found.rows[-1].outcome == "ok"
     for row in found.rows:
         assert row.outcome in ("ok", "not_applicable"), (row.method, row.shortage)
+
+
+def test_compare_rehearses_with_the_cost_model_that_it_simulated_with() -> None:
+    captured = capture_step(workload_of("mlp"))
+    cost_model = Roofline()
+    found = compare_methods(
+        captured.graph, CLUSTER, ["ddp"], budget=Budget(evaluations=1), cost_model=cost_model
+    )
+    with mock.patch("heterog.planners.compare.Evaluator", wraps=Evaluator) as made:
+        found.rehearsed(rehearsal_of(captured))
+    made.assert_called_once_with(captured.graph, CLUSTER, cost_model)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_pipeline_of_a_tiny_batch(batch: int) -> None:
+    task = Task(
+        evaluator=Evaluator(linear_chain(("a", "b", "c"), batch_size=batch), CLUSTER),
+        budget=Budget(evaluations=20),
+    )
+    found = planner_by_name("pipeline").plan(task)
+    assert found.candidates
+    assert all(c.strategy.num_micro_batches <= batch for c in found.candidates)
+
+
+def test_a_pipeline_of_a_model_in_one_piece_says_why_it_does_not_apply() -> None:
+    task = Task(evaluator=Evaluator(linear_chain(("a",)), CLUSTER), budget=Budget(evaluations=5))
+    row = run_method(planner_by_name("pipeline"), task)
+    assert row.outcome == "not_applicable"
+    assert "every stage needs a group of layers, and the model has 1" in row.shortage
