@@ -117,7 +117,8 @@ def plan(
     with progress_line(as_json) as progress:
         progress("capture", 0.0, float("inf"))
         graph, rehearse = load_model(model, batch_size)
-    evaluator, promise = Evaluator(graph, target), Promise(parsed, is_explained=True)
+    evaluator = Evaluator(graph, target)
+    promise = Promise(parsed, is_explained=True, with_changes=not no_changes)
     with settled(), stop_when_interrupted() as stop, progress_line(as_json) as progress:
         found = make_plan(
             graph,

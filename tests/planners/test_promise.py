@@ -55,6 +55,20 @@ def test_what_follows_is_kept_back_as_long_as_the_order_of_the_best_says() -> No
         assert again_s == pytest.approx(left_s), "the order is made once"
 
 
+def test_time_is_kept_for_what_buying_would_save_if_it_suffices_for_one_thing() -> None:
+    evaluator, clock = clocked(0.01)
+    found = best_of(evaluator)
+    left = []
+    for budget_s in (2.0, 4.0):
+        for with_changes in (False, True):
+            budget = Budget(seconds=budget_s)
+            promise = Promise(budget, is_explained=True, with_changes=with_changes, clock=clock)
+            promise.follow(IssuedSteps(evaluator, clock), is_rehearsed=True)
+            left.append(promise.search_s([found]))
+    assert left[0] == pytest.approx(left[1])  # 0.16 s are less than 30 times 0.01 s
+    assert left[3] == pytest.approx(left[2] - 0.32)
+
+
 def test_searches_keep_a_part_however_long_the_rest_takes() -> None:
     evaluator, clock = clocked(1.0)
     promise = Promise(Budget(seconds=10.0), is_explained=True, clock=clock)
