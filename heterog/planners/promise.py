@@ -6,9 +6,9 @@ noise, explained and written. How long that takes follows from the size of its p
 measured: the order of the best strategy so far is made while the search goes on (once: it is the
 plan's if that strategy wins), and the rest takes multiples of that.
 
-The multiples are those of vgg19, bert_base, bert_large_24l and resnet200 on eight devices, under
-data parallelism, parameter servers and pipelines: a rehearsal took 10 to 21 times as long as the
-order, an explanation 3 to 4 times, noise half to twice.
+The multiples were measured under data parallelism, parameter servers and pipelines on eight devices:
+a rehearsal takes 11 to 16 times as long as the order (bert_base), an explanation 3 to 4 times, noise
+half to twice (also vgg19, bert_large_24l and resnet200).
 """
 
 import math
@@ -25,7 +25,7 @@ LATE = 0.1
 _LATEST = 0.17
 """The same for rehearsal and noise: better a little later than a plan that nobody has played
 through."""
-REHEARSAL = 20.0
+REHEARSAL = 15.0
 NOISE = 2.0
 EXPLANATION = 5.0
 """Seconds of each for a second of ordering; an explanation without what buying would save."""
