@@ -6,9 +6,9 @@ noise, explained and written. How long that takes follows from the size of its p
 measured: the order of the best strategy so far is made while the search goes on (once: it is the
 plan's if that strategy wins), and the rest takes multiples of that.
 
-The multiples were measured under data parallelism, parameter servers and pipelines on eight devices:
-a rehearsal takes 11 to 16 times as long as the order (bert_base), an explanation 3 to 4 times, noise
-half to twice (also vgg19, bert_large_24l and resnet200).
+The multiples were measured under data parallelism, parameter servers and pipelines on eight
+devices: a rehearsal takes 11 to 16 times as long as the order (bert_base), an explanation 3 to 4
+times, noise half to twice (also vgg19, bert_large_24l and resnet200).
 """
 
 import math
