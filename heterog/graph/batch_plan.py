@@ -14,7 +14,7 @@ import numpy as np
 
 from heterog.errors import GraphError
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase, TensorKind
-from heterog.graph.placement import L, P, Placement, R, S
+from heterog.graph.placement import L, OpCall, P, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, Special, propagate
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES, MEAN, NO_REDUCTION
 
@@ -103,7 +103,7 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
         if op.phase == Phase.UPDATE:
             # The gradient is synchronised before the update sees it; the lowering decides how.
             needed.append(given)
-            placements.append(R)
+            placements.extend(R for _ in range(op.num_outputs))
             specials.append(None)
             continue
         if op.rule is not None:  # graphs made elsewhere say themselves how their ops split
@@ -112,7 +112,8 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
             placements.extend(outputs)
             specials.append(None)
             continue
-        result = _built_in(graph, index, given)
+        name = f"op {index} '{op.name or op.kind}'"
+        result = built_in_rule(graph.call(index), given, graph.batch_size, name)
         if op.kind in LABEL_COUNTING_LOSSES and not counts_known_labels(
             graph, index, _follows_batch(graph, specials)
         ):
@@ -234,20 +235,41 @@ def counts_known_labels(graph: OpGraph, op: int, follows_batch: Sequence[bool]) 
     return bool(graph.consumers[weight]) and all(follows_batch[tensor] for tensor in labels)
 
 
-def _built_in(graph: OpGraph, index: int, given: tuple[Placement, ...]) -> RuleResult | None:
-    """The built-in rule of an op; ``None`` if there is none for its kind.
+def built_in_rule(
+    call: OpCall, given: tuple[Placement, ...], batch_size: int, name: str
+) -> RuleResult | None:
+    """What the built-in rule of an op gives; ``None`` if there is none for its kind.
+
+    Args:
+        call: the op as rules see it. In an imported graph it may claim anything.
+        given: placements of its inputs.
+        batch_size: of the whole batch.
+        name: of the op, for messages.
 
     Raises:
-        GraphError: the op of an imported graph has other arguments than its kind has.
+        GraphError: the op has other arguments, inputs or outputs than its kind has. Without a
+            placement for each output, all tensors after it would have that of another one.
     """
     try:
-        return propagate(graph.call(index), given, graph.batch_size)
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
-        op = graph.ops[index]
+        found = propagate(call, given, batch_size)
+    except (
+        ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError
+    ) as error:  # fmt: skip
         raise GraphError(
-            f"the args of op {index} '{op.name or op.kind}' do not fit its built-in sharding rule "
+            f"the args of {name} do not fit its built-in sharding rule "
             f"({type(error).__name__}: {' '.join(str(error).split())})."
         ) from error
+    if found is None:
+        return None
+    claimed = len(call.inputs), len(call.outputs)
+    wanted = len(found.inputs), len(found.outputs)
+    if claimed != wanted:
+        raise GraphError(
+            f"{name} has {claimed[0]} inputs and {claimed[1]} outputs, but {call.kind} with these "
+            f"args has {wanted[0]} and {wanted[1]}; correct them, or give the op a rule of its "
+            "own."
+        )
+    return found
 
 
 def _split_at_birth(

@@ -94,7 +94,7 @@ from pydantic import Discriminator, Field, Strict, Tag, ValidationError
 
 from heterog.errors import GraphError, HeterogWarning, InputFileError
 from heterog.files import read_json, write_json
-from heterog.graph.batch_plan import batch_plan
+from heterog.graph.batch_plan import batch_plan, built_in_rule
 from heterog.graph.op_costs import VIEW_KINDS, bytes_read_and_written
 from heterog.graph.op_graph import (
     MAX_BATCH_SIZE,
@@ -106,7 +106,7 @@ from heterog.graph.op_graph import (
     topological_order,
 )
 from heterog.graph.placement import ITEM_BYTES, Arg, L, OpCall, P, Placement, R, S, TensorRef
-from heterog.graph.sharding_rules import RULES, propagate
+from heterog.graph.sharding_rules import RULES
 from heterog.names import shown
 from heterog.records import (
     Amount,
@@ -531,13 +531,9 @@ class _Reader:
                 return
 
     def _built_in_outputs(self, index: int, given: list[Placement]) -> tuple[Placement, ...]:
-        try:
-            found = propagate(self._call(index), tuple(given), self.spec.batch_size)
-        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
-            raise GraphError(
-                f"the args of {self._op(index)} do not fit its built-in sharding rule "
-                f"({type(error).__name__}: {error})."
-            ) from error
+        found = built_in_rule(
+            self._call(index), tuple(given), self.spec.batch_size, self._op(index)
+        )
         assert found is not None
         return found.outputs
 

@@ -352,3 +352,37 @@ def test_a_control_edge_orders_ops_on_different_devices() -> None:
         for op in (0, 1)
     )
     assert start[second] >= finish[first] + cluster.latency_s(0, 2)
+
+
+@pytest.mark.parametrize("in_file", ["by hand", "saved"])
+@pytest.mark.parametrize(
+    ("names", "args", "text"),
+    [
+        (["x", "x"], {"self": {"t": 0}, "mat2": {"t": 1}}, "op 0 'mm.default'"),
+        (["x"], {"self": {"t": 0}, "mat2": {"t": 0}}, "op 0 'mm.default'"),
+    ],
+)
+def test_an_op_with_other_outputs_than_its_kind_is_refused(
+    names: list[str], args: dict[str, Any], text: str, in_file: str
+) -> None:
+    """All tensors after it had the placement of another one: an IndexError, or a wrong plan."""
+    square = {"shape": [8, 8], "dtype": "float32"}
+    reader = {"kind": "f", "inputs": ["z"], "outputs": ["u"]}
+    how = (
+        {"batch_dims": [0]}
+        if in_file == "by hand"
+        else {"rule": {"inputs": ["R"], "outputs": ["R"]}}
+    )
+    record = one_op() | {
+        "loss": "u",
+        "tensors": [
+            {"name": "x", "kind": "batch"} | square,
+            *({"name": name} | square for name in "yzu"),
+        ],
+        "ops": [
+            {"kind": "mm.default", "inputs": names, "outputs": ["y", "z"], "args": args},
+            reader | how,
+        ],
+    }
+    with pytest.raises(InputFileError, match=text):
+        graph_from_dict(record, "file")
