@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import json
 import operator
-import os
 import secrets
 import sys
 from collections.abc import Iterator
@@ -19,9 +18,10 @@ from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.sources import PairSource
 from heterog.agents.training import Trainer, TrainingResult
 from heterog.cli import app, main
-from heterog.errors import HeterogError, UnknownNameError
+from heterog.errors import HeterogError
 from heterog.workers import HERE, Processes, Workers, open_workers
 from tests.envs.cases import language_graph, mixed_cluster
+from tests.jobs import die, refuse_name, who
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,6 @@ def test_results_come_in_order_and_not_all_jobs_need_to_run(workers: Workers) ->
         list(workers.map(refuse_name, "aple", [["apple"]]))
 
 
-def who(shared: int, job: int) -> tuple[int, int]:
-    return shared + job, os.getpid()
-
-
 @pytest.mark.distributed
 def test_a_process_serves_many_shared_values_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,14 +91,6 @@ def test_a_process_serves_many_shared_values_and_leaves_nothing(
         assert [first, *(value for value, _ in more)] == [1001, 1002]
         assert list(crew.map(who, 2000, [1])) == [(2001, process)]
     assert not list(tmp_path.iterdir())
-
-
-def refuse_name(name: str, known: list[str]) -> None:
-    raise UnknownNameError("fruit", name, known)
-
-
-def die(shared: object, job: int) -> None:
-    os._exit(job)
 
 
 @pytest.mark.distributed

@@ -1,0 +1,17 @@
+"""Jobs that tests hand to worker processes, which import this file and nothing heavy."""
+
+import os
+
+from heterog.errors import UnknownNameError
+
+
+def who(shared: int, job: int) -> tuple[int, int]:
+    return shared + job, os.getpid()
+
+
+def refuse_name(name: str, known: list[str]) -> None:
+    raise UnknownNameError("fruit", name, known)
+
+
+def die(shared: object, job: int) -> None:
+    os._exit(job)
