@@ -211,6 +211,7 @@ class _Merger:
             finished_start=_starts([len(entries) for entries in finished]),
             finished_parameter=_ints([row for entries in finished for row in entries]),
             op_is_backward=(self.phase[first_op] == int(Phase.BACKWARD)).astype(np.int32),
+            op_is_weights=np.zeros(num_ops, np.int32),  # merged rows make both kinds of gradients
             # Rows never recompute: what a block would run again is not worked out.
             op_recomputes=np.zeros(num_ops, np.int32),
             recompute_start=np.zeros(fine.num_groups + 1, np.int32),

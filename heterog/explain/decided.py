@@ -12,6 +12,7 @@ from heterog.explain.lowered import SAMPLES, SYNC_NAMES, WHOLE, Aggregation, Low
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.lowering import lower
+from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import Decision, Strategy
 
 __all__ = ["SYNC_NAMES", "Decided", "Range", "ranges_of", "what_was_decided"]
@@ -65,6 +66,7 @@ class Decided:
         step_barrier: whether a step ends with all updates.
         aggregations: all parameters by how their gradients are aggregated, or why they are not.
         micro_batch_sizes: samples of each micro-batch, on all devices together.
+        schedule: in what order devices work through the micro-batches.
     """
 
     num_groups: int
@@ -77,6 +79,7 @@ class Decided:
     step_barrier: bool
     aggregations: tuple[Aggregation, ...] = ()
     micro_batch_sizes: tuple[int, ...] = ()
+    schedule: PipelineSchedule = AS_IT_COMES
 
 
 def what_was_decided(strategy: Strategy, graph: OpGraph, cluster: Cluster) -> Decided:
@@ -95,6 +98,7 @@ def what_was_decided(strategy: Strategy, graph: OpGraph, cluster: Cluster) -> De
         step_barrier=strategy.step_barrier,
         aggregations=aggregations,
         micro_batch_sizes=lowered.micro_batch_sizes,
+        schedule=strategy.schedule,
     )
 
 

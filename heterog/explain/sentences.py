@@ -23,6 +23,7 @@ from heterog.explain.lowered import (
 from heterog.explain.what_if import Change
 from heterog.simulator.critical_path import Limit, Piece, Purpose, merge_blocks
 from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
+from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.strategy import split_in_proportion
 from heterog.units import format_bytes, format_seconds
 
@@ -209,8 +210,22 @@ def _micro_batches(decided: Decided, batch: int) -> str:
         about = f"{sizes[0]} to {sizes[-1]}"
     return (
         f"The batch of {batch} is cut into {decided.num_micro_batches} micro-batches of {about} "
-        "samples."
+        f"samples.{_schedule(decided.schedule)}"
     )
+
+
+def _schedule(schedule: PipelineSchedule) -> str:
+    """What is said about the order of micro-batches, with a space before each sentence."""
+    caps = sorted({cap for caps in schedule.in_flight for cap in caps if cap})
+    said = ""
+    if caps:
+        most = f"{caps[0]}" if len(caps) == 1 else f"{caps[0]} to {caps[-1]}"
+        said += f" A device holds at most {most} of them at a time, by its place in the pipeline."
+    if schedule.turns:
+        said += " Each device takes up their passes in an order of its own that the plan states."
+    if schedule.splits_backward:
+        said += " Gradients of weights are computed when a device would otherwise wait."
+    return said
 
 
 def _aggregation(decided: Decided, cluster: Cluster) -> list[str]:

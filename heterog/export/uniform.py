@@ -6,8 +6,7 @@ from heterog.export.folder import ExportError
 from heterog.graph.batch_plan import batch_plan, reads_across_samples
 from heterog.graph.grouping import group_ops
 from heterog.planners.plan import Plan
-from heterog.strategy.lowering import micro_shares
-from heterog.strategy.strategy import Decision, Sync
+from heterog.strategy.strategy import Decision, Sync, micro_shares
 
 _OTHER_COMMUNICATION = {
     Sync.PARAMETER_SERVER: "Parameter servers",

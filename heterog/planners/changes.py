@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from heterog.cluster.topology import Cluster
+from heterog.strategy.pipeline_schedule import PipelineSchedule, device_chunks
 from heterog.strategy.program import FloatArray
 from heterog.strategy.strategy import Decision, Strategy, Sync, split_in_proportion
 
@@ -15,7 +16,23 @@ def with_decisions(strategy: Strategy, changes: Mapping[int, Decision]) -> Strat
     decisions = list(strategy.decisions)
     for group, decision in changes.items():
         decisions[group] = decision
-    return replace(strategy, decisions=tuple(decisions))
+    changed = replace(strategy, decisions=tuple(decisions))
+    if any(
+        decision.devices != strategy.decisions[group].devices
+        for group, decision in changes.items()
+    ):
+        return replace(changed, schedule=_fitted(changed))
+    return changed
+
+
+def _fitted(strategy: Strategy) -> PipelineSchedule:
+    """A schedule for chunks that have changed: the smallest cap of each device for all of them."""
+    schedule = strategy.schedule
+    devices = [decision.devices for decision in strategy.decisions]
+    chunks = device_chunks(devices, max(map(max, devices)) + 1, schedule.chunk_starts)
+    least = [min(filter(None, caps), default=0) for caps in schedule.in_flight]
+    caps = tuple((cap,) * len(own) for cap, own in zip(least, chunks, strict=False))
+    return replace(schedule, in_flight=caps, turns=())
 
 
 def moved_samples(
@@ -69,6 +86,9 @@ def changes_in_words(before: Strategy, after: Strategy, cluster: Cluster) -> str
         words.append(
             f"{after.num_micro_batches} micro-batches instead of {before.num_micro_batches}"
         )
+    if any(map(any, after.schedule.in_flight)) and before.schedule != after.schedule:
+        most = max(map(max, filter(None, after.schedule.in_flight)))
+        words.append(f"at most {most} micro-batches under way on a device")
     for index, device in enumerate(cluster.devices):
         held = [(_share(old, index), _share(new, index)) for old, new in pairs]
         if left := sum(old is not None and new is None for old, new in held):

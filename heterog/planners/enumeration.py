@@ -9,6 +9,7 @@ from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Candidate, PlanResult, Task
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS
+from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import StrategySpace
 
@@ -69,6 +70,10 @@ class Enumeration(ABC, Generic[Point]):
         """Micro-batches of each device; none for whole batches."""
         return ()
 
+    def schedule(self, point: Point) -> PipelineSchedule:
+        """In what order devices work through the micro-batches."""
+        return AS_IT_COMES
+
     def is_possible(self, point: Point) -> bool:
         """Whether a point means a strategy; the others are passed over."""
         return True
@@ -97,6 +102,7 @@ class Enumeration(ABC, Generic[Point]):
                 bucket_bytes=self.bucket_bytes(point),
                 num_steps=self.num_steps,
                 micro_batches=self.micro_batches(point),
+                schedule=self.schedule(point),
             )
             evaluation = self.task.evaluator.evaluate_choice(choice, self.order(point))
             self.cost[point] = evaluation.preference
@@ -114,5 +120,6 @@ class Enumeration(ABC, Generic[Point]):
             bucket_bytes=self.bucket_bytes(point),
             step_barrier=self.task.step_barrier,
             micro_batches=self.micro_batches(point),
+            schedule=self.schedule(point),
         )
         return Candidate(strategy=strategy, orders=(self.order(point),))

@@ -3,7 +3,9 @@
 Gradients are then synchronised inside a stage only, over its fast links, and between stages move
 activations, which are small beside gradients where layers are wide. Stages are blocks of whole
 machines, or single devices; the cut that balances the stages is found by dynamic programming for
-every sequence of stages, then its boundaries are moved by simulation.
+every sequence of stages, then its boundaries are moved by simulation. The best are also tried with
+caps on the micro-batches that stages hold, those of 1F1B and those that hide messages, and with
+weight gradients when devices would wait otherwise.
 """
 
 from collections.abc import Iterator
@@ -19,12 +21,15 @@ from heterog.planners.model_parallel import activation_bytes, balanced_chain, pa
 from heterog.planners.planner import PlanResult, Task, register
 from heterog.planners.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
+from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
+from heterog.strategy.schedules import caps_of_stages
 
 _FIRST_MICRO = (4, 8)  # tried for every sequence of stages
 _ALL_MICRO = (1, 2, 4, 8, 16, 32)
 _NUM_WIDENED = 10  # sequences that are tried with every number of micro-batches and order
 _NUM_REFINED = 4
+_MOST_CAPS = 2  # see ``_Point``
 _MOST_HOSTS = 5  # up to which every sequence of machines is tried
 
 Stages = tuple[tuple[int, ...], ...]
@@ -51,6 +56,8 @@ class _Point:
     cuts: tuple[int, ...]  # first group of each stage but the first
     num_micro: int
     order: Order
+    caps: int = 0  # 0: none; 1: those of 1F1B; 2: twice as many but for the last stage, less one
+    splits_backward: bool = False
 
 
 def stage_sequences(cluster: Cluster) -> list[Stages]:
@@ -146,8 +153,18 @@ class _Enumeration(Enumeration[_Point]):
             for start in self.best(_NUM_WIDENED)
             for other in self.task.orders
         )
+        self.try_points(
+            replace(start, caps=caps, splits_backward=splits)
+            for start in dict.fromkeys((*self.best(_NUM_REFINED), *self._fastest(_NUM_REFINED)))
+            for caps in range(_MOST_CAPS + 1)
+            for splits in (False, True)
+        )
         for start in self.best(_NUM_REFINED):
             self._refine(start)
+
+    def _fastest(self, count: int) -> list[_Point]:
+        """Points with the shortest steps, whether they fit or not: a cap may make them fit."""
+        return sorted(self.cost, key=lambda point: self.cost[point][1])[:count]
 
     def _balanced(self, stages: Stages, num_micro: int, order: Order) -> Iterator[_Point]:
         """Cuts that balance the stages' seconds, with and without regard to memory."""
@@ -227,6 +244,14 @@ class _Enumeration(Enumeration[_Point]):
     def micro_batches(self, point: _Point) -> tuple[tuple[int, ...], ...]:
         """See ``Enumeration``."""
         return self.space.micro_batches(point.num_micro)
+
+    def schedule(self, point: _Point) -> PipelineSchedule:
+        """See ``Enumeration``."""
+        capped = AS_IT_COMES
+        if point.caps and point.num_micro > 1:
+            num_devices = self.task.evaluator.cluster.num_devices
+            capped = caps_of_stages(point.stages, num_devices, hidden=point.caps - 1)
+        return replace(capped, splits_backward=point.splits_backward and point.num_micro > 1)
 
 
 register(Pipeline())

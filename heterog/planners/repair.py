@@ -2,10 +2,11 @@
 
 Greedy, in rounds. In each round every kind of repair is applied to the strategy at hand, as
 strongly as it takes to fit or as it can: groups recompute their activations (those with the most
-bytes per second of recomputation on the devices that overflow first), more micro-batches, samples
-move to devices with room, whole groups leave the devices that overflow, replicated groups shard
-their updates. If any of them makes it fit, the fastest such strategy is the result; otherwise the
-next round starts from the one that lost the fewest seconds per byte of overflow that it removed.
+bytes per second of recomputation on the devices that overflow first), more micro-batches, fewer of
+them under way at a time, samples move to devices with room, whole groups leave the devices that
+overflow, replicated groups shard their updates. If any of them makes it fit, the fastest such
+strategy is the result; otherwise the next round starts from the one that lost the fewest seconds
+per byte of overflow that it removed.
 
 Memory is judged by the fast engine and confirmed by the referee, whose schedule may need more;
 what it needed more is then asked for from the start.
@@ -29,6 +30,7 @@ from heterog.planners.planner import Budget, Spending
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.lowering import resident_bytes
+from heterog.strategy.pipeline_schedule import device_chunks
 from heterog.strategy.program import FloatArray, TaskKind
 from heterog.strategy.strategy import (
     REPLICATED,
@@ -177,6 +179,7 @@ class _Repair:
             for kind in (
                 self._recompute,
                 self._cut_finer,
+                self._hold_fewer,
                 self._move_samples,
                 self._move_groups,
                 self._shard_updates,
@@ -294,10 +297,28 @@ class _Repair:
         while count < batch and not self._fits(last):
             count = min(2 * count, batch)
             micro = (split_evenly(batch, count), *(((0,) * count,) * idle))
-            finer = self._try(replace(strategy, micro_batches=micro))
+            schedule = replace(strategy.schedule, turns=())  # they are of other micro-batches
+            finer = self._try(replace(strategy, micro_batches=micro, schedule=schedule))
             if self._missing(finer) >= self._missing(last):
                 break
             last = finer
+        yield last
+
+    def _hold_fewer(self, current: _Tried) -> Iterator[_Tried]:
+        """Fewer micro-batches under way at a time, halved until it fits or does not help."""
+        strategy, last = current.strategy, current
+        cap = strategy.num_micro_batches
+        devices = [decision.devices for decision in strategy.decisions]
+        starts = strategy.schedule.chunk_starts
+        chunks = device_chunks(devices, self.cluster.num_devices, starts)
+        while cap > 1 and not self._fits(last):
+            cap = (cap + 1) // 2
+            caps = tuple((cap,) * len(own) for own in chunks)
+            schedule = replace(strategy.schedule, in_flight=caps, turns=())
+            capped = self._try(replace(strategy, schedule=schedule))
+            if self._missing(capped) >= self._missing(last):
+                break
+            last = capped
         yield last
 
     def _move_samples(self, current: _Tried) -> Iterator[_Tried]:

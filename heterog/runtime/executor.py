@@ -348,6 +348,7 @@ class StepExecutor:
             outputs[0] = outputs[0] / weight
             if len(layout.devices) == 1:  # nobody to reduce it with, and the backward reads it
                 outputs[1] = weight
+        made = made[: len(outputs)]  # a token may follow, which only orders tasks
         for buffer, output in zip(made, outputs, strict=True):
             values.held[buffer] = Held(output, begin, count)
         if not is_again:

@@ -11,9 +11,9 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Placement
 from heterog.runtime.slices import SlicedBucket, sliced_buckets
 from heterog.strategy.channels import Channel
-from heterog.strategy.lowering import axis_shares, batch_shares, micro_shares
+from heterog.strategy.lowering import axis_shares, batch_shares
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
-from heterog.strategy.strategy import Strategy
+from heterog.strategy.strategy import Strategy, micro_shares
 from heterog.strategy.tables import graph_tables
 
 _KINDS = {int(kind): kind for kind in TaskKind}
@@ -313,7 +313,9 @@ class RankProgram:
         kind, subject = self.kinds[maker], int(self.program.subject[maker])
         if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
             first = int(self.program.buffer_start[maker])
-            return int(self.tables.value_start[subject]) + buffer - first, False
+            value = int(self.tables.value_start[subject]) + buffer - first
+            is_token = value >= int(self.tables.value_start[subject + 1])
+            return (-1 if is_token else value), False
         if kind in (TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND):
             return int(self.tables.slot_value[subject]), False
         if kind in (TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE):

@@ -4,8 +4,9 @@ Rules, also those of the slow reference in the tests:
 
 - A task may start when the makers of all buffers it reads are done.
 - A device runs one compute task at a time. Ops keep program order on their device, as kernels on
-  one CUDA stream do, but micro by micro-batch: while the next op of an earlier micro-batch is not
-  ready, a later one goes on (so a chain of devices works as a pipeline). Sums and updates (*free*
+  one CUDA stream do, but turn by turn, and by default a turn is a micro-batch: while the next op
+  of an earlier one is not ready, a later one goes on (so a chain of devices works as a pipeline),
+  unless turns are stated (``lowering.turns``). Sums and updates (*free*
   tasks) run by priority whenever no next op is ready.
 - Transfers wait in one queue per set of links, collectives in one per communicator (the device
   set), by priority. The head of a queue starts when the links of its gate are free, the best head
@@ -34,7 +35,7 @@ import numpy.typing as npt
 
 from heterog.simulator.cost_model import Prices
 from heterog.strategy.kernels import helper, kernel
-from heterog.strategy.lowering.tape import NUM_TASKS, Tape
+from heterog.strategy.lowering.tape import IN_TURN, NUM_TASKS, Tape
 from heterog.strategy.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
@@ -73,7 +74,7 @@ class Schedule(NamedTuple):
     queue_start: IntArray  # segments of ``queue_item``, one heap per queue
     queue_size: IntArray
     queue_item: IntArray
-    chain: IntArray  # ops of each device and micro-batch in program order
+    chain: IntArray  # ops of each device and turn in program order
     sequence_start: IntArray  # ops of each device in the order in which they ran
     sequence: IntArray
     heap_time: FloatArray
@@ -125,19 +126,19 @@ class Workspace(NamedTuple):
     drag_until: FloatArray
     drag_share: FloatArray
     debt: FloatArray
-    first_open: IntArray  # first micro-batch with ops left
+    first_open: IntArray  # first turn with ops left
     ran: IntArray  # end of the ops in ``Schedule.sequence`` that have run
     touched: IntArray  # devices to look at
     is_touched: npt.NDArray[np.bool_]
-    chain_start: IntArray  # of the ops of each device and micro-batch in ``Schedule.chain``
+    chain_start: IntArray  # of the ops of each device and turn in ``Schedule.chain``
     position: IntArray  # of the next op of each chain
     fresh: IntArray  # tasks that just got ready
 
 
 def _make_workspace(tape: Tape, prices: Prices, num_devices: int) -> Workspace:
     num_tasks = int(tape.counts[NUM_TASKS])
-    num_micro = int(tape.tasks["micro"][:num_tasks].max(initial=0)) + 1
-    num_chains = num_devices * num_micro
+    num_turns = int(tape.tasks["turn"][:num_tasks].max(initial=0)) + 1
+    num_chains = num_devices * num_turns
     times = np.zeros((6, num_devices))
     return Workspace(
         left=times[0],
@@ -291,7 +292,7 @@ def _prepare(
 ) -> None:
     """Successor lists, room for the queues, and the chains.
 
-    Chain ``device * num_micro + micro`` holds the ops of one micro-batch on one device.
+    Chain ``device * num_turns + turn`` holds the ops of one turn of one device.
     """
     num_tasks = tape.counts[NUM_TASKS]
     starts = schedule.successor_start
@@ -317,7 +318,7 @@ def _prepare(
     num_queues = prices.num_queues + num_devices
     schedule.queue_size[:num_queues] = 0
     chain_start, position = work.chain_start, work.position
-    num_micro = len(position) // num_devices
+    num_turns = len(position) // num_devices
     for task in range(num_tasks):
         kind = tape.tasks[task].kind
         if kind >= FIRST_LINK_KIND:
@@ -325,23 +326,23 @@ def _prepare(
         elif kind >= FIRST_FREE_KIND:
             schedule.queue_size[prices.num_queues + tape.tasks[task].device] += 1
         else:
-            chain_start[tape.tasks[task].device * num_micro + tape.tasks[task].micro + 1] += 1
+            chain_start[tape.tasks[task].device * num_turns + tape.tasks[task].turn + 1] += 1
     total = 0
     for queue in range(num_queues):
         schedule.queue_start[queue] = total
         total += schedule.queue_size[queue]
         schedule.queue_size[queue] = 0
-    for chain in range(num_devices * num_micro):
+    for chain in range(num_devices * num_turns):
         chain_start[chain + 1] += chain_start[chain]
         position[chain] = chain_start[chain]
     for device in range(num_devices + 1):
-        schedule.sequence_start[device] = chain_start[device * num_micro]
+        schedule.sequence_start[device] = chain_start[device * num_turns]
     for task in range(num_tasks):
         if tape.tasks[task].kind < FIRST_FREE_KIND:
-            chain = tape.tasks[task].device * num_micro + tape.tasks[task].micro
+            chain = tape.tasks[task].device * num_turns + tape.tasks[task].turn
             schedule.chain[position[chain]] = task
             position[chain] += 1
-    for chain in range(num_devices * num_micro):
+    for chain in range(num_devices * num_turns):
         position[chain] = chain_start[chain]
     for device in range(num_devices):
         work.ran[device] = schedule.sequence_start[device]
@@ -393,7 +394,8 @@ def _simulate_kernel(
             return left[device], GIVEN_UP
     _prepare(tape, prices, schedule, work, num_devices)
     chain_start, position = work.chain_start, work.position
-    num_micro = len(position) // num_devices
+    num_turns = len(position) // num_devices
+    is_in_turn = tape.counts[IN_TURN] == 1
     words = prices.gate.shape[1]
     rank = schedule.rank
     if order == 1 or limit_s < np.inf:
@@ -459,14 +461,16 @@ def _simulate_kernel(
             is_touched[device] = False
             if not idle[device]:
                 continue
-            # The first micro-batch whose next op is ready.
+            # The first turn whose next op is ready.
             picked = -1
-            for micro in range(first_open[device], num_micro):
-                chain = device * num_micro + micro
+            for turn in range(first_open[device], num_turns):
+                chain = device * num_turns + turn
                 if position[chain] == chain_start[chain + 1]:
-                    first_open[device] += 1 if micro == first_open[device] else 0
+                    first_open[device] += 1 if turn == first_open[device] else 0
                 elif schedule.waiting_for[schedule.chain[position[chain]]] == 0:
                     picked = chain
+                    break
+                elif is_in_turn:
                     break
             if now + left[device] > limit_s:
                 return now + left[device], GIVEN_UP
@@ -500,8 +504,8 @@ def _simulate_kernel(
                     schedule.successor_start[task], schedule.successor_start[task + 1]
                 ):
                     schedule.waiting_for[schedule.successor[edge]] -= 1
-                if picked > device * num_micro + first_open[device]:
-                    break  # an earlier micro-batch may want the device next
+                if picked > device * num_turns + first_open[device]:
+                    break  # an earlier turn may want the device next
             queue = num_link_queues + device
             if picked < 0 and schedule.queue_size[queue] > 0:
                 task = items[schedule.queue_start[queue]]

@@ -8,6 +8,7 @@ from enum import StrEnum
 import numpy as np
 
 from heterog.cluster.topology import Cluster
+from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import FloatArray, OpGraph
@@ -34,7 +35,7 @@ from heterog.strategy.lowering import (
     program_from_tape,
     resident_bytes,
 )
-from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, make_tape
+from heterog.strategy.lowering.tape import IN_TURN, NUM_BUFFERS, NUM_READS, NUM_TASKS, make_tape
 from heterog.strategy.program import Program
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.strategy.tables import GraphTables, graph_tables
@@ -211,7 +212,7 @@ class Evaluator:
     def _make_rows(self) -> None:
         """Room for what depends on the length of the tables."""
         tables = self.tables
-        self._tape = make_tape(4096, len(tables.parameter_bytes))
+        self._tape = make_tape(4096, len(tables.parameter_bytes), self.cluster.num_devices)
         shape = (len(self.cluster.device_types), self.graph.batch_size + 1)
         # Rows are filled when a share is first seen: a row of zeros is never read.
         self._is_priced = np.zeros(shape, np.bool_)
@@ -484,6 +485,11 @@ class Evaluator:
         )
         self.num_evaluations += 1
         num_tasks = int(tape.counts[NUM_TASKS])
+        if tape.counts[IN_TURN] and done < num_tasks and done != GIVEN_UP:
+            raise StrategyError(
+                f"the turns of the schedule wait for each other: only {done} of {num_tasks} "
+                "tasks can run; change their order, or state none."
+            )
         assert done in (num_tasks, GIVEN_UP), f"only {done} of {num_tasks} tasks can run"
         return end / choice.num_steps, done != GIVEN_UP
 

@@ -174,6 +174,8 @@ def _buffer_kinds(program: Program, tables: GraphTables, graph: OpGraph) -> npt.
     task = maker[by_op]
     op = program.subject[task]
     value = tables.value_start[op] + (by_op - program.buffer_start[task])
+    is_value = value < tables.value_start[op + 1]  # a token of no bytes may follow the values
+    by_op, op, value = by_op[is_value], op[is_value], value[is_value]
     is_forward = np.array([graph.ops[each].phase == Phase.FORWARD for each in tables.op_id])
     is_gradient = np.zeros(len(tables.value_op), np.bool_)
     is_gradient[tables.parameter_gradient] = True

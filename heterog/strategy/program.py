@@ -66,6 +66,8 @@ class Program:
         device: device whose stream runs a compute task; destination of a transfer; -1 for
             collectives.  # [num_tasks]
         micro: micro-batch.  # [num_tasks]
+        turn: of a compute task, which turn of its device it belongs to; tasks of a turn keep
+            program order.  # [num_tasks]
         samples: local samples that an op computes on (units of the axis of its rule); of an update
             the units of a sharded parameter, 0 for a whole one.  # [num_tasks]
         channel: index into ``channels``; -1 for compute tasks.  # [num_tasks]
@@ -79,6 +81,8 @@ class Program:
         bucket: bucket in which each parameter is synchronised, -1 if none.  # [num_parameters]
         resident_bytes: parameters, optimizer state, buffers, workspace, batch.  # [num_devices]
         channels: the channels that tasks refer to.
+        is_in_turn: a device finishes a turn before it begins the next; otherwise the earliest turn
+            that can go on does.
         op_rules: of the strategy; subjects are numbered in the tables of the graph under them.
     """
 
@@ -88,6 +92,7 @@ class Program:
     subject: IntArray
     device: IntArray
     micro: IntArray
+    turn: IntArray
     samples: IntArray
     channel: IntArray
     num_bytes: FloatArray
@@ -99,6 +104,7 @@ class Program:
     bucket: IntArray
     resident_bytes: FloatArray
     channels: tuple[Channel, ...]
+    is_in_turn: bool = False
     op_rules: OpRules = ()
 
     def __post_init__(self) -> None:
@@ -137,11 +143,14 @@ class Program:
 
     @cached_property
     def hash(self) -> str:
-        """Equal on every rank that lowered the same strategy of the same graph and cluster."""
+        """Equal on every rank that lowered the same strategy of the same graph and cluster.
+
+        Turns are left out: ranks follow the order that was found with them.
+        """
         digest = hashlib.sha256()
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, np.ndarray) and field.name != "channel":
+            if isinstance(value, np.ndarray) and field.name not in ("channel", "turn"):
                 digest.update(np.ascontiguousarray(value).tobytes())
         for number in self.channel:
             if number >= 0:

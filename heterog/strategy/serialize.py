@@ -10,9 +10,11 @@ from heterog.errors import InputFileError, StrategyError
 from heterog.graph.placement import L, P, Placement, R, S
 from heterog.names import shown
 from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, parse_record
+from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
 from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy, Sync
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version 1 had no schedule; its files are read."""
 
 
 def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
@@ -53,6 +55,12 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
             for rule in rules
         ],
         "op_rules": ops,
+        "schedule": {
+            "in_flight": [list(caps) for caps in strategy.schedule.in_flight],
+            "splits_backward": strategy.schedule.splits_backward,
+            "turns": [[list(map(int, turn)) for turn in own] for own in strategy.schedule.turns],
+            "chunk_starts": list(strategy.schedule.chunk_starts),
+        },
     }
 
 
@@ -71,7 +79,15 @@ class _RuleRecord(Record):
 
 
 _Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
+_Turn = Annotated[list[Int32], Field(min_length=3, max_length=3)]
 _Home = Annotated[int, Field(ge=REPLICATED, le=MAX_INT32)]
+
+
+class _ScheduleRecord(Record):
+    in_flight: Many[list[Int32]] = Field(default_factory=list)
+    splits_backward: bool = False
+    turns: Many[Many[_Turn]] = Field(default_factory=list)
+    chunk_starts: Many[Int32] = Field(default_factory=list)
 
 
 class _StrategyRecord(Record):
@@ -86,6 +102,7 @@ class _StrategyRecord(Record):
     step_barrier: bool
     rules: Many[_RuleRecord] = Field(default_factory=list)
     op_rules: Many[_Pair] = Field(default_factory=list)
+    schedule: _ScheduleRecord = Field(default_factory=_ScheduleRecord)
 
 
 def strategy_from_dict(record: object) -> Strategy:
@@ -95,7 +112,7 @@ def strategy_from_dict(record: object) -> Strategy:
         StrategyError: a field is missing or has a wrong value; names it.
     """
     try:
-        found = parse_record(record, _StrategyRecord, "strategy", versions=(SCHEMA_VERSION,))
+        found = parse_record(record, _StrategyRecord, "strategy", versions=(1, SCHEMA_VERSION))
     except InputFileError as error:
         raise StrategyError(str(error)) from error
     decisions = [_decision(number, each) for number, each in enumerate(found.decisions)]
@@ -119,6 +136,24 @@ def strategy_from_dict(record: object) -> Strategy:
         bucket_bytes=found.bucket_bytes,
         step_barrier=found.step_barrier,
         op_rules=tuple((op, _entry(rules, number, "op_rules")) for op, number in found.op_rules),
+        schedule=_schedule(found.schedule),
+    )
+
+
+def _schedule(record: _ScheduleRecord) -> PipelineSchedule:
+    if any(work >= len(Pass) for own in record.turns for _, _, work in own):
+        raise StrategyError(
+            "strategy: field 'schedule.turns' has a turn that is no forward (0), backward (1) or "
+            "weights pass (2)."
+        )
+    return PipelineSchedule(
+        in_flight=tuple(map(tuple, record.in_flight)),
+        splits_backward=record.splits_backward,
+        turns=tuple(
+            tuple(Turn(micro, chunk, Pass(work)) for micro, chunk, work in own)
+            for own in record.turns
+        ),
+        chunk_starts=tuple(record.chunk_starts),
     )
 
 

@@ -15,7 +15,8 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import ChannelTable, balanced_slices, slice_parts
-from heterog.strategy.lowering import Choice, axis_shares, micro_shares
+from heterog.strategy.lowering import Choice, axis_shares, encode_turns
+from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.strategy import (
     ELEMENTWISE_OPTIMIZERS,
@@ -24,6 +25,7 @@ from heterog.strategy.strategy import (
     Decision,
     Strategy,
     Sync,
+    micro_shares,
     split_evenly,
     split_in_proportion,
 )
@@ -209,6 +211,7 @@ class StrategySpace:
         num_steps: int,
         micro_batches: MicroBatches = (),
         tables: GraphTables | None = None,
+        schedule: PipelineSchedule = AS_IT_COMES,
     ) -> Choice:
         """The kernel's arrays of a row.
 
@@ -219,6 +222,7 @@ class StrategySpace:
             micro_batches: see ``Strategy``; by default the step runs in one go.
             tables: of the graph under op rules, which exclude micro-batches and ZeRO; the caller
                 sets the choice's ``rule_set``.
+            schedule: see ``Strategy``.
         """
         tables = tables or self._tables
         # By the few candidates in use: a search adds thousands of others.
@@ -267,6 +271,13 @@ class StrategySpace:
             gather_channel=gather_channel,
             home=self.homes(row, tables),
             slice_part=self._part[row],
+            turns=encode_turns(
+                schedule,
+                tables,
+                [self.candidates[number].devices for number in row],
+                self.cluster.num_devices,
+                num_micro,
+            ),
         )
 
     def homes(self, row: IntArray, tables: GraphTables | None = None) -> IntArray:
@@ -306,6 +317,7 @@ class StrategySpace:
         step_barrier: bool,
         micro_batches: MicroBatches = (),
         op_rules: OpRules = (),
+        schedule: PipelineSchedule = AS_IT_COMES,
     ) -> Strategy:
         """The strategy of a row."""
         homes = self.homes(row, graph_tables(self.graph, op_rules))
@@ -318,6 +330,7 @@ class StrategySpace:
             bucket_bytes=bucket_bytes,
             step_barrier=step_barrier,
             op_rules=op_rules,
+            schedule=schedule,
         )
 
     def row_of(self, strategy: Strategy) -> IntArray:

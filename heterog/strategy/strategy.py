@@ -7,6 +7,9 @@ about what the decisions *mean*; that is ``lowering`` alone.
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+import numpy as np
+import numpy.typing as npt
+
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
@@ -14,6 +17,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRule as OpRule
 from heterog.graph.op_rule import OpRules
+from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule, device_chunks
 
 REPLICATED = -1
 """Home of a parameter that every replica keeps and updates."""
@@ -119,6 +123,7 @@ class Strategy:
             ops start as soon as their own parameters have arrived.
         op_rules: (graph op index, rule) of the ops that do not follow the batch, ascending; see
             ``OpRule``.
+        schedule: in what order devices work through the micro-batches.
     """
 
     graph: str
@@ -129,6 +134,7 @@ class Strategy:
     bucket_bytes: int = 0
     step_barrier: bool = True
     op_rules: OpRules = ()
+    schedule: PipelineSchedule = AS_IT_COMES
 
     @property
     def num_micro_batches(self) -> int:
@@ -146,7 +152,10 @@ class Strategy:
         counts = tuple(count for count in counts if count)
         idle = (0,) * len(counts)
         micro = (counts, *(idle for _ in self.micro_batches[1:])) if len(counts) > 1 else ()
-        return replace(self, graph=graph.fingerprint, micro_batches=micro)
+        schedule = self.schedule
+        if len(micro) != len(self.micro_batches) or len(counts) != self.num_micro_batches:
+            schedule = replace(schedule, turns=())  # they name micro-batches that are gone
+        return replace(self, graph=graph.fingerprint, micro_batches=micro, schedule=schedule)
 
     def check(self, graph: OpGraph, cluster: Cluster) -> None:
         """Refuse a graph or cluster that the strategy was not made for, or an illegal strategy.
@@ -176,6 +185,7 @@ class Strategy:
         self._check_rules(graph)
         self._check_homes(graph, cluster)
         self._check_micro_batches(graph, cluster)
+        self._check_schedule(cluster)
         if self.bucket_bytes < 0:
             raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
 
@@ -232,6 +242,20 @@ class Strategy:
                     f"{decision.sync.name.lower()}; only a parameter server has a home."
                 )
 
+    def _check_schedule(self, cluster: Cluster) -> None:
+        if self.schedule.is_default:
+            return
+        devices = [decision.devices for decision in self.decisions]
+        chunks = device_chunks(devices, cluster.num_devices, self.schedule.chunk_starts)
+        samples = [[0] * self.num_micro_batches for _ in chunks]
+        for decision in dict.fromkeys(self.decisions):
+            cut = micro_shares(
+                decision.shares, decision.devices, self.micro_batches, self.num_micro_batches
+            )
+            for device, counts in zip(decision.devices, cut.T.tolist(), strict=True):
+                samples[device] = list(map(max, samples[device], counts))
+        self.schedule.check(chunks, samples)
+
     def _check_micro_batches(self, graph: OpGraph, cluster: Cluster) -> None:
         if not self.micro_batches:
             return
@@ -287,4 +311,46 @@ def split_in_proportion(total: int, weights: tuple[float, ...]) -> tuple[int, ..
     by_remainder = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
     for index in by_remainder[: total - sum(counts)]:
         counts[index] += 1
+    return tuple(counts)
+
+
+def micro_shares(
+    shares: tuple[int, ...],
+    devices: tuple[int, ...],
+    micro_batches: tuple[tuple[int, ...], ...],
+    num_micro: int,
+) -> npt.NDArray[np.int32]:
+    """Samples of each micro-batch on each of a group's devices.
+
+    The columns are the strategy's own micro-batches where they add up to the group's shares.
+    Otherwise each micro-batch, whose size is given, is cut in the proportions of what is left of
+    the group's shares, so that every row and column adds up.
+
+    Returns:
+        # [num_micro, num_devices of the group]
+    """
+    if not micro_batches:
+        return np.array([shares], np.int32)
+    own = np.array([micro_batches[device] for device in devices], np.int32).T
+    if tuple(own.sum(axis=0)) == shares:
+        return own
+    sizes = [sum(counts) for counts in zip(*micro_batches, strict=True)]
+    left = list(shares)
+    rows: list[tuple[int, ...]] = []
+    for size in sizes:
+        row = split_in_proportion(size, tuple(float(count) for count in left))
+        row = _within(row, left)
+        left = [count - taken for count, taken in zip(left, row, strict=True)]
+        rows.append(row)
+    return np.array(rows, np.int32)
+
+
+def _within(row: tuple[int, ...], left: list[int]) -> tuple[int, ...]:
+    """Move what exceeds a device's remaining samples to devices that still have some."""
+    counts = [min(count, limit) for count, limit in zip(row, left, strict=True)]
+    missing = sum(row) - sum(counts)
+    for index, limit in enumerate(left):
+        extra = min(missing, limit - counts[index])
+        counts[index] += extra
+        missing -= extra
     return tuple(counts)

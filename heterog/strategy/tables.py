@@ -46,6 +46,7 @@ class GraphTables(NamedTuple):
     finished_parameter: IntArray
     # Recomputation; see ``recomputation``.
     op_is_backward: IntArray
+    op_is_weights: IntArray  # 1: of the backward pass, and no other group waits for it
     op_recomputes: IntArray  # 1: before it its group's recomputation happens, if it has one
     recompute_start: IntArray  # ops that each group runs again  # [num_groups + 1]
     recompute_op: IntArray
@@ -226,6 +227,7 @@ class _Builder:
             finished_start=_starts([len(rows) for rows in finished]),
             finished_parameter=_ints([row for rows in finished for row in rows]),
             op_is_backward=_ints([int(flag) for flag in is_backward]),
+            op_is_weights=_ints(self._makes_weights_only(reads, is_backward, gradient_values)),
             op_recomputes=_ints([int(row in recomputing) for row in range(len(self.ops))]),
             recompute_start=_starts([len(each.ops) for each in again]),
             recompute_op=_ints([row for each in again for row in each.ops]),
@@ -314,6 +316,34 @@ class _Builder:
             else:
                 entries.setdefault((value, (value, group, int(whole), axis)))
         return list(entries), list(parameters)
+
+    def _makes_weights_only(
+        self,
+        reads: list[list[tuple[int, _Slot | None]]],
+        is_backward: list[bool],
+        gradient_values: list[int],
+    ) -> list[int]:
+        """Ops of the backward pass whose results lead to gradients of their own group alone."""
+        graph = self.graph
+        groups = [int(self.grouping.group[index]) for index in self.ops]
+        maker = [row for row, index in enumerate(self.ops) for _ in graph.outputs(index)]
+        leads_on = [False] * len(
+            self.values
+        )  # another group or an op that is not such a one reads
+        gradients = set(gradient_values)
+        flags = [0] * len(self.ops)
+        for row in range(len(self.ops) - 1, -1, -1):
+            made = [self.value_of[tensor] for tensor in graph.outputs(self.ops[row])]
+            if is_backward[row] and not any(leads_on[value] for value in made):
+                # An op that nothing reads but that makes no gradient either is left where it is.
+                flags[row] = int(any(value in gradients or self._is_read(value) for value in made))
+            for value, _ in reads[row]:
+                if not flags[row] or groups[maker[value]] != groups[row]:
+                    leads_on[value] = True
+        return flags
+
+    def _is_read(self, value: int) -> bool:
+        return bool(self.graph.consumers[self.values[value]])
 
     def _gradient_slot(self, parameter: int, gradient: int) -> _Slot | None:
         """Where the gradient of a whole parameter is whole that was made in parts."""

@@ -1,5 +1,6 @@
 """Strategies to run: by hand and at random, on three equal devices."""
 
+from dataclasses import replace
 from functools import cache
 from random import Random
 
@@ -10,7 +11,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import Plan
 from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync, split_evenly
 from tests.runtime.cases import BATCH, workload_of
-from tests.simulator.builders import cluster_of, plan_by_hand
+from tests.simulator.builders import cluster_of, plan_by_hand, random_schedule
 
 ALL = (0, 1, 2)
 SYNCS = {
@@ -98,7 +99,7 @@ def random_strategy(rng: Random, graph: OpGraph) -> Strategy:
     if rng.random() < 0.4:
         count = rng.randint(2, 3)
         micro = (split_evenly(BATCH, count), (0,) * count, (0,) * count)
-    return strategy_of(
+    strategy = strategy_of(
         graph,
         decisions,
         homes=tuple(homes),
@@ -106,3 +107,6 @@ def random_strategy(rng: Random, graph: OpGraph) -> Strategy:
         micro_batches=micro,
         step_barrier=rng.random() < 0.5,
     )
+    if not micro or rng.random() < 0.5:
+        return strategy
+    return replace(strategy, schedule=random_schedule(rng, strategy, len(ALL)))

@@ -29,6 +29,7 @@ from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import Channel, ChannelTable
 from heterog.strategy.lowering import Choice
 from heterog.strategy.lowering.tape import make_tape
+from heterog.strategy.pipeline_schedule import PipelineSchedule, device_chunks
 from heterog.strategy.program import FloatArray, TaskKind
 from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync
 
@@ -400,7 +401,7 @@ def random_strategy(rng: Random, graph: OpGraph, cluster: Cluster) -> Strategy:
         spare = random_composition(rng, batch - num_micro, num_micro)
         columns = [random_composition(rng, extra + 1, count) for extra in spare]
         micro_batches = tuple(zip(*columns, strict=True))
-    return strategy_of(
+    plain = strategy_of(
         graph,
         cluster,
         chosen,
@@ -408,6 +409,23 @@ def random_strategy(rng: Random, graph: OpGraph, cluster: Cluster) -> Strategy:
         micro_batches=micro_batches,
         bucket_bytes=rng.choice([0, 0, 100_000, 20_000_000]),
         step_barrier=rng.random() < 0.5,
+    )
+    if num_micro == 1 or rng.random() < 0.4:
+        return plain
+    return replace(plain, schedule=random_schedule(rng, plain, count))
+
+
+def random_schedule(rng: Random, strategy: Strategy, num_devices: int) -> PipelineSchedule:
+    """Any caps, and maybe weight gradients later."""
+    starts = tuple(
+        group for group in range(len(strategy.decisions)) if group and rng.random() < 0.2
+    )
+    devices = [decision.devices for decision in strategy.decisions]
+    chunks = device_chunks(devices, num_devices, starts)
+    return PipelineSchedule(
+        in_flight=tuple(tuple(rng.randint(0, 3) for _ in own) for own in chunks),
+        splits_backward=rng.random() < 0.5,
+        chunk_starts=starts,
     )
 
 
@@ -533,17 +551,17 @@ class Tasks:
     def run(self, order: Order = Order.FIFO) -> Times:
         """Simulate and replay; every task must run."""
         count = len(self._tasks)
-        tape = make_tape(4 * count + sum(map(len, self._after)), 1)
+        tape = make_tape(4 * count + sum(map(len, self._after)), 1, self.cluster.num_devices)
         reads = 0
         for number, (kind, device, channel, num_bytes) in enumerate(self._tasks):
             # One token per task; buffers are numbered like their makers.
-            tape.tasks[number] = (num_bytes, number, device, 0, 0, channel, reads, number, kind)
+            tape.tasks[number] = (num_bytes, number, device, 0, 0, channel, reads, number, kind, 0)
             tape.buffers[number] = (0.0, number, -1)
             for needed in self._after[number]:
                 tape.reads[reads] = needed
                 reads += 1
-        tape.tasks[count] = (0.0, 0, 0, 0, 0, 0, reads, count, 0)
-        tape.counts[:] = (count, count, reads, 0)
+        tape.tasks[count] = (0.0, 0, 0, 0, 0, 0, reads, count, 0, 0)
+        tape.counts[:] = (count, count, reads, 0, 0, 0)
         prices = self._prices()
         num_devices = self.cluster.num_devices
         schedule = make_schedule(count, reads, count, prices.num_queues + num_devices)

@@ -33,7 +33,7 @@ class PricedTask:
     seconds: float  # alone on the cluster
     cost: ChannelSeconds  # of a link task
     needs: tuple[int, ...]
-    micro: int
+    turn: int
     drag: dict[int, float]  # of a link task: share of compute speed that each member loses
     overhead: dict[int, float]  # of a link task: seconds that it takes from each busy member
 
@@ -118,7 +118,7 @@ def price(
                 seconds,
                 cost,
                 needs,
-                int(program.micro[number]),
+                int(program.turn[number]),
                 drag,
                 overhead,
             )
@@ -127,7 +127,11 @@ def price(
 
 
 def simulate(
-    tasks: list[PricedTask], order: Order, seconds: list[float] | None = None
+    tasks: list[PricedTask],
+    order: Order,
+    seconds: list[float] | None = None,
+    *,
+    is_in_turn: bool = False,
 ) -> tuple[list[float], list[float]]:
     """(start, finish) of every task by the rules of the engine.
 
@@ -148,11 +152,11 @@ def simulate(
     def urgency(task: PricedTask) -> tuple[float, int]:
         return priority[task.number], task.number
 
-    # Ops of each device and micro-batch in program order, earlier micro-batches first.
+    # Ops of each device and turn in program order, earlier turns first.
     ops: dict[tuple[int, int], list[PricedTask]] = defaultdict(list)
-    for task in sorted(tasks, key=lambda task: (task.micro, task.number)):
+    for task in sorted(tasks, key=lambda task: (task.turn, task.number)):
         if not task.is_link and not task.is_free:
-            ops[task.device, task.micro].append(task)
+            ops[task.device, task.turn].append(task)
     device_free_at = dict.fromkeys((task.device for task in tasks if not task.is_link), 0.0)
     link_free_at: dict[int, float] = defaultdict(float)
     under_way: dict[object, PricedTask] = {}  # the operation of each communicator
@@ -174,6 +178,8 @@ def simulate(
                 for (where, _), left in ops.items():
                     if chosen is None and where == device and left and left[0] in ready:
                         chosen = left.pop(0)
+                    if is_in_turn and where == device and (left or chosen is not None):
+                        break  # one turn after the other
             if free_at <= now and chosen is None:
                 free = [task for task in ready if task.is_free and task.device == device]
                 chosen = min(free, key=urgency, default=None)
@@ -390,6 +396,6 @@ def assert_legal(tasks: list[PricedTask], start: Iterable[float], finish: Iterab
         mine.sort(key=lambda t: (begins[t.number], t.number))
         for first, second in pairwise(mine):
             assert ends[first.number] <= begins[second.number]
-        for micro in {t.micro for t in mine}:
-            ops = [t.number for t in mine if not t.is_free and t.micro == micro]
+        for turn in {t.turn for t in mine}:
+            ops = [t.number for t in mine if not t.is_free and t.turn == turn]
             assert ops == sorted(ops)

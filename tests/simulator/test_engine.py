@@ -38,7 +38,7 @@ def test_equals_the_slow_reference(seed: int) -> None:
     program, start, finish = evaluator.schedule(choice, order)
     tasks = reference.price(program, evaluator.graph, evaluator.cluster, evaluator.cost_model)
     reference.assert_legal(tasks, start, finish)
-    slow_start, slow_finish = reference.simulate(tasks, order)
+    slow_start, slow_finish = reference.simulate(tasks, order, is_in_turn=program.is_in_turn)
     np.testing.assert_allclose(start, slow_start, rtol=1e-9, atol=0)
     np.testing.assert_allclose(finish, slow_finish, rtol=1e-9, atol=0)
     step_time_s = evaluator.evaluate_choice(choice, order).step_time_s

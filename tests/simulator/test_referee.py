@@ -33,7 +33,7 @@ def test_equals_the_slow_reference(seed: int) -> None:
     assert replayed.hash == program.hash
     reference.assert_legal(tasks, start, finish)
     seconds: list[float] = []
-    reference.simulate(tasks, order, seconds)
+    reference.simulate(tasks, order, seconds, is_in_turn=program.is_in_turn)
     slow_start, slow_finish = reference.replay(tasks, list(engine_start), seconds)
     np.testing.assert_allclose(start, slow_start, rtol=1e-9, atol=0)
     np.testing.assert_allclose(finish, slow_finish, rtol=1e-9, atol=0)

@@ -22,7 +22,6 @@ from heterog.strategy.lowering import (
     lower,
     lower_to_tape,
     make_scratch,
-    micro_shares,
     program_from_tape,
 )
 from heterog.strategy.lowering.tape import make_tape
@@ -33,6 +32,7 @@ from heterog.strategy.strategy import (
     Decision,
     Strategy,
     Sync,
+    micro_shares,
     split_evenly,
     split_in_proportion,
 )
@@ -559,7 +559,7 @@ def is_sliced(decision: Decision) -> bool:
 def lower_on(graph: OpGraph, cluster: Cluster, strategy: Strategy, room: int) -> Program:
     tables, channels = graph_tables(graph), ChannelTable(cluster)
     choice = encode(strategy, tables, channels, num_steps=8)
-    tape = make_tape(room, len(tables.parameter_bytes))
+    tape = make_tape(room, len(tables.parameter_bytes), cluster.num_devices)
     scratch = make_scratch(tables, cluster.num_devices)
     tape = lower_to_tape(tables, choice, scratch, tape)
     return program_from_tape(tape, tables, choice, tuple(channels.channels), cluster.num_devices)
@@ -606,7 +606,7 @@ def test_the_hash_does_not_know_channel_numbers() -> None:
     tables, channels = graph_tables(CHAIN), ChannelTable(THREE)
     channels.all_reduce((0, 1, 2), hierarchical=True)  # another strategy was there before
     choice = encode(strategy, tables, channels, num_steps=1)
-    scratch, tape = make_scratch(tables, 3), make_tape(100, 2)
+    scratch, tape = make_scratch(tables, 3), make_tape(100, 2, 3)
     tape = lower_to_tape(tables, choice, scratch, tape)
     program = program_from_tape(tape, tables, choice, tuple(channels.channels), 3)
     assert program.hash == lower(CHAIN, THREE, strategy).hash

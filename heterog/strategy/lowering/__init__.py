@@ -33,11 +33,11 @@ from heterog.strategy.lowering.choice import Choice as Choice
 from heterog.strategy.lowering.choice import axis_shares as axis_shares
 from heterog.strategy.lowering.choice import batch_shares as batch_shares
 from heterog.strategy.lowering.choice import encode as encode
-from heterog.strategy.lowering.choice import micro_shares as micro_shares
 from heterog.strategy.lowering.resident import resident_bytes as resident_bytes
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.scratch import make_scratch as make_scratch
-from heterog.strategy.lowering.tape import Tape, make_tape
+from heterog.strategy.lowering.tape import IN_TURN, OVERFLOW, Tape, make_tape
+from heterog.strategy.lowering.turns import encode_turns as encode_turns
 from heterog.strategy.lowering.walk import lower_kernel as lower_kernel
 from heterog.strategy.program import Program
 from heterog.strategy.strategy import Strategy
@@ -85,7 +85,7 @@ def _lower(graph: OpGraph, cluster: Cluster, strategy: Strategy, steps: int) -> 
     channels = ChannelTable(cluster)
     choice = encode(strategy, tables, channels, num_steps=steps)
     scratch = make_scratch(tables, cluster.num_devices)
-    tape = make_tape(4096, len(tables.parameter_bytes))
+    tape = make_tape(4096, len(tables.parameter_bytes), cluster.num_devices)
     tape = lower_to_tape(tables, choice, scratch, tape)
     return program_from_tape(
         tape,
@@ -99,8 +99,14 @@ def _lower(graph: OpGraph, cluster: Cluster, strategy: Strategy, steps: int) -> 
 
 def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> Tape:
     """Run the kernel, on a larger tape if the given one is too short; returns the one used."""
+    num_devices, num_chunks = choice.turns.cap.shape
+    if num_devices:  # how many tokens there are depends on the choice
+        scratch = scratch._replace(
+            token=np.empty((num_devices, num_chunks, choice.num_micro, 2), np.int32),
+            entered=np.empty((num_devices, num_chunks), np.int32),
+        )
     while not lower_kernel(tables, choice, scratch, tape):
-        tape = make_tape(2 * len(tape.tasks), len(tape.bucket))
+        tape = make_tape(2 * len(tape.tasks), len(tape.bucket), len(tape.turn))
     return tape
 
 
@@ -114,7 +120,7 @@ def program_from_tape(
     op_rules: OpRules = (),
 ) -> Program:
     """Copy what was written to a tape into a program."""
-    num_tasks, num_buffers, num_reads, _ = (int(count) for count in tape.counts)
+    num_tasks, num_buffers, num_reads = (int(count) for count in tape.counts[:OVERFLOW])
     tasks = tape.tasks[:num_tasks]
     buffers = tape.buffers[:num_buffers]
     return Program(
@@ -124,6 +130,8 @@ def program_from_tape(
         subject=tasks["subject"].copy(),
         device=tasks["device"].copy(),
         micro=tasks["micro"].copy(),
+        turn=tasks["turn"].copy(),
+        is_in_turn=bool(tape.counts[IN_TURN]),
         samples=tasks["samples"].copy(),
         channel=tasks["channel"].copy(),
         num_bytes=tasks["num_bytes"].copy(),

@@ -7,8 +7,9 @@ import numpy.typing as npt
 
 from heterog.graph.axis_plan import EVERYWHERE
 from heterog.strategy.channels import ChannelTable, slice_parts
+from heterog.strategy.lowering.turns import NO_SCHEDULE, Turns, encode_turns
 from heterog.strategy.program import FloatArray, IntArray
-from heterog.strategy.strategy import SLICED, Strategy, split_in_proportion
+from heterog.strategy.strategy import SLICED, Strategy, micro_shares, split_in_proportion
 from heterog.strategy.tables import GraphTables
 
 
@@ -34,6 +35,7 @@ class Choice(NamedTuple):
     home: IntArray  # of each parameter
     slice_part: FloatArray  # under ZeRO, that each device owns  # [num_groups, num_devices]
     rule_set: int = 0  # number of its op rules at the evaluator that encoded it
+    turns: Turns = NO_SCHEDULE
 
 
 def encode(
@@ -98,6 +100,13 @@ def encode(
         gather_channel=gather_channel,
         home=np.array(strategy.homes, np.int32),
         slice_part=slice_part,
+        turns=encode_turns(
+            strategy.schedule,
+            tables,
+            [decision.devices for decision in strategy.decisions],
+            num_devices,
+            num_micro,
+        ),
     )
 
 
@@ -125,45 +134,3 @@ def _axis_rows(shares: IntArray, units: int) -> IntArray:
     """Shares of every layout along another axis than the batch."""
     assert shares.shape[1] == 1, "strategies with op rules have no micro-batches"
     return np.array([[axis_shares(units, tuple(map(int, row[0])))] for row in shares], np.int32)
-
-
-def micro_shares(
-    shares: tuple[int, ...],
-    devices: tuple[int, ...],
-    micro_batches: tuple[tuple[int, ...], ...],
-    num_micro: int,
-) -> IntArray:
-    """Samples of each micro-batch on each of a group's devices.
-
-    The columns are the strategy's own micro-batches where they add up to the group's shares.
-    Otherwise each micro-batch, whose size is given, is cut in the proportions of what is left of
-    the group's shares, so that every row and column adds up.
-
-    Returns:
-        # [num_micro, num_devices of the group]
-    """
-    if not micro_batches:
-        return np.array([shares], np.int32)
-    own = np.array([micro_batches[device] for device in devices], np.int32).T
-    if tuple(own.sum(axis=0)) == shares:
-        return own
-    sizes = [sum(counts) for counts in zip(*micro_batches, strict=True)]
-    left = list(shares)
-    rows: list[tuple[int, ...]] = []
-    for size in sizes:
-        row = split_in_proportion(size, tuple(float(count) for count in left))
-        row = _within(row, left)
-        left = [count - taken for count, taken in zip(left, row, strict=True)]
-        rows.append(row)
-    return np.array(rows, np.int32)
-
-
-def _within(row: tuple[int, ...], left: list[int]) -> tuple[int, ...]:
-    """Move what exceeds a device's remaining samples to devices that still have some."""
-    counts = [min(count, limit) for count, limit in zip(row, left, strict=True)]
-    missing = sum(row) - sum(counts)
-    for index, limit in enumerate(left):
-        extra = min(missing, limit - counts[index])
-        counts[index] += extra
-        missing -= extra
-    return tuple(counts)

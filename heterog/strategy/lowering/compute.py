@@ -28,10 +28,13 @@ def compute_op(
     number = tape.counts[NUM_TASKS]
     made = tape.counts[NUM_BUFFERS]
     read = tape.counts[NUM_READS]
+    turns = choice.turns
+    is_capped = len(turns.cap) > 0
+    group = tables.op_group[op]
     if (
         number + num_devices >= len(tape.tasks) - 2
-        or made + num_devices * (last_value - first_value) >= len(tape.buffers) - 256
-        or read + num_devices * (last_read - first_read + last_ready - first_ready)
+        or made + num_devices * (last_value - first_value + 1) >= len(tape.buffers) - 256
+        or read + num_devices * (last_read - first_read + last_ready - first_ready + 2)
         >= len(tape.reads)
     ):
         tape.counts[OVERFLOW] = 1
@@ -42,6 +45,7 @@ def compute_op(
             continue
         task = tape.tasks[number]
         task.kind = _COMPUTE
+        task.turn = tape.turn[device]
         task.subject = op
         task.device = device
         task.micro = micro
@@ -73,6 +77,19 @@ def compute_op(
             )
             scratch.value_buffer[value, device] = made
             made += 1
+        if is_capped and group >= 0:
+            for part in range(2):
+                if scratch.permit[part, device] >= 0:
+                    tape.reads[read] = scratch.permit[part, device]
+                    read += 1
+                chunk = turns.chunk[group, device]
+                if chunk >= 0 and turns.closing_op[device, chunk, part] == op:
+                    buffer = tape.buffers[made]
+                    buffer.maker = number
+                    buffer.device = device
+                    buffer.num_bytes = 0.0
+                    scratch.token[device, chunk, micro, part] = made
+                    made += 1
         number += 1
     tape.counts[NUM_TASKS] = number
     tape.counts[NUM_BUFFERS] = made

@@ -3,7 +3,16 @@
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.scratch import Scratch
-from heterog.strategy.lowering.tape import NUM_BUFFERS, Tape, write_buffer, write_read, write_task
+from heterog.strategy.lowering.tape import (
+    NUM_BUFFERS,
+    NUM_TASKS,
+    Tape,
+    write_buffer,
+    write_read,
+    write_task,
+)
+from heterog.strategy.lowering.turns import BY_MICRO_BATCH, turn_of, work_of
+from heterog.strategy.pipeline_schedule import Pass
 from heterog.strategy.program import TaskKind
 from heterog.strategy.tables import GraphTables
 
@@ -13,6 +22,8 @@ _CONCAT = int(TaskKind.CONCAT)
 _SEND = int(TaskKind.SEND)
 _REDUCE_VALUE = int(TaskKind.REDUCE_VALUE)
 _GATHER_VALUE = int(TaskKind.GATHER_VALUE)
+_BACKWARD = int(Pass.BACKWARD)
+_WEIGHTS = int(Pass.WEIGHTS)
 _R, _S, _P = 0, 1, 2
 
 
@@ -92,6 +103,8 @@ def _move_samples(
     num_devices = choice.member.shape[1]
     per_unit = tables.value_bytes_per_unit[value] * tables.value_moved_fraction[value]
     contiguous = tables.value_is_outermost[value] == 1
+    turns, maker = choice.turns, tables.value_op[value]
+    work = work_of(tables, turns, maker)
     begin = 0
     for device in range(num_devices):
         count = choice.shares[target, micro, device]
@@ -120,6 +133,10 @@ def _move_samples(
                 continue
             if overlap < owned and not contiguous:
                 write_task(tape, _SPLIT, slot, other, micro, overlap, -1, 2.0 * size)
+                if turns.rule != BY_MICRO_BATCH:  # it follows what it cuts
+                    cut = tape.tasks[tape.counts[NUM_TASKS] - 1]
+                    group = tables.op_group[maker]
+                    cut.turn = turn_of(turns, tape, group, work, other, micro)
                 write_read(tape, mine)
                 mine = write_buffer(tape, other, size)
             write_task(
@@ -130,6 +147,13 @@ def _move_samples(
         if parts > 1:
             pieces = tape.counts[NUM_BUFFERS]
             write_task(tape, _CONCAT, slot, device, micro, count, -1, 2.0 * count * per_unit)
+            if turns.rule != BY_MICRO_BATCH and work != _WEIGHTS:
+                # The first reader may be of the weights, and others wait for it before those.
+                group = tables.slot_group[slot]
+                joined = tape.tasks[tape.counts[NUM_TASKS] - 1]
+                joined.turn = min(
+                    joined.turn, turn_of(turns, tape, group, _BACKWARD, device, micro)
+                )
             write_read(tape, local)
             for piece in range(first_piece, pieces):
                 if tape.buffers[piece].device == device:

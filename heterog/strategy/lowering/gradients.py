@@ -4,6 +4,7 @@ from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import Tape, write_buffer, write_read, write_task
+from heterog.strategy.lowering.turns import follow_gradients
 from heterog.strategy.program import TaskKind
 from heterog.strategy.tables import GraphTables
 
@@ -51,6 +52,7 @@ def accumulate(
         write_read(tape, fresh)
         write_read(tape, scratch.gradient_buffer[parameter, device])
         write_read(tape, scratch.gradient_token[parameter, device])
+        follow_gradients(choice.turns, tape)
         scratch.gradient_token[parameter, device] = write_buffer(tape, device, 0.0)
 
 

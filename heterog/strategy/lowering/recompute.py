@@ -6,12 +6,15 @@ from heterog.strategy.lowering.convert import needed_buffer
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.slices import gather_parameters, note_reader
 from heterog.strategy.lowering.tape import Tape, write_buffer, write_read, write_task
+from heterog.strategy.lowering.turns import BY_MICRO_BATCH, take_turns, work_of
+from heterog.strategy.pipeline_schedule import Pass
 from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Sync
 from heterog.strategy.tables import GraphTables
 
 # Plain integers, because numba freezes enum members into slow objects.
 _RECOMPUTE = int(TaskKind.RECOMPUTE)
+_BACKWARD = int(Pass.BACKWARD)
 _ZERO3 = int(Sync.ZERO3)
 
 
@@ -28,6 +31,9 @@ def recompute_group(
     group = tables.op_group[reader]
     num_layouts = len(choice.shares) // len(tables.axis_units)
     num_devices = choice.member.shape[1]
+    turns = choice.turns
+    if turns.rule != BY_MICRO_BATCH:  # also where the reader is one of the ops that come later
+        take_turns(turns, tape, group, _BACKWARD, micro)
     first, last = tables.recompute_start[group], tables.recompute_start[group + 1]
     for position in range(first, last):
         op = tables.recompute_op[position]
@@ -55,3 +61,5 @@ def recompute_group(
                 scratch.value_buffer[value, device] = write_buffer(tape, device, size)
         if gathers and tables.value_start[op] < tables.value_start[op + 1]:
             note_reader(choice, scratch, tables.value_start[op], layout, micro)
+    if turns.rule != BY_MICRO_BATCH:
+        take_turns(turns, tape, group, work_of(tables, turns, reader), micro)

@@ -16,6 +16,7 @@ from heterog.strategy.lowering.tape import (
     write_read,
     write_task,
 )
+from heterog.strategy.lowering.turns import follow_gradients
 from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Sync
 from heterog.strategy.tables import GraphTables
@@ -126,6 +127,7 @@ def close_bucket(
                 while parameter >= 0:
                     read_gradient(scratch, tape, parameter, device)
                     parameter = scratch.next_in_bucket[parameter]
+                follow_gradients(choice.turns, tape)
                 scratch.flat_buffer[device] = write_buffer(tape, device, size)
     two_phases = choice.second_channel[key] >= 0
     kind = _REDUCE_SCATTER if two_phases else _ALL_REDUCE
@@ -169,6 +171,7 @@ def close_bucket(
                 continue
             task = tape.tasks[number]
             task.kind = _UPDATE
+            task.turn = tape.turn[device]
             task.subject = parameter
             task.device = device
             task.micro = 0

@@ -37,6 +37,10 @@ class Scratch(NamedTuple):
     scattered_buffer: IntArray  # [2, num_devices]
     scattered_token: IntArray  # [2, num_devices]
     anchor: IntArray  # made by the first readers of the last two gathers  # [2, num_devices]
+    # Under caps on micro-batches in flight; see ``turns``.
+    token: IntArray  # made at the end of a micro-batch  # [num_devices, num_chunks, num_micro, 2]
+    entered: IntArray  # micro-batches that have begun  # [num_devices, num_chunks]
+    permit: IntArray  # tokens that the next op waits for  # [2, num_devices]
 
 
 def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
@@ -71,4 +75,7 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
         scattered_buffer=per_device(2),
         scattered_token=per_device(2),
         anchor=per_device(2),
+        token=np.empty((num_devices, 0, 0, 2), np.int32),
+        entered=np.empty((num_devices, 0), np.int32),
+        permit=per_device(2),
     )

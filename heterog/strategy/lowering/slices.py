@@ -28,6 +28,7 @@ from heterog.strategy.lowering.tape import (
     write_read,
     write_task,
 )
+from heterog.strategy.lowering.turns import follow_gradients
 from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Sync
 from heterog.strategy.tables import GraphTables
@@ -205,6 +206,7 @@ def _scatter(
             if not by_micro:
                 write_read(tape, scratch.gradient_token[member, device])
             member = scratch.next_in_bucket[member]
+        follow_gradients(choice.turns, tape)
         if not single:
             scratch.flat_buffer[device] = write_buffer(tape, device, size)
         if choice.sync[group] == _ZERO2:

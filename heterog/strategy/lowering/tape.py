@@ -19,14 +19,16 @@ TASK = np.dtype(
         ("read_start", np.int32),
         ("buffer_start", np.int32),
         ("kind", np.int32),
+        ("turn", np.int32),
     ],
     align=True,
 )
 BUFFER = np.dtype(
     [("num_bytes", np.float64), ("maker", np.int32), ("device", np.int32)], align=True
 )
-NUM_TASKS, NUM_BUFFERS, NUM_READS, OVERFLOW = 0, 1, 2, 3
-"""Positions in ``Tape.counts``."""
+NUM_TASKS, NUM_BUFFERS, NUM_READS, OVERFLOW, IN_TURN, FIRST_TURN = 0, 1, 2, 3, 4, 5
+"""Positions in ``Tape.counts``. IN_TURN is 1 if devices take their turns strictly in order, and
+FIRST_TURN the first turn of the step that is written."""
 
 
 class Tape(NamedTuple):
@@ -40,10 +42,11 @@ class Tape(NamedTuple):
     buffers: npt.NDArray[np.void]  # BUFFER
     reads: IntArray
     bucket: IntArray
+    turn: IntArray  # of each device, which tasks that are written now belong to
     counts: npt.NDArray[np.int64]
 
 
-def make_tape(num_tasks: int, num_parameters: int) -> Tape:
+def make_tape(num_tasks: int, num_parameters: int, num_devices: int) -> Tape:
     """Empty records with room for a number of tasks and for a few times as many edges."""
     room = max(num_tasks, 64)
     return Tape(
@@ -51,7 +54,8 @@ def make_tape(num_tasks: int, num_parameters: int) -> Tape:
         buffers=np.empty(3 * room, BUFFER),
         reads=np.empty(4 * room, np.int32),
         bucket=np.empty(num_parameters, np.int32),
-        counts=np.zeros(4, np.int64),
+        turn=np.zeros(num_devices, np.int32),
+        counts=np.zeros(6, np.int64),
     )
 
 
@@ -73,6 +77,7 @@ def write_task(
         tape.counts[NUM_READS] = 0
     task = tape.tasks[number]
     task.kind = kind
+    task.turn = tape.turn[device] if device >= 0 else 0
     task.subject = subject
     task.device = device
     task.micro = micro

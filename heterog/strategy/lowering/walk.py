@@ -17,6 +17,14 @@ from heterog.strategy.lowering.slices import (
     number_sliced_buckets,
 )
 from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, OVERFLOW, Tape
+from heterog.strategy.lowering.turns import (
+    BY_MICRO_BATCH,
+    ask_permits,
+    begin_turns,
+    last_turns,
+    take_turns,
+    work_of,
+)
 from heterog.strategy.strategy import Sync
 from heterog.strategy.tables import GraphTables
 
@@ -41,15 +49,24 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
             has_gathers |= choice.sync[group] == _ZERO3
     if has_slices:
         number_sliced_buckets(tables, choice, scratch, tape)
-    for _step in range(choice.num_steps):
+    turns = choice.turns
+    has_turns, is_capped = turns.rule != BY_MICRO_BATCH, len(turns.cap) > 0
+    for step in range(choice.num_steps):
         _begin_step(scratch, has_slices)
+        begin_turns(turns, scratch, tape, step)
         for micro in range(choice.num_micro):
             scratch.value_buffer[:] = -1
             scratch.slot_done[:] = 0
+            tape.turn[:] = micro
             for op in range(len(tables.op_id)):
                 group = tables.op_group[op]
                 # The constant group is -1: the last entry.
                 layout = choice.layout[group] + num_layouts * tables.op_axis[op]
+                if has_turns:
+                    take_turns(turns, tape, group, work_of(tables, turns, op), micro)
+                if is_capped and group >= 0:
+                    number = step * choice.num_micro + micro
+                    ask_permits(turns, scratch, group, work_of(tables, turns, op), number)
                 _bring_inputs(tables, choice, scratch, tape, op, layout, micro)
                 gathers = False
                 if has_gathers:
@@ -67,6 +84,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                     _finish_parameter(tables, choice, scratch, tape, parameter, micro)
                 if tape.counts[OVERFLOW] != 0:
                     return False
+        last_turns(turns, tape, choice.num_micro)
         for key in range(tables.num_groups):
             if scratch.open_first[key] >= 0:
                 close_bucket(tables, choice, scratch, tape, key)

@@ -1,0 +1,214 @@
+"""Turns: in what order each device takes up its tasks, and how many micro-batches it holds.
+
+The engine takes the tasks of one turn of a device in program order. By default the turns are the
+micro-batches, and the earliest that can go on does. Under a ``PipelineSchedule`` the weight
+gradients have turns after all others, or every pass of a chunk has the turn that is stated, and
+turns are taken strictly one after the other. A cap needs no turn: the first op of micro-batch k on
+a chunk reads a token of no bytes that the last op of micro-batch k - cap makes there.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from heterog.strategy.kernels import helper
+from heterog.strategy.lowering.scratch import Scratch
+from heterog.strategy.lowering.tape import FIRST_TURN, IN_TURN, NUM_READS, NUM_TASKS, Tape
+from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, device_chunks
+from heterog.strategy.program import FIRST_FREE_KIND, IntArray
+from heterog.strategy.tables import GraphTables
+
+BY_MICRO_BATCH, WEIGHTS_LAST, AS_STATED = 0, 1, 2
+"""What decides about the turns."""
+_FORWARD = int(Pass.FORWARD)
+_BACKWARD = int(Pass.BACKWARD)
+_WEIGHTS = int(Pass.WEIGHTS)
+
+
+class Turns(NamedTuple):
+    """A ``PipelineSchedule`` in flat arrays; those that say nothing have no rows."""
+
+    rule: int
+    num_turns: int  # of one step; the last one is for what belongs to no chunk
+    splits: bool
+    chunk: IntArray  # of each group, -1 where a device has no part  # [num_groups, num_devices]
+    cap: IntArray  # 0: none  # [num_devices, num_chunks]
+    closing_op: IntArray  # last op, last of the weights  # [num_devices, num_chunks, 2]
+    turn: IntArray  # [num_devices, num_micro, num_chunks, 3]
+
+
+def _nothing(dimensions: int) -> IntArray:
+    return np.zeros((0,) * dimensions, np.int32)
+
+
+NO_SCHEDULE = Turns(
+    rule=BY_MICRO_BATCH,
+    num_turns=0,
+    splits=False,
+    chunk=_nothing(2),
+    cap=_nothing(2),
+    closing_op=_nothing(3),
+    turn=_nothing(4),
+)
+
+
+def encode_turns(
+    schedule: PipelineSchedule,
+    tables: GraphTables,
+    group_devices: Sequence[Sequence[int]],
+    num_devices: int,
+    num_micro: int,
+) -> Turns:
+    """A schedule as the kernel's arrays.
+
+    Args:
+        schedule: fits the decisions.
+        tables: of the graph.
+        group_devices: devices of each group's decision.
+        num_devices: of the cluster.
+        num_micro: micro-batches of a step.
+    """
+    if schedule.is_default or num_micro == 1:
+        return NO_SCHEDULE
+    chunks = device_chunks(group_devices, num_devices, schedule.chunk_starts)
+    num_chunks = max(map(len, chunks))
+    chunk = np.full((tables.num_groups, num_devices), -1, np.int32)
+    last = _last_ops(tables, schedule.splits_backward)
+    closing = np.full((num_devices, num_chunks, 2), -1, np.int32)
+    for device, own in enumerate(chunks):
+        for number, groups in enumerate(own):
+            chunk[groups.start : groups.stop, device] = number
+            closing[device, number] = last[groups.start : groups.stop].max(axis=0)
+    cap, turn = _nothing(2), _nothing(4)
+    if any(any(caps) for caps in schedule.in_flight):
+        cap = np.zeros((num_devices, num_chunks), np.int32)
+        for device, caps in enumerate(schedule.in_flight):
+            cap[device, : len(caps)] = np.minimum(caps, num_micro)
+    rule, num_turns = BY_MICRO_BATCH, num_micro
+    if schedule.turns:
+        rule, num_turns = AS_STATED, max(map(len, schedule.turns)) + 1
+        turn = np.full((num_devices, num_micro, num_chunks, len(Pass)), num_turns - 1, np.int32)
+        for device, stated in enumerate(schedule.turns):
+            for place, (micro, number, work) in enumerate(stated):
+                turn[device, micro, number, work] = place
+    elif schedule.splits_backward:
+        rule, num_turns = WEIGHTS_LAST, 2 * num_micro
+    return Turns(
+        rule=rule,
+        num_turns=num_turns,
+        splits=schedule.splits_backward,
+        chunk=chunk,
+        cap=cap,
+        closing_op=closing if len(cap) else _nothing(3),
+        turn=turn,
+    )
+
+
+def _last_ops(tables: GraphTables, splits: bool) -> IntArray:
+    """Last compute op of each group, and the last one that makes weight gradients later.
+
+    Returns:
+        -1 where there is none.  # [num_groups, 2]
+    """
+    last = np.full((tables.num_groups + 1, 2), -1, np.int32)  # the last row is for constants
+    rows = np.arange(len(tables.op_id), dtype=np.int32)
+    later = (tables.op_is_weights == 1) & splits
+    np.maximum.at(last[:, 0], tables.op_group[~later], rows[~later])
+    np.maximum.at(last[:, 1], tables.op_group[later], rows[later])
+    return last[:-1]
+
+
+@helper
+def work_of(tables: GraphTables, turns: Turns, op: int) -> int:
+    """The pass that an op belongs to."""
+    if tables.op_is_backward[op] == 0:
+        return _FORWARD
+    return _WEIGHTS if turns.splits and tables.op_is_weights[op] == 1 else _BACKWARD
+
+
+@helper
+def turn_of(turns: Turns, tape: Tape, group: int, work: int, device: int, micro: int) -> int:
+    """The turn of a device that takes up a pass of a micro-batch; by group -1 if of constants."""
+    if turns.rule == BY_MICRO_BATCH:
+        return micro
+    num_micro = turns.num_turns // 2
+    if turns.rule == WEIGHTS_LAST:
+        return micro + num_micro if work == _WEIGHTS else micro
+    first = tape.counts[FIRST_TURN]
+    turn = turns.num_turns - 1
+    if group < 0:  # constants are made when a micro-batch begins
+        for chunk in range(turns.turn.shape[2]):
+            turn = min(turn, turns.turn[device, micro, chunk, _FORWARD])
+    elif turns.chunk[group, device] >= 0:
+        turn = turns.turn[device, micro, turns.chunk[group, device], work]
+    return int(first + turn)
+
+
+@helper
+def take_turns(turns: Turns, tape: Tape, group: int, work: int, micro: int) -> None:
+    """What is written from now on belongs to a pass of a group."""
+    for device in range(len(tape.turn)):
+        tape.turn[device] = turn_of(turns, tape, group, work, device, micro)
+
+
+@helper
+def follow_gradients(turns: Turns, tape: Tape) -> None:
+    """The task that was begun last reads gradients, and comes in no turn before theirs.
+
+    The op that finishes a parameter may be of another pass than the one that makes its gradient.
+    """
+    if turns.rule == BY_MICRO_BATCH:
+        return
+    number = tape.counts[NUM_TASKS] - 1
+    task = tape.tasks[number]
+    for read in range(task.read_start, tape.counts[NUM_READS]):
+        maker = tape.tasks[tape.buffers[tape.reads[read]].maker]
+        if maker.device == task.device and maker.kind < FIRST_FREE_KIND:
+            task.turn = max(task.turn, maker.turn)
+
+
+@helper
+def begin_turns(turns: Turns, scratch: Scratch, tape: Tape, step: int) -> None:
+    """A step begins."""
+    tape.counts[IN_TURN] = 1 if turns.rule == AS_STATED else 0
+    tape.counts[FIRST_TURN] = step * turns.num_turns if turns.rule == AS_STATED else 0
+    if step == 0:
+        scratch.token[:] = -1
+        scratch.entered[:] = 0
+        scratch.permit[:] = -1
+
+
+@helper
+def last_turns(turns: Turns, tape: Tape, num_micro: int) -> None:
+    """What is written from now on comes after everything else of the step."""
+    for device in range(len(tape.turn)):
+        if turns.rule == BY_MICRO_BATCH:
+            tape.turn[device] = num_micro - 1
+        else:
+            tape.turn[device] = tape.counts[FIRST_TURN] + turns.num_turns - 1
+
+
+@helper
+def ask_permits(turns: Turns, scratch: Scratch, group: int, work: int, number: int) -> None:
+    """Find the tokens that a group's op has to wait for on each device.
+
+    Args:
+        turns: have caps.
+        scratch: its ``permit`` is written.
+        group: of the op.
+        work: the pass of the op.
+        number: of the micro-batch, counted through all steps.
+    """
+    num_micro = scratch.token.shape[2]
+    for device in range(scratch.permit.shape[1]):
+        scratch.permit[:, device] = -1
+        chunk = turns.chunk[group, device]
+        if work != _FORWARD or chunk < 0 or scratch.entered[device, chunk] == number + 1:
+            continue
+        scratch.entered[device, chunk] = number + 1
+        cap = turns.cap[device, chunk]
+        if 0 < cap <= number:
+            for part in range(2):
+                token = scratch.token[device, chunk, (number - cap) % num_micro, part]
+                scratch.permit[part, device] = token

@@ -1,0 +1,143 @@
+"""In what order devices work through micro-batches: caps, split backward passes, explicit orders.
+
+Without any of it a device does the next op of the earliest micro-batch that has one ready. That is
+fast, and keeps as many micro-batches alive as arrive before their gradients do. A *cap* bounds
+them, which is what "one forward, one backward" (1F1B; Narayanan et al., PipeDream, 2019) comes to:
+stage s of p holds at most p - s. An *explicit order* says everything: interleaved stages
+(Narayanan et al., Megatron-LM, 2021) or zero bubble schedules (Qi et al. 2024) are no vector of
+caps.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from heterog.errors import StrategyError
+
+
+class Pass(IntEnum):
+    """The part of a micro-batch's work on a chunk that a turn does."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    """Gradients of what the chunk read from others; all gradients unless the pass is split."""
+    WEIGHTS = 2
+    """Gradients of parameters that nothing else in the backward pass waits for."""
+
+
+class Turn(NamedTuple):
+    """One piece of a device's work."""
+
+    micro: int
+    chunk: int
+    work: Pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSchedule:
+    """In what order each device works through the micro-batches of a step.
+
+    A *chunk* of a device is a run of consecutive groups that it takes part in. A device's chunks
+    are numbered in the order of the model; ``device_chunks`` finds them.
+
+    Attributes:
+        in_flight: by device and chunk, how many micro-batches may be under way there at most:
+            begun forward and not yet done with everything that reads what was kept for them. 0,
+            or nothing, is no cap.
+        splits_backward: weight gradients of a micro-batch come later than the gradients that other
+            devices wait for: whenever a device would otherwise wait (or when its turns say so).
+        turns: by device, everything it does in this order, each micro-batch that has samples
+            there and each chunk once for every pass; empty: the earliest micro-batch that can go
+            on does.
+        chunk_starts: groups at which a chunk begins on every device that takes part in them, also
+            on one that takes part in the group before.
+    """
+
+    in_flight: tuple[tuple[int, ...], ...] = ()
+    splits_backward: bool = False
+    turns: tuple[tuple[Turn, ...], ...] = ()
+    chunk_starts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(cap < 0 for caps in self.in_flight for cap in caps):
+            raise StrategyError(f"in_flight is {self.in_flight}; caps must be 0 (none) or more.")
+        for device, turns in enumerate(self.turns):
+            if len(set(turns)) < len(turns):
+                raise StrategyError(f"the turns of device {device} have the same turn twice.")
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing is said: the earliest micro-batch that can go on does."""
+        return self == AS_IT_COMES
+
+    def check(self, chunks: Sequence[Sequence[range]], samples: Sequence[Sequence[int]]) -> None:
+        """Refuse caps and turns that do not fit a strategy's chunks and micro-batches.
+
+        Args:
+            chunks: of each device, from ``device_chunks``.
+            samples: of each device and micro-batch: the most that any group has.
+
+        Raises:
+            StrategyError: says for which device.
+        """
+        for name, said in (("in_flight", self.in_flight), ("turns", self.turns)):
+            if len(said) > len(chunks):
+                raise StrategyError(
+                    f"{name} names {len(said)} devices; the cluster has {len(chunks)}."
+                )
+        for device, caps in enumerate(self.in_flight):
+            if len(caps) > len(chunks[device]):
+                raise StrategyError(
+                    f"in_flight has {len(caps)} caps for device {device}, which has "
+                    f"{len(chunks[device])} chunks."
+                )
+        if not self.turns:
+            return
+        passes = list(Pass) if self.splits_backward else [Pass.FORWARD, Pass.BACKWARD]
+        for device, own in enumerate(chunks):
+            turns = self.turns[device] if device < len(self.turns) else ()
+            wanted = {
+                Turn(micro, chunk, work)
+                for micro, count in enumerate(samples[device])
+                for chunk in range(len(own))
+                for work in passes
+                if count
+            }
+            if wanted != set(turns):
+                missing, extra = wanted - set(turns), set(turns) - wanted
+                one = min(missing or extra)
+                what = "lack" if missing else "have too much:"
+                raise StrategyError(
+                    f"the turns of device {device} {what} micro-batch {one.micro}, chunk "
+                    f"{one.chunk}, {one.work.name.lower()} ({len(missing)} missing, "
+                    f"{len(extra)} too many)."
+                )
+
+
+AS_IT_COMES = PipelineSchedule()
+"""Nothing is said: the earliest micro-batch that can go on does."""
+
+
+def device_chunks(
+    group_devices: Sequence[Sequence[int]], num_devices: int, chunk_starts: Collection[int] = ()
+) -> tuple[tuple[range, ...], ...]:
+    """The chunks of every device: runs of consecutive groups that it takes part in.
+
+    Args:
+        group_devices: devices of each group's decision.
+        num_devices: of the cluster.
+        chunk_starts: groups at which a chunk begins in any case.
+
+    >>> device_chunks([(0,), (0, 1), (1,), (0,)], 2)
+    ((range(0, 2), range(3, 4)), (range(1, 3),))
+    """
+    found: list[list[range]] = [[] for _ in range(num_devices)]
+    for group, devices in enumerate(group_devices):
+        for device in devices:
+            own = found[device]
+            if own and own[-1].stop == group and group not in chunk_starts:
+                own[-1] = range(own[-1].start, group + 1)
+            else:
+                own.append(range(group, group + 1))
+    return tuple(map(tuple, found))

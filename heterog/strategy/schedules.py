@@ -1,0 +1,288 @@
+"""Named schedules of a pipeline: who does which pass of which micro-batch when.
+
+Stages are numbered in the order of the model. Where devices hold several stages, p *ranks* (device
+sets) hold v *chunks* each: interleaved, stage k lies on rank k mod p; in a V, rank i has stages i
+and 2 p - 1 - i. All devices of a rank share its micro-batches and so have the same turns.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from heterog.errors import StrategyError
+from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
+
+Stages = Sequence[Sequence[int]]
+"""Devices of each stage."""
+_F, _B, _W = Pass
+
+
+def caps_of_stages(stages: Stages, num_devices: int, *, hidden: float = 0.0) -> PipelineSchedule:
+    """Caps on micro-batches in flight by which a pipeline waits for nothing but its first one.
+
+    With ``hidden`` 0 the caps are those of 1F1B: stage s of p holds p - s micro-batches. Where
+    messages take a part of a stage's time, 1F1B waits for every one of them; the caps
+    (p - s) + (p - 1 - s) ceil(hidden) reach the time of a pipeline without caps, if stages and
+    links are alike.
+
+    Args:
+        stages: devices of each stage; each device is in one of them.
+        num_devices: of the cluster.
+        hidden: seconds of two messages over the seconds of a stage's forward and backward pass.
+
+    >>> caps_of_stages([(0,), (1,), (2,)], 3).in_flight
+    ((3,), (2,), (1,))
+    >>> caps_of_stages([(0,), (1,), (2,)], 3, hidden=0.5).in_flight
+    ((5,), (3,), (1,))
+    """
+    caps: list[tuple[int, ...]] = [()] * num_devices
+    more = -int(-hidden // 1)
+    for stage, devices in enumerate(stages):
+        later = len(stages) - 1 - stage
+        for device in devices:
+            if caps[device]:
+                raise StrategyError(f"device {device} has two stages; caps are for one each.")
+            caps[device] = (later + 1 + later * more,)
+    return PipelineSchedule(in_flight=tuple(caps))
+
+
+class _Turns:
+    """The turns of one rank, written by pass and chunk; micro-batches follow by count."""
+
+    def __init__(self, num_micro: int) -> None:
+        self.turns: list[Turn] = []
+        self.count: Counter[tuple[int, Pass]] = Counter()
+        self._num_micro = num_micro
+
+    def add(self, work: Pass, chunk: int) -> None:
+        """The next micro-batch of a pass; one that does not exist leaves a gap."""
+        micro = self.count[chunk, work]
+        self.count[chunk, work] += 1
+        if micro < self._num_micro:
+            self.turns.append(Turn(micro, chunk, work))
+
+    def add_backward(self, chunk: int) -> None:
+        """Both halves of a backward pass."""
+        self.add(_B, chunk)
+        self.add(_W, chunk)
+
+
+def gpipe(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
+    """All forward passes, then all backward passes (Huang et al. 2019)."""
+    del rank, num_ranks
+    turns = _Turns(num_micro)
+    for work, chunks in ((_F, range(num_chunks)), (_B, reversed(range(num_chunks)))):
+        for chunk in chunks:
+            for _ in range(num_micro):
+                turns.add(work, chunk)
+    return turns.turns
+
+
+def one_forward_one_backward(
+    rank: int, num_ranks: int, num_chunks: int, num_micro: int
+) -> list[Turn]:
+    """As many forward passes as ranks follow, then one backward pass for each (PipeDream)."""
+    if num_chunks != 1:
+        raise StrategyError(f"1f1b is for 1 stage per device, not {num_chunks}; see interleaved.")
+    turns = _Turns(num_micro)
+    warm_up = min(num_ranks - 1 - rank, num_micro)
+    for number in range(num_micro + warm_up):
+        turns.add(_F, 0)
+        if number >= warm_up:
+            turns.add(_B, 0)
+    return turns.turns
+
+
+def interleaved(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
+    """One forward, one backward, over chunks in rounds (Narayanan et al. 2021, section 2.2)."""
+    return _interleaved(rank, num_ranks, num_chunks, num_micro, zero_bubble=False)
+
+
+def interleaved_zero_bubble(
+    rank: int, num_ranks: int, num_chunks: int, num_micro: int
+) -> list[Turn]:
+    """``interleaved`` whose weight gradients come as many backward passes later as the rank."""
+    return _interleaved(rank, num_ranks, num_chunks, num_micro, zero_bubble=True)
+
+
+def _interleaved(
+    rank: int, num_ranks: int, num_chunks: int, num_micro: int, *, zero_bubble: bool
+) -> list[Turn]:
+    rounds = max(num_micro // num_ranks, 1)
+    if num_micro % rounds:
+        raise StrategyError(
+            f"{num_micro} micro-batches do not divide into {rounds} rounds of {num_ranks} ranks; "
+            "an interleaved schedule needs a multiple of the ranks."
+        )
+    per_round, total = num_micro // rounds, num_micro * num_chunks
+    later = (1 if zero_bubble else 2) * (num_ranks - 1 - rank)
+    warm_up = min((num_chunks - 1) * per_round + later, total)
+    turns = _Turns(num_micro)
+    backward: list[int] = []
+    written = 0
+    for number in range(total + warm_up):
+        if number < total:
+            turns.add(_F, number // per_round % num_chunks)
+        if number < warm_up:
+            continue
+        chunk = num_chunks - 1 - (number - warm_up) // per_round % num_chunks
+        turns.add(_B, chunk)
+        backward.append(chunk)
+        if zero_bubble and number - warm_up >= rank:
+            turns.add(_W, backward[written])
+            written += 1
+    if zero_bubble:
+        for chunk in backward[written:]:
+            turns.add(_W, chunk)
+    return turns.turns
+
+
+def zero_bubble_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
+    """Two chunks in a V, weight gradients where a rank would wait (Qi et al. 2024, section 6)."""
+    _check_v(num_chunks)
+    turns = _Turns(num_micro)
+    count = turns.count
+    for _ in range(2 * (num_ranks - rank) - 1):
+        turns.add(_F, 0)
+    for _ in range(rank):
+        turns.add(_F, 1)
+        turns.add(_F, 0)
+    for _ in range(num_ranks - rank):
+        turns.add(_F, 1)
+        turns.add_backward(1)
+    # The pattern needs 2 p - 1 micro-batches; with fewer, those that do not exist are left out.
+    enough = max(2 * num_ranks - 1, num_micro)
+    while count[1, _F] < count[0, _F] or count[0, _F] < enough:
+        if count[0, _F] < enough:
+            turns.add(_F, 0)
+        turns.add_backward(0)
+        turns.add(_F, 1)
+        turns.add_backward(1)
+    for _ in range(rank):
+        turns.add(_B, 0)
+        turns.add(_B, 1)
+    for _ in range(num_ranks - rank):
+        turns.add_backward(0)
+    for chunk in (1, 0):
+        while count[chunk, _W] < count[chunk, _B]:
+            turns.add(_W, chunk)
+    return turns.turns
+
+
+def dual_pipe_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
+    """DeepSeek's DualPipe folded into a V; a forward pass beside each backward pass.
+
+    Source: github.com/deepseek-ai/DualPipe, as in ``torch.distributed.pipelining``.
+    """
+    _check_v(num_chunks)
+    if num_micro < 2 * num_ranks:
+        raise StrategyError(
+            f"{num_micro} micro-batches are too few for dual_pipe_v on {num_ranks} ranks; it "
+            f"needs {2 * num_ranks}."
+        )
+    turns = _Turns(num_micro)
+    waiting: list[int] = []  # chunks whose weight gradients are left for later
+
+    def add_inputs(chunk: int) -> None:
+        turns.add(_B, chunk)
+        waiting.append(chunk)
+
+    def add_weights() -> None:
+        if waiting:
+            turns.add(_W, waiting.pop(0))
+
+    later = num_ranks - rank - 1
+    for _ in range(2 * later):
+        turns.add(_F, 0)
+    for _ in range(rank + 1):
+        turns.add(_F, 0)
+        turns.add(_F, 1)
+    for _ in range(later):
+        add_inputs(1)
+        add_weights()
+        turns.add(_F, 1)
+    for _ in range(num_micro - 2 * num_ranks + rank + 1):
+        for forward, backward in ((0, 1), (1, 0)):
+            turns.add(_F, forward)
+            turns.add_backward(backward)
+    for _ in range(later):
+        turns.add_backward(1)
+        turns.add(_F, 1)
+        turns.add_backward(0)
+    # The second half of what is left puts its weight gradients off.
+    half = 2 * ((rank + 1) // 2) + (rank % 2 == 0)
+    for number in range(2 * (rank + 1)):
+        chunk = 1 - number % 2
+        if number < half:
+            turns.add_backward(chunk)
+        else:
+            add_inputs(chunk)
+    for _ in range(later):
+        add_weights()
+        add_inputs(0)
+    while waiting:
+        add_weights()
+    return turns.turns
+
+
+def _check_v(num_chunks: int) -> None:
+    if num_chunks != 2:
+        raise StrategyError(f"a schedule in a V has 2 chunks per device, not {num_chunks}.")
+
+
+Generator = Callable[[int, int, int, int], list[Turn]]
+"""The turns of (rank, number of ranks, chunks of each, micro-batches)."""
+SCHEDULES: dict[str, Generator] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+    "zero_bubble_v": zero_bubble_v,
+    "dual_pipe_v": dual_pipe_v,
+}
+"""Schedules that state every turn; see ``caps_of_stages`` for one that does not."""
+_IN_A_V = frozenset({"zero_bubble_v", "dual_pipe_v"})
+
+
+def stages_of(name: str, ranks: Stages, num_chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Devices of each stage, in the order of the model, as a schedule wants them.
+
+    >>> stages_of("interleaved", [(0,), (1,)], 2)
+    ((0,), (1,), (0,), (1,))
+    >>> stages_of("zero_bubble_v", [(0,), (1,)], 2)
+    ((0,), (1,), (1,), (0,))
+    """
+    once = tuple(tuple(devices) for devices in ranks)
+    return once + once[::-1] if name in _IN_A_V else once * num_chunks
+
+
+def stated_turns(
+    name: str,
+    ranks: Stages,
+    num_chunks: int,
+    num_micro: int,
+    *,
+    num_devices: int,
+    chunk_starts: tuple[int, ...] = (),
+) -> PipelineSchedule:
+    """A named schedule with a turn for everything.
+
+    Args:
+        name: one of ``SCHEDULES``.
+        ranks: devices of each rank; the stages lie on them as ``stages_of`` says.
+        num_chunks: stages of each rank.
+        num_micro: micro-batches.
+        num_devices: of the cluster.
+        chunk_starts: first group of each stage, where neighbouring stages share devices.
+
+    Raises:
+        StrategyError: there is no such schedule, or not for these numbers.
+    """
+    if name not in SCHEDULES:
+        raise StrategyError(f"no schedule is called '{name}'; there are {', '.join(SCHEDULES)}.")
+    turns: list[tuple[Turn, ...]] = [()] * num_devices
+    for rank, devices in enumerate(ranks):
+        own = tuple(SCHEDULES[name](rank, len(ranks), num_chunks, num_micro))
+        for device in devices:
+            turns[device] = own
+    splits = any(turn.work == _W for own in turns for turn in own)
+    return PipelineSchedule(splits_backward=splits, turns=tuple(turns), chunk_starts=chunk_starts)
