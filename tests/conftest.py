@@ -19,15 +19,18 @@ settings.register_profile("heterog", deadline=None, derandomize=True)
 settings.load_profile("heterog")
 
 # Two processes take one file after another: long files come first, so that both end together.
-LONG = ("runtime", "export", "agents", "planners", "graph")
+LONG = (
+    *("runtime", "test_cli.py", "test_workers.py", "test_interrupt.py", "export"),
+    *("agents", "planners", "graph"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of the longest folders first, in their own order."""
+    """The longest files, and those of the longest folders, first, in their own order."""
     tests = Path(__file__).parent
 
     def turn(item: pytest.Item) -> int:
-        folder = item.path.relative_to(tests).parts[0] if item.path.is_relative_to(tests) else ""
-        return LONG.index(folder) if folder in LONG else len(LONG)
+        name = item.path.relative_to(tests).parts[0] if item.path.is_relative_to(tests) else ""
+        return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=turn)

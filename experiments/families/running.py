@@ -27,6 +27,7 @@ from families.reference import STEPS, Trained, train_on_one_device
 from families.strategies import NUM_RANKS, strategies
 from heterog.errors import HeterogError
 from heterog.graph.capture import CapturedStep, capture_step
+from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import Plan
 from heterog.runtime.deploy import deploy
 
@@ -130,7 +131,7 @@ def _run(family: Family, searches: bool, tell: Callable[[str, str, Any], None]) 
         try:
             ranks = ranks or Ranks(family, captured)
             wanted = train_on_one_device(family, captured, plan)
-            if family.tolerance == BFLOAT16:
+            if family.tolerance == BFLOAT16 and _is_in_bf16(captured.graph):
                 exact = train_on_one_device(family, captured, plan, is_double=True)
                 tell("noise", name, error_of(family, [exact], wanted))
             tell("strategies", name, error_of(family, ranks.train(plan), wanted))
@@ -145,6 +146,11 @@ def _run(family: Family, searches: bool, tell: Callable[[str, str, Any], None]) 
             ranks = None
     if ranks:
         ranks.close()
+
+
+def _is_in_bf16(graph: OpGraph) -> bool:
+    """Whether weights are in bf16; autocast keeps them, and cannot be asked for doubles."""
+    return any(graph.tensors[parameter].dtype == "bfloat16" for parameter in graph.parameters)
 
 
 def error_of(family: Family, results: list[Trained], wanted: Trained) -> float:

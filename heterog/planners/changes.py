@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 
 from heterog.cluster.topology import Cluster
-from heterog.strategy.pipeline_schedule import PipelineSchedule, device_chunks
 from heterog.strategy.program import FloatArray
 from heterog.strategy.strategy import Decision, Strategy, Sync, split_in_proportion
 
@@ -21,18 +20,9 @@ def with_decisions(strategy: Strategy, changes: Mapping[int, Decision]) -> Strat
         decision.devices != strategy.decisions[group].devices
         for group, decision in changes.items()
     ):
-        return replace(changed, schedule=_fitted(changed))
+        devices = [decision.devices for decision in decisions]
+        return replace(changed, schedule=strategy.schedule.fitted(devices))
     return changed
-
-
-def _fitted(strategy: Strategy) -> PipelineSchedule:
-    """A schedule for chunks that have changed: the smallest cap of each device for all of them."""
-    schedule = strategy.schedule
-    devices = [decision.devices for decision in strategy.decisions]
-    chunks = device_chunks(devices, max(map(max, devices)) + 1, schedule.chunk_starts)
-    least = [min(filter(None, caps), default=0) for caps in schedule.in_flight]
-    caps = tuple((cap,) * len(own) for cap, own in zip(least, chunks, strict=False))
-    return replace(schedule, in_flight=caps, turns=())
 
 
 def moved_samples(

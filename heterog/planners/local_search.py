@@ -144,6 +144,7 @@ class _Search:
                     step_barrier=self.task.step_barrier,
                     micro_batches=state.micro_batches,
                     op_rules=self.rules.op_rules(state.rules),
+                    schedule=state.schedule,
                 ),
                 orders=(state.order,),
             )
@@ -208,7 +209,9 @@ class _Search:
         strategy = candidate.strategy
         row, rules = self.space.row_of(strategy), self.rules.row_of(strategy.op_rules)
         return [
-            State(row, strategy.bucket_bytes, order, strategy.micro_batches, rules)
+            State(
+                row, strategy.bucket_bytes, order, strategy.micro_batches, rules, strategy.schedule
+            )
             for order in candidate.orders
         ]
 
@@ -310,6 +313,7 @@ class _Search:
             num_steps=self.num_steps,
             micro_batches=state.micro_batches,
             tables=self.evaluator.rule_tables(rule_set),
+            schedule=state.schedule,
         )
         return choice._replace(rule_set=rule_set)
 

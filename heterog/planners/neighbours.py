@@ -16,6 +16,7 @@ from heterog.graph.grouping import alike_groups
 from heterog.planners.group_rules import GroupRules, Place, RuleRow
 from heterog.planners.planner import Task
 from heterog.simulator.engine import Order
+from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import MicroBatches, StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, split_evenly
@@ -25,6 +26,7 @@ BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
 # Part of the changes of rules that are for some layers of a kind instead of all. It makes a rule
 # set that was never seen, which costs time in proportion to the ops of the graph.
 _ONLY_SOME, _FEW_OPS = 0.75, 600
+_RESCHEDULED = 0.3  # of the changes to micro-batches, where there are some
 _PROPOSED = 0.4  # of the changes to groups, where a policy has proposed some
 
 
@@ -37,16 +39,18 @@ class State:
     order: Order
     micro_batches: MicroBatches = ()
     rules: RuleRow = ()
+    schedule: PipelineSchedule = AS_IT_COMES
 
     @property
     def key(self) -> "StateKey":
         """What tells it from other points."""
         return (
-            self.row.tobytes(), self.bucket_bytes, int(self.order), self.micro_batches, self.rules
+            self.row.tobytes(), self.bucket_bytes, int(self.order), self.micro_batches, self.rules,
+            self.schedule,
         )  # fmt: skip
 
 
-StateKey = tuple[bytes, int, int, MicroBatches, RuleRow]
+StateKey = tuple[bytes, int, int, MicroBatches, RuleRow, PipelineSchedule]
 
 
 class Neighbours:
@@ -117,10 +121,20 @@ class Neighbours:
         return self.legal(replace(state, row=row))
 
     def legal(self, state: State) -> State:
-        """The same without ZeRO and micro-batches if ops have rules."""
+        """The same without ZeRO and micro-batches if ops have rules, and with caps that fit."""
         if not state.rules:
-            return state
-        return replace(state, row=self.space.without_zero(state.row), micro_batches=())
+            return replace(state, schedule=self._fitted(state, state.schedule))
+        row = self.space.without_zero(state.row)
+        return replace(state, row=row, micro_batches=(), schedule=AS_IT_COMES)
+
+    def _fitted(self, state: State, schedule: PipelineSchedule) -> PipelineSchedule:
+        """A schedule for the chunks that devices have in a state."""
+        if schedule.is_default:
+            return schedule
+        if not state.micro_batches:
+            return AS_IT_COMES
+        devices = [self.space.candidates[number].devices for number in state.row]
+        return schedule.fitted(devices)
 
     # --- rules of ops ----------------------------------------------------------------------------
 
@@ -155,14 +169,19 @@ class Neighbours:
     # --- micro-batches ---------------------------------------------------------------------------
 
     def _recut(self, state: State) -> State:
-        """Half or twice as many micro-batches; or samples move between those of two devices."""
+        """Half or twice as many micro-batches; or samples move between those of two devices.
+
+        Or other caps on how many are under way, or weight gradients at another time.
+        """
         cut = state.micro_batches
+        if cut and self.rng.random() < _RESCHEDULED:
+            return self._rescheduled(state)
         num_micro = len(cut[0]) if cut else 1
         if cut == self.space.micro_batches(num_micro):
             most = self.task.evaluator.graph.batch_size
             near = (max(num_micro // 2, 1), min(2 * num_micro, most))
             number = near[self.rng.integers(2)]
-            return replace(state, micro_batches=self.space.micro_batches(number))
+            return self._with_cut(state, self.space.micro_batches(number))
         kind = self.rng.random()
         if kind < 0.5:
             return self._moved_between_cuts(state)
@@ -170,7 +189,29 @@ class Neighbours:
             cut = tuple(_merged(counts) for counts in cut) if num_micro > 2 else ()
         else:
             cut = tuple(_halved(counts) for counts in cut)
-        return replace(state, micro_batches=cut) if _is_cut(cut) else state
+        return self._with_cut(state, cut) if _is_cut(cut) else state
+
+    def _with_cut(self, state: State, cut: MicroBatches) -> State:
+        """Other micro-batches, under the same caps."""
+        cut_state = replace(state, micro_batches=cut)
+        return replace(cut_state, schedule=self._fitted(cut_state, state.schedule))
+
+    def _rescheduled(self, state: State) -> State:
+        """Another cap for one device, for all of them, or weight gradients at another time."""
+        num_devices, schedule = self.space.cluster.num_devices, state.schedule
+        kind = self.rng.random()
+        if kind < 0.3:
+            late = not schedule.splits_backward
+            return replace(state, schedule=replace(schedule, splits_backward=late, turns=()))
+        cap = int(self.rng.integers(len(state.micro_batches[0]) + 1))  # 0: none
+        least = [min(filter(None, caps), default=0) for caps in schedule.in_flight]
+        least += [0] * (num_devices - len(least))
+        if kind < 0.65:
+            least[self.rng.integers(num_devices)] = cap
+        else:
+            least = [cap] * num_devices
+        capped = replace(schedule, in_flight=tuple((cap,) for cap in least), turns=())
+        return replace(state, schedule=self._fitted(state, capped))
 
     def _moved_between_cuts(self, state: State) -> State:
         """Move samples from one device's micro-batch to another one's, for all that follow them.
@@ -199,7 +240,7 @@ class Neighbours:
             ):
                 changed = replace(old, shares=tuple(after[devices].tolist()))
                 row[state.row == number] = self.space.add(changed)
-        return replace(state, row=row, micro_batches=moved)
+        return self._with_cut(replace(state, row=row), moved)
 
     # --- groups ----------------------------------------------------------------------------------
 

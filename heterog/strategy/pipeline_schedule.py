@@ -9,7 +9,7 @@ caps.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -70,6 +70,18 @@ class PipelineSchedule:
     def is_default(self) -> bool:
         """Whether nothing is said: the earliest micro-batch that can go on does."""
         return self == AS_IT_COMES
+
+    def fitted(self, group_devices: Sequence[Sequence[int]]) -> "PipelineSchedule":
+        """The same for other decisions: one cap for all chunks of a device, and no turns.
+
+        Args:
+            group_devices: devices of each group's decision.
+        """
+        num_devices = max(len(self.in_flight), 1 + max(map(max, group_devices)))
+        chunks = device_chunks(group_devices, num_devices, self.chunk_starts)
+        least = [min(filter(None, caps), default=0) for caps in self.in_flight]
+        caps = tuple((cap,) * len(own) for cap, own in zip(least, chunks, strict=False))
+        return replace(self, in_flight=caps if any(map(any, caps)) else (), turns=())
 
     def check(self, chunks: Sequence[Sequence[range]], samples: Sequence[Sequence[int]]) -> None:
         """Refuse caps and turns that do not fit a strategy's chunks and micro-batches.

@@ -30,6 +30,7 @@ def check_point(moves: Neighbours, state: State) -> None:
         bucket_bytes=state.bucket_bytes,
         num_steps=1,
         micro_batches=state.micro_batches,
+        schedule=state.schedule,
         tables=evaluator.rule_tables(number),
     )
     assert evaluator.evaluate_choice(choice._replace(rule_set=number), Order.RANK) == careful
@@ -49,10 +50,10 @@ def test_every_point_of_a_walk_is_legal(name: str, beginning: str) -> None:
     state = start(moves, strategy)
     assert decoded(moves, state) == strategy
     seen = set()
-    for step in range(150):
+    for step in range(300):
         state = moves.of(state)
         seen.add((bool(state.rules), len(state.micro_batches) > 0))
-        if step % 5 == 0:
+        if step % 10 == 0:
             check_point(moves, state)
     assert (True, True) not in seen
     assert len(seen) > 1  # from rules or micro-batches to none, or the other way

@@ -83,7 +83,8 @@ def test_every_method_conforms(planner: Planner, check: Check) -> None:
 
 @pytest.mark.parametrize("planner", every_planner(), ids=lambda planner: planner.name)
 def test_every_method_is_found_by_its_name_and_applies(planner: Planner) -> None:
-    assert planner_by_name(planner.name) is planner
+    found = planner_by_name(planner.name)  # another one if a policy was asked for meanwhile
+    assert (type(found), found.name) == (type(planner), planner.name)
     assert planner.plan(task("50e")).candidates
 
 

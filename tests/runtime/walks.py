@@ -47,6 +47,7 @@ def start(moves: Neighbours, strategy: Strategy) -> State:
         Order.RANK,
         strategy.micro_batches,
         moves.rules.row_of(strategy.op_rules),
+        strategy.schedule,
     )
 
 
@@ -57,4 +58,5 @@ def decoded(moves: Neighbours, state: State) -> Strategy:
         step_barrier=True,
         micro_batches=state.micro_batches,
         op_rules=moves.rules.op_rules(state.rules),
+        schedule=state.schedule,
     )
