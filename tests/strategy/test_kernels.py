@@ -27,7 +27,7 @@ def decorated(tree: ast.Module) -> list[ast.FunctionDef]:
         node
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
-        and {ast.unparse(each) for each in node.decorator_list} & {"kernel", "helper"}
+        and {ast.unparse(each) for each in node.decorator_list} & {"kernel", "helper", "part"}
     ]
 
 

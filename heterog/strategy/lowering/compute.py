@@ -1,6 +1,6 @@
 """Compute tasks: one op of one micro-batch on each device that has samples or units of it."""
 
-from heterog.strategy.kernels import helper
+from heterog.strategy.kernels import part
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, OVERFLOW, Tape
@@ -10,7 +10,7 @@ from heterog.strategy.tables import GraphTables
 _COMPUTE = int(TaskKind.COMPUTE)
 
 
-@helper
+@part
 def compute_op(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, layout: int,
     micro: int,

@@ -1,6 +1,6 @@
 """The walk through a step: every op of every micro-batch, in program order."""
 
-from heterog.strategy.kernels import helper, kernel
+from heterog.strategy.kernels import helper, kernel, part
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.compute import compute_op
 from heterog.strategy.lowering.convert import convert
@@ -109,7 +109,7 @@ def _begin_step(scratch: Scratch, has_slices: bool) -> None:
         begin_sliced_step(scratch)
 
 
-@helper
+@part
 def _bring_inputs(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, layout: int,
     micro: int,
@@ -131,7 +131,7 @@ def _bring_inputs(
             convert(tables, choice, scratch, tape, slot, micro)
 
 
-@helper
+@part
 def _note_last_readers(tables: GraphTables, scratch: Scratch, parameter: int) -> None:
     """Remember the ops that an update has to wait for beside those that make the gradient."""
     num_devices = scratch.last_read.shape[1]
@@ -149,7 +149,7 @@ def _note_last_readers(tables: GraphTables, scratch: Scratch, parameter: int) ->
                 scratch.last_read[parameter, device] = made
 
 
-@helper
+@part
 def _finish_parameter(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
 ) -> None:
