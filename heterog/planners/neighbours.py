@@ -204,7 +204,7 @@ class Neighbours:
             late = not schedule.splits_backward
             return replace(state, schedule=replace(schedule, splits_backward=late, turns=()))
         cap = int(self.rng.integers(len(state.micro_batches[0]) + 1))  # 0: none
-        least = [min(filter(None, caps), default=0) for caps in schedule.in_flight]
+        least = list(schedule.device_caps)
         least += [0] * (num_devices - len(least))
         if kind < 0.65:
             least[self.rng.integers(num_devices)] = cap

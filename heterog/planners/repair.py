@@ -30,7 +30,6 @@ from heterog.planners.planner import Budget, Spending
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.lowering import resident_bytes
-from heterog.strategy.pipeline_schedule import device_chunks
 from heterog.strategy.program import FloatArray, TaskKind
 from heterog.strategy.strategy import (
     REPLICATED,
@@ -309,13 +308,10 @@ class _Repair:
         strategy, last = current.strategy, current
         cap = strategy.num_micro_batches
         devices = [decision.devices for decision in strategy.decisions]
-        starts = strategy.schedule.chunk_starts
-        chunks = device_chunks(devices, self.cluster.num_devices, starts)
         while cap > 1 and not self._fits(last):
             cap = (cap + 1) // 2
-            caps = tuple((cap,) * len(own) for own in chunks)
-            schedule = replace(strategy.schedule, in_flight=caps, turns=())
-            capped = self._try(replace(strategy, schedule=schedule))
+            schedule = replace(strategy.schedule, in_flight=((cap,),) * self.cluster.num_devices)
+            capped = self._try(replace(strategy, schedule=schedule.fitted(devices)))
             if self._missing(capped) >= self._missing(last):
                 break
             last = capped

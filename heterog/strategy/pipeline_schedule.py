@@ -71,6 +71,11 @@ class PipelineSchedule:
         """Whether nothing is said: the earliest micro-batch that can go on does."""
         return self == AS_IT_COMES
 
+    @property
+    def device_caps(self) -> tuple[int, ...]:
+        """The smallest cap of each device that ``in_flight`` names, 0 where it has none."""
+        return tuple(min(filter(None, caps), default=0) for caps in self.in_flight)
+
     def fitted(self, group_devices: Sequence[Sequence[int]]) -> "PipelineSchedule":
         """The same for other decisions: one cap for all chunks of a device, and no turns.
 
@@ -79,8 +84,8 @@ class PipelineSchedule:
         """
         num_devices = max(len(self.in_flight), 1 + max(map(max, group_devices)))
         chunks = device_chunks(group_devices, num_devices, self.chunk_starts)
-        least = [min(filter(None, caps), default=0) for caps in self.in_flight]
-        caps = tuple((cap,) * len(own) for cap, own in zip(least, chunks, strict=False))
+        pairs = zip(self.device_caps, chunks, strict=False)
+        caps = tuple((cap,) * len(own) for cap, own in pairs)
         return replace(self, in_flight=caps if any(map(any, caps)) else (), turns=())
 
     def check(self, chunks: Sequence[Sequence[range]], samples: Sequence[Sequence[int]]) -> None:
