@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from heterog.api import plan
+    from heterog.api import layout, plan
     from heterog.cluster import Cluster
     from heterog.graph.capture import capture
     from heterog.graph.workload import Workload
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     from heterog.strategy.strategy import Strategy
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "Plan", "Strategy", "Workload", "capture", "deploy", "load_plan", "plan"]
+__all__ = [
+    "Cluster",
+    "Plan",
+    "Strategy",
+    "Workload",
+    "capture",
+    "deploy",
+    "layout",
+    "load_plan",
+    "plan",
+]
 
 _HOME = {
     "Cluster": "heterog.cluster",
@@ -33,6 +43,7 @@ _HOME = {
     "Workload": "heterog.graph.workload",
     "capture": "heterog.graph.capture",
     "deploy": "heterog.runtime.deploy",
+    "layout": "heterog.api",
     "load_plan": "heterog.planners.plan",
     "plan": "heterog.api",
 }

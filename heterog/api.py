@@ -9,10 +9,12 @@ from heterog.errors import HeterogWarning
 from heterog.graph.capture import capture_step
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.planners.given import GivenLayout
 from heterog.planners.plan import BEST, Plan, make_plan
 from heterog.planners.planner import Budget
 from heterog.planners.portfolio import AUTO
 from heterog.runtime.rehearsal import rehearsal_of
+from heterog.strategy.layouts.layout import Layout, Recompute
 
 
 def plan(
@@ -66,4 +68,78 @@ def plan(
         order=order,
         step_barrier=step_barrier,
         rehearse=rehearse,
+    )
+
+
+def layout(
+    workload: Workload | OpGraph,
+    cluster: Cluster,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 0,
+    micro_batch: int = 0,
+    num_micro: int = 0,
+    zero: int = 0,
+    recompute: str = "none",
+    schedule: str = "",
+    chunks: int = 0,
+    layers: Sequence[int] = (),
+    split: Sequence[str] = (),
+    step_barrier: bool = True,
+) -> Plan:
+    """What a person runs today, in Megatron's and FSDP's words, as a plan.
+
+    The arguments are those of ``strategy.layouts.layout.Layout``, which says what they mean.
+
+    Args:
+        workload: model, example batch, loss and optimizer class; or a captured graph.
+        cluster: devices and links; rank r of the layout is device r.
+        tp: devices that share every matrix product.
+        pp: ranks of a pipeline.
+        dp: replicas; 0 for as many as there are devices for.
+        micro_batch: samples of a replica that go through the model at a time.
+        num_micro: micro-batches of a replica, instead of ``micro_batch``.
+        zero: stage of ZeRO, 0 to 3.
+        recompute: ``"none"`` or ``"full"``.
+        schedule: of the pipeline, ``"1f1b"`` if empty.
+        chunks: stages on each rank.
+        layers: repeated layers of each stage.
+        split: modules at which stages begin, instead of ``layers``.
+        step_barrier: whether a step ends with all updates.
+
+    Returns:
+        A plan of one row, ``"given"``: its step time and memory as predicted. That of a workload
+        has been rehearsed. It can be saved, reported, explained and deployed like any other.
+
+    Raises:
+        LayoutError: the layout does not fit the model, its batch or the cluster.
+    """
+    said = Layout(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        micro_batch=micro_batch,
+        num_micro=num_micro,
+        zero=zero,
+        recompute=Recompute(recompute),
+        schedule=schedule,
+        chunks=chunks,
+        layers=tuple(layers),
+        split=tuple(split),
+    )
+    rehearse = None
+    if isinstance(workload, OpGraph):
+        graph = workload
+    else:
+        captured = capture_step(workload)
+        graph, rehearse = captured.graph, rehearsal_of(captured)
+    return make_plan(
+        graph,
+        cluster,
+        methods=(),
+        budget="1e",
+        step_barrier=step_barrier,
+        rehearse=rehearse,
+        given=GivenLayout(said),
     )

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "heterog"
 # Bottom up; a module may import from its own layer and from those before it.
 LAYERS = (
-    {"errors", "names", "units", "files", "records", "user_code", "workers"},
+    {"errors", "names", "units", "files", "records", "yaml_files", "user_code", "workers"},
     {"graph", "cluster"},
     {"zoo"},
     {"strategy"},

@@ -120,6 +120,47 @@ def test_plan_prints_one_document_and_writes_whole_files(
     assert f"report (open it in a browser): {again}" in run("report", plan, "-o", again).out
 
 
+def test_what_a_person_runs_today_is_a_row_beside_ours(
+    run: Run, model: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "plan.json"
+    result = run("plan", model, "--cluster", "paper_8gpu", "--method", "tuned_uniform", "--json",
+                 "--budget", "5e", "--no-changes", "--layout", "dp=2,zero=1,micro_batch=8",
+                 "-o", output)  # fmt: skip
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    row = next(row for row in document["methods"] if row["method"] == "given")
+    assert row["outcome"] == "ok"
+    assert "6 of 8 devices have no work" in row["note"]
+    given = document["explanation"]["given"]
+    assert given["step_time_s"] == row["step_time_s"]
+    assert given["gain"]["speedup"] == row["step_time_s"] / document["step_time_s"]
+    assert {each["what"] for each in given["differences"]} >= {"micro-batches", "gradients"}
+    assert any("Your layout" in words for words in document["explanation"]["paragraphs"])
+    assert heterog.load_plan(output).gain_over_given is not None
+    compared = run("compare", "--models", model, "--clusters", "paper_8gpu", "--methods", "ddp",
+                   "--budget", "5e", "--layout", "dp=7", "--json")  # fmt: skip
+    rows = json.loads(compared.out)["rows"]
+    assert [row["outcome"] for row in rows if row["method"] == "given"] == ["not_applicable"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "problem"),
+    [
+        ("pp=3", "give dp=2"),
+        ("tpp=3", "did you mean 'tp'"),
+        ("nowhere.toml", "No such file"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_one_line(
+    run: Run, model: str, layout: str, problem: str
+) -> None:
+    result = run("plan", model, "--cluster", "paper_8gpu", "--layout", layout)
+    assert result.code == 2
+    assert problem in result.err
+    assert len(result.err.splitlines()) <= 2
+
+
 def test_the_answer_is_short_and_plain_in_a_pipe(run: Run, model: str, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("plan.json", "trace.json", "plan.html")]
     result = run("plan", model, "--cluster", "paper_8gpu", "--budget", "50e", "--method",

@@ -20,6 +20,7 @@ from heterog.user_code import is_from_file
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.graph.op_graph import OpGraph
+    from heterog.planners.given import GivenLayout
     from heterog.planners.issue_order import Rehearse
 
 out = Console(width=100 if not sys.stdout.isatty() else None)
@@ -73,6 +74,14 @@ NoBarrierOption = Annotated[
 ]
 BatchOption = Annotated[int | None, typer.Option("--batch-size", help="global batch size")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+LayoutOption = Annotated[
+    str,
+    typer.Option(
+        "--layout",
+        help="what you run today, as a row beside ours: tp=2,pp=4,micro_batch=1,zero=1,..., or a "
+        "file of torchtitan (.toml), DeepSpeed (.json) or Accelerate (.yaml)",
+    ),
+]
 BudgetOption = Annotated[str, typer.Option("--budget", help="30s, 2m, or 5000e (evaluations)")]
 PolicyOption = Annotated[
     str,
@@ -178,6 +187,30 @@ def load_cluster(source: str) -> "Cluster":
     except UnknownNameError:  # which knows no testbeds
         names = (*preset_names(), *shipped_testbeds())
         raise UnknownNameError("cluster", source, names) from None
+
+
+def load_layout(source: str, *, is_required: bool) -> "GivenLayout | None":
+    """The layout of a text or of a file of another program; ``None`` where there is none.
+
+    Args:
+        source: as the user gave it.
+        is_required: whether a layout that does not fit a model or cluster is an error.
+    """
+    if not source:
+        return None
+    from heterog.planners.given import GivenLayout
+    from heterog.strategy.layouts.files import is_layout_file, read_layout
+    from heterog.strategy.layouts.layout import parse_layout
+
+    if not is_layout_file(source):
+        return GivenLayout(parse_layout(source), is_required=is_required)
+    found = read_layout(source)
+    return GivenLayout(
+        found.layout,
+        batch_size=found.batch_size,
+        remarks=found.remarks,
+        is_required=is_required,
+    )
 
 
 def split_names(text: str) -> list[str]:

@@ -13,12 +13,14 @@ from heterog.cli.common import (
     BudgetOption,
     ClustersOption,
     JsonOption,
+    LayoutOption,
     ModelsOption,
     NoBarrierOption,
     OrderOption,
     SeedOption,
     WorkersOption,
     load_cluster,
+    load_layout,
     loaded_models,
     method_names,
     out,
@@ -57,6 +59,7 @@ def compare(
     seed: SeedOption = 0,
     order: OrderOption = "best",
     no_step_barrier: NoBarrierOption = False,
+    layout: LayoutOption = "",
     csv_file: Annotated[Path | None, typer.Option("--csv", help="write the rows there")] = None,
     workers: WorkersOption = "1",
     as_json: JsonOption = False,
@@ -80,6 +83,7 @@ def compare(
         seed=seed,
         step_barrier=not no_step_barrier,
         orders=parse_orders(order),
+        given=load_layout(layout, is_required=False),
     )
     targets = [load_cluster(name) for name in split_names(clusters)]
     documents: list[dict[str, Any]] = []

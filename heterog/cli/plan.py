@@ -12,12 +12,14 @@ from heterog.cli.common import (
     ClusterOption,
     EncoderOption,
     JsonOption,
+    LayoutOption,
     ModelArgument,
     NoBarrierOption,
     OrderOption,
     PolicyOption,
     SeedOption,
     load_cluster,
+    load_layout,
     load_model,
     load_model_graph,
     method_names,
@@ -53,6 +55,7 @@ def plan(
     seed: SeedOption = 0,
     order: OrderOption = "best",
     no_step_barrier: NoBarrierOption = False,
+    layout: LayoutOption = "",
     background: Annotated[
         str,
         typer.Option(
@@ -113,10 +116,13 @@ def plan(
     parse_orders(order)
     methods = method_names(method)
     use_agents(policy, encoder, methods)
+    given = load_layout(layout, is_required=True)
     target = load_cluster(cluster)
     with progress_line(as_json) as progress:
         progress("capture", 0.0, float("inf"))
         graph, rehearse = load_model(model, batch_size)
+    if given is not None:  # what does not fit is told before anything slow happens
+        given.place(graph, target, step_barrier=not no_step_barrier)
     evaluator = Evaluator(graph, target)
     promise = Promise(parsed, is_explained=True, with_changes=not no_changes)
     with settled(), stop_when_interrupted() as stop, progress_line(as_json) as progress:
@@ -131,6 +137,7 @@ def plan(
             order=order,
             step_barrier=not no_step_barrier,
             rehearse=rehearse,
+            given=given,
             progress=progress,
             stop=stop,
         )

@@ -22,7 +22,7 @@
 
 import math
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import resources
@@ -68,6 +68,7 @@ from heterog.units import (
     parse_flops_per_s,
     parse_seconds,
 )
+from heterog.yaml_files import parse_yaml
 
 _PRESETS = resources.files("heterog.cluster") / "presets"
 
@@ -79,10 +80,6 @@ _CPU = device_type("CPU")
 
 MAX_FILE_BYTES = 1024**2
 """Of a cluster file: a hundred times what one with 512 hosts takes."""
-_MOST_EVENTS = 100_000
-_MOST_DEPTH = 32
-# libyaml's parser, where PyYAML was built with it: ten times as fast.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 _Location: TypeAlias = tuple[int | str, ...]
@@ -309,25 +306,10 @@ class _Document:
 
     @staticmethod
     def parse(text: str, path: Path) -> "_Document":
-        try:
-            _check_events(text, path)
-            loader = _Loader(text)
-            root = loader.get_single_node()
-            if root is None:
-                raise InputFileError(f"{path}: the file is empty; see 'heterog clusters'.")
-            _refuse_duplicate_keys(root, path, set())
-            _check_aliases(root, path)
-            return _Document(path=path, root=root, value=loader.construct_document(root))
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            where = f"{path}, line {mark.line + 1}" if mark else str(path)
-            problem = " ".join(str(error.problem).split())
-            raise InputFileError(f"{where}: not valid YAML: {problem}.") from error
-        # A tag that does not fit its value ("!!bool x") is whatever its constructor stumbles over.
-        except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError) as error:
-            raise InputFileError(f"{path}: not valid YAML: {_first_line(error)}.") from error
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InputFileError(f"{path}: not valid YAML: {_first_line(error)}.") from error
+        root, value = parse_yaml(
+            text, path, what="a cluster file", if_empty="see 'heterog clusters'"
+        )
+        return _Document(path=path, root=root, value=value)
 
     def line_and_field(self, location: Sequence[int | str]) -> tuple[int, str]:
         """Line of the field (or of what should hold it) and its name, as in hosts[0].nic."""
@@ -364,57 +346,6 @@ class _Document:
         self.refuse(location, _problem(errors[0]) + more)
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0][:200] if lines else type(error).__name__
-
-
-def _check_events(text: str, path: Path) -> None:
-    """Refuse what nests deeper or holds more than any cluster, before anything is built of it.
-
-    libyaml builds nodes by recursion without a limit of its own.
-    """
-    depth = 0
-    for number, event in enumerate(yaml.parse(text, Loader=_Loader)):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > _MOST_DEPTH or number > _MOST_EVENTS:
-            what = "nests too deeply" if depth > _MOST_DEPTH else "says too much"
-            where = f"{path}, line {event.start_mark.line + 1}" if event.start_mark else path
-            raise InputFileError(f"{where}: {what} for a cluster file.")
-
-
-def _check_aliases(root: yaml.Node, path: Path) -> None:
-    """Refuse aliases that stand for themselves, or for more than a file may hold.
-
-    Ten lines of ten aliases each stand for ten billion values.
-    """
-    sizes: dict[int, int] = {}
-
-    def size(node: yaml.Node) -> int:
-        found = sizes.get(id(node))
-        if found is not None:
-            if found == 0:
-                raise InputFileError(
-                    f"{path}, line {node.start_mark.line + 1}: an alias stands for a part of "
-                    "itself."
-                )
-            return found
-        sizes[id(node)] = 0
-        total = 1
-        if isinstance(node, yaml.SequenceNode):
-            total += sum(map(size, node.value))
-        elif isinstance(node, yaml.MappingNode):
-            total += sum(size(key) + size(value) for key, value in node.value)
-        sizes[id(node)] = total
-        return total
-
-    if size(root) > _MOST_EVENTS:
-        raise InputFileError(f"{path}: its aliases stand for more values than are read.")
-
-
 def _pair(node: yaml.MappingNode, key: str) -> tuple[yaml.Node, yaml.Node] | None:
     # The last one, because what a merge key brings in comes before the node's own fields.
     return next((pair for pair in reversed(node.value) if pair[0].value == key), None)
@@ -446,26 +377,6 @@ def _problem(error: ErrorDetails) -> str:
     if kind in limits:
         return f"{got} is not {limits[kind].format(**context)}."
     return f"got {got}; {error['msg'][0].lower()}{error['msg'][1:]}."
-
-
-def _refuse_duplicate_keys(node: yaml.Node, path: Path, seen: set[int]) -> None:
-    """PyYAML keeps the last of two equal keys in silence."""
-    if id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for child in node.value:
-            _refuse_duplicate_keys(child, path, seen)
-    if isinstance(node, yaml.MappingNode):
-        keys: set[Hashable] = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in keys:
-                raise InputFileError(
-                    f"{path}, line {key.start_mark.line + 1}, {field_name([key.value])}: this "
-                    "field is there twice; remove one."
-                )
-            keys.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
-            _refuse_duplicate_keys(value, path, seen)
 
 
 class _Builder:

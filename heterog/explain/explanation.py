@@ -11,12 +11,14 @@ from typing import Any
 
 from heterog.explain import sentences
 from heterog.explain.decided import Decided, what_was_decided
+from heterog.explain.differences import Difference, differences
 from heterog.explain.fit import Remedy, remedies
 from heterog.explain.what_if import EVALUATIONS, Change, value_of_changes, with_idle_devices
+from heterog.planners.given import GIVEN
 from heterog.planners.plan import Plan
 from heterog.planners.planner import Budget, MethodRow, Spending, Stop, Task, planner_by_name
 from heterog.planners.portfolio import Progress, run_method
-from heterog.planners.stability import DATA_PARALLEL, TUNED_UNIFORM
+from heterog.planners.stability import DATA_PARALLEL, TUNED_UNIFORM, Gain
 from heterog.simulator.critical_path import Piece, critical_pieces, totals
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -84,6 +86,28 @@ class Quality:
     suffices: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenFacts:
+    """The person's own layout beside the plan.
+
+    Attributes:
+        said: the layout, and what of it could not be said as it was meant.
+        outcome: whether it fits and runs.
+        step_time_s: its seconds per step, ``None`` unless ``ok``.
+        shortage: why it is not ``ok``.
+        gain: how much faster the plan is; ``None`` unless both run.
+        differences: what the plan does differently; empty where the plan was loaded from a file,
+            or is the layout itself.
+    """
+
+    said: str
+    outcome: str
+    step_time_s: float | None
+    shortage: str
+    gain: Gain | None
+    differences: tuple[Difference, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """A plan in words, and the facts behind them.
@@ -105,6 +129,7 @@ class Explanation:
         fit: memory of every device.
         remedies: what makes it fit, if it does not.
         changes: what buying something would save, most first; empty if that was not asked.
+        given: the person's own layout, if one was given.
     """
 
     paragraphs: tuple[str, ...]
@@ -121,6 +146,7 @@ class Explanation:
     fit: Fit
     remedies: tuple[Remedy, ...]
     changes: tuple[Change, ...]
+    given: GivenFacts | None = None
 
     @property
     def bound_s(self) -> float:
@@ -159,6 +185,7 @@ class Explanation:
             ],
             "remedies": [asdict(remedy) for remedy in self.remedies],
             "changes": [asdict(each) | {"saving": each.saving} for each in self.changes],
+            "given": None if self.given is None else asdict(self.given),
         }
 
 
@@ -233,6 +260,7 @@ def explain(
         fit=fit,
         remedies=remedies(evaluator, plan.strategy, order, fit),
         changes=bought,
+        given=_given(plan),
     )
     progress("explain", 1.0, evaluation.step_time_s)
     return replace(
@@ -249,6 +277,22 @@ def _bound_of(plan: Plan, evaluator: Evaluator) -> LowerBound:
     if is_same or plan.strategy.op_rules:
         return bound
     return lower_bound_s(plan.graph, plan.cluster, evaluator.cost_model)
+
+
+def _given(plan: Plan) -> GivenFacts | None:
+    """The row of the person's own layout, and how the plan differs from it."""
+    row = next((row for row in plan.rows if row.method == GIVEN), None)
+    if row is None:
+        return None
+    own = row.candidate.strategy if row.candidate is not None else plan.strategy
+    return GivenFacts(
+        said=row.note,
+        outcome=row.outcome,
+        step_time_s=row.step_time_s,
+        shortage=row.shortage,
+        gain=plan.gain_over_given,
+        differences=differences(own, plan.strategy, plan.graph, plan.cluster),
+    )
 
 
 def _queued(timeline: Timeline) -> tuple[Queued, ...]:

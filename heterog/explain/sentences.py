@@ -21,6 +21,7 @@ from heterog.explain.lowered import (
     Split,
 )
 from heterog.explain.what_if import Change
+from heterog.planners.given import GIVEN
 from heterog.simulator.critical_path import Limit, Piece, Purpose, merge_blocks
 from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
 from heterog.strategy.pipeline_schedule import PipelineSchedule
@@ -68,6 +69,7 @@ def paragraphs(facts: "Explanation") -> tuple[str, ...]:
         _limits(facts),
         _memory(facts),
         _quality(facts),
+        _given(facts),
         _bound(facts),
         _changes(facts.changes),
     )
@@ -548,6 +550,29 @@ def _quality(facts: "Explanation") -> str:
         f"{words}{also} {_ratio(tuned, facts.step_time_s)} as fast as the best single decision "
         f"for the whole model on the best machines (tuned_uniform; {format_seconds(tuned)})."
     )
+
+
+def _given(facts: "Explanation") -> str:
+    """The person's own layout beside the plan, and what the plan does differently."""
+    given = facts.given
+    if given is None:
+        return ""
+    words = f"Your layout ({given.said.rstrip('.')}) "
+    if given.step_time_s is None:
+        words += f"cannot run: {given.shortage or given.outcome.replace('_', ' ')}."
+    else:
+        words += f"takes {format_seconds(given.step_time_s)} per step"
+        if facts.plan.method == GIVEN:
+            words += "; no method found anything faster." * (len(facts.plan.rows) > 1) or "."
+        else:
+            faster = given.gain.speedup if given.gain is not None else 0.0
+            words += f"; the plan is {faster:.2f} times as fast." if faster else "."
+    if given.differences:
+        listed = "; ".join(
+            f"{each.what}: {each.ours}, not {each.given}" for each in given.differences
+        )
+        words += f" What the plan does differently: {listed}."
+    return words
 
 
 def _bound(facts: "Explanation") -> str:

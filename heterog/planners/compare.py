@@ -8,7 +8,7 @@ from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.issue_order import IssuedSteps, Rehearse
 from heterog.planners.plan import row_to_dict
-from heterog.planners.planner import Budget, MethodRow, Spending, Stop, planners
+from heterog.planners.planner import Budget, MethodRow, Planner, Spending, Stop, planners
 from heterog.planners.portfolio import (
     AUTO,
     Progress,
@@ -37,6 +37,7 @@ class Question:
     seed: int = 0
     step_barrier: bool = True
     orders: tuple[Order, ...] = tuple(Order)
+    given: Planner | None = None
 
     def ask(
         self,
@@ -54,6 +55,7 @@ class Question:
             seed=self.seed,
             step_barrier=self.step_barrier,
             orders=self.orders,
+            given=self.given,
             progress=progress,
             stop=stop,
         )
@@ -133,10 +135,13 @@ def compare_methods(
     step_barrier: bool = True,
     orders: tuple[Order, ...] = tuple(Order),
     cost_model: CostModel | None = None,
+    given: Planner | None = None,
     progress: Progress = lambda method, fraction, best: None,
     stop: Stop | None = None,
 ) -> Comparison:
     """Run methods, each with the full budget; ``auto`` picks from all rows that were computed.
+
+    ``given`` is a person's own strategy, a row beside the methods; see ``planners.given``.
 
     Raises:
         StrategyError: no method applies.
@@ -150,6 +155,7 @@ def compare_methods(
         seed=seed,
         step_barrier=step_barrier,
         orders=orders,
+        given=given,
         progress=progress,
         stop=stop,
     )

@@ -23,10 +23,11 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.names import shown
 from heterog.planners.background import BackgroundPlan, plan_background
+from heterog.planners.given import GIVEN
 from heterog.planners.history import MethodHistory, SearchHistory
 from heterog.planners.issue_order import IssuedSteps, Rehearse
 from heterog.planners.plan_file import BackgroundRecord, PlanRecord, RowRecord, read_plan_record
-from heterog.planners.planner import Budget, MethodRow, Spending, Stop
+from heterog.planners.planner import Budget, MethodRow, Planner, Spending, Stop
 from heterog.planners.portfolio import (
     Progress,
     assert_not_below,
@@ -124,6 +125,13 @@ class Plan:
         if winner.step_time_s is None:
             return ()
         return tuple(gain(winner, row) for row in others if row is not None)
+
+    @property
+    def gain_over_given(self) -> Gain | None:
+        """Speed-up over the person's own layout; ``None`` unless both are known to run."""
+        winner = next(row for row in self.rows if row.method == self.method)
+        given = next((row for row in self.rows if row.method == GIVEN and row.step_time_s), None)
+        return None if given is None or winner.step_time_s is None else gain(winner, given)
 
     def timeline(self) -> Timeline:
         """The predicted step, by the referee."""
@@ -343,6 +351,7 @@ def make_plan(
     cost_model: CostModel | None = None,
     evaluator: Evaluator | None = None,
     rehearse: Rehearse | None = None,
+    given: Planner | None = None,
     progress: Progress = lambda method, fraction, best: None,
     stop: Stop | None = None,
     promise: Promise | None = None,
@@ -363,6 +372,7 @@ def make_plan(
         evaluator: of graph, cluster and cost model; made of them if ``None``.
         rehearse: plays the winner through on shapes; what cannot be executed loses to the next
             best. See ``heterog.runtime.rehearsal.rehearsal_of``.
+        given: a person's own strategy, a row beside the methods; see ``planners.given``.
         progress: told about every method's progress.
         stop: ends the search early; the plan is then the best so far.
         promise: keeps a part of the same budget for what the caller does with the plan.
@@ -386,6 +396,7 @@ def make_plan(
         seed=seed,
         step_barrier=step_barrier,
         orders=parse_orders(order),
+        given=given,
         progress=history.tell,
         stop=stop,
         promise=promise,

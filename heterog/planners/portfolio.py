@@ -26,6 +26,7 @@ import heterog.planners.two_segment
 # Registered last: it starts from what all others have found.
 import heterog.planners.local_search  # noqa: F401
 from heterog.errors import StrategyError
+from heterog.planners.given import GIVEN
 from heterog.planners.issue_order import IssuedSteps, Rehearse
 from heterog.planners.planner import (
     Budget,
@@ -76,6 +77,7 @@ def run_methods(
     step_barrier: bool = True,
     orders: tuple[Order, ...] = tuple(Order),
     without: Collection[str] = (),
+    given: Planner | None = None,
     progress: Progress = lambda method, fraction, best: None,
     stop: Stop | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -96,6 +98,8 @@ def run_methods(
         step_barrier: whether a step ends with all updates.
         orders: orders that searching methods may choose from.
         without: names that ``auto`` leaves out.
+        given: a person's own strategy, judged first beside the baselines; searches start from it,
+            too.
         progress: told about every method's progress.
         stop: ends the methods early; the first that has a strategy is finished.
         clock: seconds, by which a budget in seconds is kept.
@@ -115,6 +119,9 @@ def run_methods(
         for planner in planners()
         if planner in chosen or (planner.stage == "baseline" and searching)
     ]
+    if given is not None:
+        chosen.append(given)
+        running.insert(0, given)
     stop = stop or Stop()
     prepare(evaluator, running, progress, stop)
     is_shared = AUTO in methods or (promise is not None and budget.seconds is not None)
@@ -317,12 +324,12 @@ def with_noise(
 ) -> list[MethodRow]:
     """The rows, with seconds under noise for those that a gain is quoted between.
 
-    These are the winner, the best data parallelism and ``tuned_uniform``, as far as they fit. With
-    a spending that is over before all of them are through, none has any: gains are then quoted
-    without a range.
+    These are the winner, the best data parallelism, ``tuned_uniform`` and a given layout, as far
+    as they fit. With a spending that is over before all of them are through, none has any: gains
+    are then quoted without a range.
     """
     quoted = [best_row(rows), best_data_parallel(rows)]
-    quoted += [row for row in rows if row.method == TUNED_UNIFORM]
+    quoted += [row for row in rows if row.method in (TUNED_UNIFORM, GIVEN)]
     wanted = {row.method for row in quoted if row is not None and row.step_time_s is not None}
     result: list[MethodRow] = []
     with spending.limits() if spending is not None else nullcontext():

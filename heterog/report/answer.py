@@ -111,6 +111,9 @@ def _gain(explanation: Explanation, *, with_range: bool) -> str:
             span = f" ({each.low:.2f}x to {each.high:.2f}x if speeds are 10 % off)"
         said.append(f"{each.speedup:.2f}x over {each.over}{span}")
     known = {each.over for each in plan.gains}
+    over_given = plan.gain_over_given
+    if over_given is not None and plan.method != over_given.over:
+        said.insert(0, f"{over_given.speedup:.2f}x over your layout")
     if not known and quality.data_parallel_s is not None and plan.cluster.num_devices > 1:
         ratio = quality.data_parallel_s / plan.step_time_s
         said.append(f"{ratio:.2f}x over {quality.data_parallel}")

@@ -1,0 +1,139 @@
+"""What one strategy does differently from another of the same graph, subject by subject."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+
+from heterog.cluster.topology import Cluster
+from heterog.explain.lowered import SYNC_NAMES
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.strategy.strategy import Strategy
+
+_MOST_NAMED = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One subject on which two strategies differ.
+
+    Attributes:
+        what: the subject: ``"stages"``, ``"shares"``, ...
+        given: what the first one does.
+        ours: what the second one does.
+    """
+
+    what: str
+    given: str
+    ours: str
+
+
+def differences(
+    given: Strategy, ours: Strategy, graph: OpGraph, cluster: Cluster
+) -> tuple[Difference, ...]:
+    """The subjects on which a plan differs from what was given, most telling first."""
+    subjects: tuple[tuple[str, Callable[[Strategy], str]], ...] = (
+        ("devices", lambda each: _devices(each, cluster)),
+        ("stages", lambda each: _stages(each, graph)),
+        ("samples", lambda each: _samples(each, cluster)),
+        ("single ops", _rules),
+        ("micro-batches", _micro_batches),
+        ("order of passes", _schedule),
+        ("gradients", _syncs),
+        ("recomputation", _recomputed),
+    )
+    found = []
+    for what, say in subjects:
+        before, after = say(given), say(ours)
+        if before != after:
+            found.append(Difference(what=what, given=before, ours=after))
+    return tuple(found)
+
+
+def _devices(strategy: Strategy, cluster: Cluster) -> str:
+    used = {
+        device
+        for decision in strategy.decisions
+        for device, share in zip(decision.devices, decision.shares, strict=True)
+        if share
+    }
+    if len(used) == cluster.num_devices:
+        return f"all {len(used)}"
+    kinds = Counter(cluster.devices[device].type.name for device in sorted(used))
+    named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"{len(used)} of {cluster.num_devices} ({named})"
+
+
+def _stages(strategy: Strategy, graph: OpGraph) -> str:
+    """Runs of groups on the same devices, by the modules at which they begin."""
+    names = group_ops(graph).names
+    runs = [
+        next(run)[0]
+        for _, run in groupby(enumerate(strategy.decisions), key=lambda pair: pair[1].devices)
+    ]
+    if len(runs) == 1:
+        return "one, the whole model"
+    begins = [names[group] or "(root)" for group in runs[1:]]
+    shown = ", ".join(begins[:_MOST_NAMED]) + ", ..." * (len(begins) > _MOST_NAMED)
+    return f"{len(runs)}, the later ones from {shown}"
+
+
+def _samples(strategy: Strategy, cluster: Cluster) -> str:
+    """The different ways in which groups share the batch, the most common first."""
+    ways = Counter(
+        (decision.devices, decision.shares)
+        for decision in strategy.decisions
+        if len(decision.devices) > 1
+    )
+    if not ways:
+        return "no device shares a batch with another"
+    if all(len(set(shares)) == 1 for _, shares in ways):
+        return "even"
+    (devices, shares), _ = ways.most_common(1)[0]
+    by_kind: dict[tuple[str, int], int] = {}
+    for device, share in zip(devices, shares, strict=True):
+        key = cluster.devices[device].type.name, share
+        by_kind[key] = by_kind.get(key, 0) + 1
+    listed = [f"{share} on {count} {kind}" for (kind, share), count in by_kind.items()]
+    more = f" (and {len(ways) - 1} other ways)" if len(ways) > 1 else ""
+    return ", ".join(listed[:_MOST_NAMED]) + ", ..." * (len(listed) > _MOST_NAMED) + more
+
+
+def _rules(strategy: Strategy) -> str:
+    if not strategy.op_rules:
+        return "follow the batch"
+    return f"{len(strategy.op_rules)} run by rules of their own (columns, rows, heads, whole)"
+
+
+def _micro_batches(strategy: Strategy) -> str:
+    count = strategy.num_micro_batches
+    if count == 1:
+        return "none"
+    sizes = sorted({sum(column) for column in zip(*strategy.micro_batches, strict=True)})
+    span = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    return f"{count} of {span} samples on all devices"
+
+
+def _schedule(strategy: Strategy) -> str:
+    schedule = strategy.schedule
+    if schedule.turns:
+        words = "every pass has its turn"
+    elif any(map(any, schedule.in_flight)):
+        most = max(max(caps) for caps in schedule.in_flight if caps)
+        words = f"at most {most} micro-batches under way on a device"
+    else:
+        words = "as they come"
+    return words + ", weight gradients in the gaps" * schedule.splits_backward
+
+
+def _syncs(strategy: Strategy) -> str:
+    kinds = Counter(
+        SYNC_NAMES[decision.sync] for decision in strategy.decisions if len(decision.devices) > 1
+    )
+    return " and ".join(kind for kind, _ in kinds.most_common()) or "stay on their device"
+
+
+def _recomputed(strategy: Strategy) -> str:
+    count = sum(decision.recompute for decision in strategy.decisions)
+    return f"{count} of {len(strategy.decisions)} groups" if count else "none"

@@ -1,0 +1,77 @@
+"""A person's own layout as a row beside the methods: what they run today, judged as all others."""
+
+from heterog.cluster.topology import Cluster
+from heterog.errors import StrategyError
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.planner import Candidate, PlanResult, Task
+from heterog.simulator.engine import Order
+from heterog.strategy.layouts.layout import Layout, LayoutError
+from heterog.strategy.layouts.placed import Given, place_layout
+
+GIVEN = "given"
+"""Name of the row."""
+
+
+class GivenLayout:
+    """Evaluates one layout; what it could not say as meant is in the row's note.
+
+    Args:
+        layout: the person's.
+        batch_size: that its file is for; 0 for any.
+        remarks: what its file says that is not in the layout, in sentences.
+        is_required: whether a layout that does not fit is an error; otherwise the row says why.
+    """
+
+    stage = "baseline"
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        batch_size: int = 0,
+        remarks: tuple[str, ...] = (),
+        is_required: bool = True,
+    ) -> None:
+        self.name = GIVEN
+        self.layout = layout
+        self.batch_size = batch_size
+        self.remarks = remarks
+        self.is_required = is_required
+
+    def place(self, graph: OpGraph, cluster: Cluster, *, step_barrier: bool = True) -> Given:
+        """The layout's strategy.
+
+        Raises:
+            LayoutError: the layout does not fit the graph or the cluster.
+            StrategyError: its schedule is not one for these numbers.
+        """
+        if self.batch_size not in (0, graph.batch_size):
+            raise LayoutError(
+                f"the layout's file is for a batch of {self.batch_size}, but '{graph.name}' was "
+                f"captured with {graph.batch_size}; give --batch-size {self.batch_size}."
+            )
+        return place_layout(self.layout, graph, cluster, step_barrier=step_barrier)
+
+    def plan(self, task: Task) -> PlanResult:
+        """The strategy, first come, first served, as training loops run it.
+
+        Raises:
+            LayoutError: the layout does not fit the graph or the cluster, and is required to.
+            StrategyError: likewise, about its schedule.
+        """
+        evaluator = task.evaluator
+        try:
+            placed = self.place(evaluator.graph, evaluator.cluster, step_barrier=task.step_barrier)
+        except (LayoutError, StrategyError) as error:
+            if self.is_required:
+                raise
+            return PlanResult(
+                candidates=(), num_evaluations=0, search_seconds=0.0, reason=str(error)
+            )
+        orders = (Order.FIFO,) if task.step_barrier else task.orders
+        return PlanResult(
+            candidates=(Candidate(strategy=placed.strategy, orders=orders),),
+            num_evaluations=0,
+            search_seconds=0.0,
+            note=" ".join([f"{self.layout}.", *self.remarks, *placed.remarks]),
+        )

@@ -1,0 +1,1 @@
+"""Layouts: what people run today, in the words of Megatron and FSDP, as strategies."""

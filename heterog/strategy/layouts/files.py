@@ -1,0 +1,462 @@
+"""Layouts in files of other programs: torchtitan's TOML, DeepSpeed's JSON, Accelerate's YAML.
+
+Only fields about parallelism and the batch are read. What such a field asks for and a layout
+cannot say is refused, or named in a remark where the answer stays meaningful without it; a field
+that is not known is named, too. Other sections (the model, the optimizer, logging) belong to the
+workload and are passed over.
+"""
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from heterog.errors import InputFileError
+from heterog.files import parse_json, read_bytes
+from heterog.names import shown
+from heterog.strategy.layouts.layout import (
+    MOST,
+    Layout,
+    LayoutError,
+    fsdp_stage,
+    layout_of_words,
+)
+from heterog.yaml_files import parse_yaml
+
+MAX_FILE_BYTES = 1024**2
+"""Of a file with a layout: a hundred times the largest that is shipped with those programs."""
+_SUFFIXES = (".toml", ".json", ".yaml", ".yml")
+_MOST_SECTIONS = 10_000
+_MOST_UNREAD = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutFile:
+    """What a file says about a layout.
+
+    Attributes:
+        layout: the layout.
+        batch_size: samples of the global batch, 0 if the file does not say.
+        remarks: what the file says and the layout does not, in sentences.
+    """
+
+    layout: Layout
+    batch_size: int = 0
+    remarks: tuple[str, ...] = ()
+
+
+def is_layout_file(source: str) -> bool:
+    """Whether a text names a file, and is no layout itself.
+
+    >>> is_layout_file("llama3_8b.toml"), is_layout_file("tp=2,pp=4")
+    (True, False)
+    """
+    return source.lower().endswith(_SUFFIXES)
+
+
+def read_layout(path: str | Path) -> LayoutFile:
+    """Read a layout from a file; its ending says which program it is for.
+
+    Raises:
+        InputFileError: the file cannot be read, or a field has a wrong type.
+        LayoutError: what a field asks for cannot be said.
+    """
+    path = Path(path)
+    ending = path.suffix.lower()
+    if ending not in _SUFFIXES:
+        raise InputFileError(
+            f"cannot tell what {path} is; a layout is read from .toml (torchtitan), .json "
+            "(DeepSpeed) or .yaml (Accelerate)."
+        )
+    kind, read = _READERS[ending]
+    content = read_bytes(path, kind, MAX_FILE_BYTES)
+    fields = _Fields(_parsed(content, path, kind, ending), f"{kind} {path}")
+    try:
+        found = read(fields)
+    except LayoutError as error:
+        raise LayoutError(f"{kind} {path}: {error}") from error
+    return replace(found, remarks=(*fields.remarks, *fields.unread()))
+
+
+def _parsed(content: bytes, path: Path, kind: str, ending: str) -> object:
+    where = f"{kind} {path}"
+    if ending == ".json":
+        return parse_json(content, where)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputFileError(f"{where}: byte {error.start} is not UTF-8.") from error
+    if ending == ".toml":
+        # Each level of a nested table or array is a call of the parser.
+        if text.count("[") > _MOST_SECTIONS or text.count("{") > _MOST_SECTIONS:
+            raise InputFileError(f"{where} holds more than is read.")
+        try:
+            return tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+            reason = (str(error).splitlines() or ["it is nested too deeply"])[0][:200]
+            raise InputFileError(f"{where} is not valid TOML: {reason}.") from error
+    what = "a configuration of Accelerate"
+    return parse_yaml(text, path, what=what, if_empty="run 'accelerate config'")[1]
+
+
+class _Fields:
+    """The fields of a document, each taken once, with its type checked.
+
+    Args:
+        document: what the file holds.
+        where: begins every message.
+
+    Attributes:
+        remarks: what was said about fields so far.
+    """
+
+    def __init__(self, document: object, where: str) -> None:
+        if not isinstance(document, dict):
+            raise InputFileError(f"{where} holds {shown(document)}, not fields with names.")
+        self._document: dict[str, Any] = document
+        self._where = where
+        self._taken: dict[str, set[str]] = {}
+        self.remarks: list[str] = []
+
+    def section(self, path: str) -> dict[str, Any]:
+        """The mapping at a dotted path; empty if there is none.
+
+        Raises:
+            InputFileError: there is something else.
+        """
+        found: Any = self._document
+        for part in filter(None, path.split(".")):
+            found = found.get(part)
+            if found is None:
+                return {}
+            if not isinstance(found, dict):
+                self._refuse(path, found, "a section with fields")
+        self._taken.setdefault(path, set())
+        return dict(found)
+
+    def _take(self, path: str, name: str) -> Any:
+        section = self.section(path)
+        self._taken.setdefault(path, set()).add(name)
+        return section.get(name)
+
+    def number(
+        self, path: str, name: str, default: int, *, least: int = 1, auto: bool = False
+    ) -> int:
+        """A whole number; ``"auto"`` stands for the default where a program knows it."""
+        value = self._take(path, name)
+        if value is None or (auto and value == "auto"):
+            return default
+        if type(value) is not int or not least <= value <= MOST:
+            self._refuse(f"{path}.{name}", value, f"a whole number from {least} to {MOST}")
+        return int(value)
+
+    def flag(self, path: str, name: str, *, default: bool = False) -> bool:
+        """True or false."""
+        value = self._take(path, name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            self._refuse(f"{path}.{name}", value, "true or false")
+        return bool(value)
+
+    def word(self, path: str, name: str, default: str = "") -> str:
+        """A text; a number of one digit is one, too."""
+        value = self._take(path, name)
+        if value is None:
+            return default
+        if type(value) is int and 0 <= value < 10:
+            return str(value)
+        if not isinstance(value, str) or len(value) > 1000 or not value.isprintable():
+            self._refuse(f"{path}.{name}", value, "a text")
+        return str(value)
+
+    def words(self, path: str, name: str) -> tuple[str, ...]:
+        """A list of texts."""
+        value = self._take(path, name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(
+            isinstance(each, str) and each.isprintable() for each in value
+        ):
+            self._refuse(f"{path}.{name}", value, "a list of texts")
+        return tuple(value)
+
+    def skip(self, path: str, *names: str) -> None:
+        """Fields that change nothing about where and when ops run."""
+        self._taken.setdefault(path, set()).update(names)
+
+    def remark(self, text: str) -> None:
+        """Note what the layout does not say."""
+        self.remarks.append(text)
+
+    def unread(self) -> list[str]:
+        """A sentence about fields of the sections that were read and that nobody took."""
+        left = [
+            f"{path}.{name}".lstrip(".")
+            for path, taken in self._taken.items()
+            if path
+            for name in self.section(path)
+            if name not in taken
+        ]
+        if not left:
+            return []
+        listed = ", ".join(shown(name)[1:-1] for name in left[:_MOST_UNREAD])
+        more = f" and {len(left) - _MOST_UNREAD} more" if len(left) > _MOST_UNREAD else ""
+        return [f"Not used from the file: {listed}{more}."]
+
+    def _refuse(self, name: str, value: object, wanted: str) -> None:
+        raise InputFileError(
+            f"{self._where}: field '{name.lstrip('.')}' is {shown(value)}; it must be {wanted}."
+        )
+
+
+def _torchtitan(fields: _Fields) -> LayoutFile:
+    """The sections ``parallelism``, ``training`` and ``activation_checkpoint`` of torchtitan."""
+    at = "parallelism"
+    replicas = fields.number(at, "data_parallel_replicate_degree", 1)
+    shards = fields.number(at, "data_parallel_shard_degree", -1, least=-1)
+    if replicas > 1 and shards not in (1, -1):
+        raise LayoutError(
+            f"data_parallel_replicate_degree {replicas} beside data_parallel_shard_degree "
+            f"{shards}: shards with replicas between them cannot be said; make one of them 1."
+        )
+    if replicas > 1 and shards == -1:
+        fields.remark("data_parallel_shard_degree -1 is taken for 1 beside replicas.")
+    for name in ("context_parallel_degree", "expert_parallel_degree"):
+        if (degree := fields.number(at, name, 1)) > 1:
+            raise LayoutError(f"{name} is {degree}; it cannot be said yet, only 1.")
+    keeps = fields.word(at, "fsdp_reshard_after_forward", "default") == "never"
+    pp = fields.number(at, "pipeline_parallel_degree", 1)
+    split = fields.words(at, "pipeline_parallel_split_points")
+    fields.skip(
+        at,
+        "disable_loss_parallel",
+        "enable_async_tensor_parallel",
+        "context_parallel_rotate_method",
+        "enable_compiled_autograd",
+        "expert_tensor_parallel_degree",
+    )
+    local = fields.number("training", "local_batch_size", 0, least=0)
+    local = local or fields.number("training", "batch_size", 0, least=0)
+    whole = fields.number("training", "global_batch_size", 0, least=-1)
+    micro = fields.number(at, "pipeline_parallel_microbatch_size", 1) if pp > 1 else local
+    fields.skip(at, "pipeline_parallel_microbatch_size")
+    schedule = fields.word(at, "pipeline_parallel_schedule", "1F1B") if pp > 1 else ""
+    fields.skip(at, "pipeline_parallel_schedule")
+    said = {
+        "tp": str(fields.number(at, "tensor_parallel_degree", 1)),
+        "pp": str(pp),
+        "dp": str(replicas if replicas > 1 else max(shards, 0)),
+        "micro_batch": str(micro),
+        "zero": "0" if replicas > 1 or shards == 1 else ("2" if keeps else "3"),
+        "recompute": _torchtitan_checkpoints(fields),
+    }
+    if schedule:
+        said["schedule"] = schedule
+    if split:
+        said["split"] = "+".join(split)
+        chunks, rest = divmod(len(split) + 1, pp)
+        if not rest and chunks > 1:
+            said["chunks"] = str(chunks)
+    return LayoutFile(layout=layout_of_words(said), batch_size=max(whole, 0))
+
+
+def _torchtitan_checkpoints(fields: _Fields) -> str:
+    at = "activation_checkpoint"
+    mode = fields.word(at, "mode", "selective")  # torchtitan's own default
+    fields.skip(
+        at,
+        "selective_ac_option",
+        "per_op_sac_force_recompute_mm_shapes_by_fqns",
+        "early_stop",
+        "preserve_rng_state",
+    )
+    if mode == "selective":
+        fields.remark(
+            "Selective activation checkpointing is taken for none: groups of ops recompute as a "
+            "whole."
+        )
+        return "none"
+    return mode
+
+
+def _deepspeed(fields: _Fields) -> LayoutFile:
+    """Batch sizes, ZeRO and tensor parallelism of a DeepSpeed configuration."""
+    at = "zero_optimization"
+    stage = fields.number(at, "stage", 0, least=0, auto=True)
+    for name in ("offload_optimizer", "offload_param"):
+        device = fields.word(f"{at}.{name}", "device", "none")
+        fields.skip(at, name)
+        fields.skip(f"{at}.{name}", *fields.section(f"{at}.{name}"))
+        if device != "none":
+            fields.remark(f"{name} to {device} is not modelled: everything stays on the devices.")
+    if (parts := fields.number(at, "zero_hpz_partition_size", 1)) > 1:
+        fields.remark(f"zero_hpz_partition_size {parts}: parameters are sliced over all replicas.")
+    fields.skip(at, *_DEEPSPEED_TUNING)
+    tp = fields.number("tensor_parallel", "autotp_size", 1, least=0)
+    tp = max(tp, fields.number("tensor_parallel", "tp_size", 1), 1)
+    pp = fields.number("pipeline", "stages", 1, auto=True)
+    fields.skip("pipeline", "partition", "seed_layers", "activation_checkpoint_interval")
+    micro = fields.number("", "train_micro_batch_size_per_gpu", 0, auto=True)
+    num_micro = fields.number("", "gradient_accumulation_steps", 0, auto=True)
+    batch = fields.number("", "train_batch_size", 0, auto=True)
+    if fields.section("activation_checkpointing"):
+        fields.skip("activation_checkpointing", *fields.section("activation_checkpointing"))
+        fields.remark(
+            "activation_checkpointing says how the model's own checkpoints are kept; give "
+            "recompute=full in a text if the model recomputes its layers."
+        )
+    return LayoutFile(
+        layout=Layout(tp=tp, pp=pp, micro_batch=micro, num_micro=num_micro, zero=stage),
+        batch_size=batch,
+    )
+
+
+_DEEPSPEED_TUNING = (
+    "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter",
+    "reduce_bucket_size", "contiguous_gradients", "round_robin_gradients", "sub_group_size",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters", "elastic_checkpoint",
+    "load_from_fp32_weights", "zero_allow_untested_optimizer", "log_trace_cache_warnings",
+)  # fmt: skip
+"""Fields of ``zero_optimization`` that say how fast, not what: buckets, prefetching, saving."""
+
+
+def _accelerate(fields: _Fields) -> LayoutFile:
+    """What ``accelerate config`` writes."""
+    kind = fields.word("", "distributed_type", "NO").upper().replace("-", "_")
+    count = fields.number("", "num_processes", 0, least=0)
+    readers: dict[str, Callable[[_Fields], Layout]] = {
+        "FSDP": _accelerate_fsdp,
+        "DEEPSPEED": _accelerate_deepspeed,
+        "MEGATRON_LM": _accelerate_megatron,
+    }
+    if kind in readers:
+        layout = readers[kind](fields)
+    elif kind in ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU"):
+        layout = Layout(num_micro=fields.number("", "gradient_accumulation_steps", 0, auto=True))
+    else:
+        raise LayoutError(
+            f"distributed_type {shown(kind)} cannot be said; NO, MULTI_GPU, FSDP, DEEPSPEED and "
+            "MEGATRON_LM can."
+        )
+    layout = _with_mesh(fields, layout)
+    if count:
+        replica = layout.tp * layout.pp
+        if count % replica or (layout.dp and layout.dp * replica != count):
+            raise LayoutError(
+                f"num_processes {count} is not tp {layout.tp} x pp {layout.pp}"
+                + (f" x dp {layout.dp}." if layout.dp else " times a number of replicas.")
+            )
+        layout = replace(layout, dp=count // replica)
+    return LayoutFile(layout=layout)
+
+
+def _with_mesh(fields: _Fields, layout: Layout) -> Layout:
+    """The sizes of ``parallelism_config``, if there is one."""
+    at, name = "parallelism_config", "parallelism_config_"
+    if not fields.section(at):
+        return layout
+    for size in ("cp_size", "sp_size"):
+        if (degree := fields.number(at, f"{name}{size}", 1)) > 1:
+            raise LayoutError(f"{name}{size} is {degree}; it cannot be said yet, only 1.")
+    fields.skip(at, f"{name}cp_comm_strategy")
+    replicas = fields.number(at, f"{name}dp_replicate_size", 1)
+    shards = fields.number(at, f"{name}dp_shard_size", 1)
+    if replicas > 1 and shards > 1:
+        raise LayoutError(
+            f"dp_replicate_size {replicas} beside dp_shard_size {shards}: shards with replicas "
+            "between them cannot be said; make one of them 1."
+        )
+    zero = layout.zero if shards > 1 else 0
+    tp = fields.number(at, f"{name}tp_size", 1)
+    return replace(layout, tp=max(layout.tp, tp), dp=replicas * shards, zero=zero)
+
+
+def _accelerate_fsdp(fields: _Fields) -> Layout:
+    at = "fsdp_config"
+    strategy = fields.word(at, "fsdp_sharding_strategy")
+    if strategy:
+        zero = fsdp_stage(strategy)
+        fields.skip(at, "fsdp_reshard_after_forward")
+    else:
+        reshard = fields.section(at).get("fsdp_reshard_after_forward")
+        if isinstance(reshard, str):
+            zero = fsdp_stage(fields.word(at, "fsdp_reshard_after_forward"))
+        else:
+            keeps = not fields.flag(at, "fsdp_reshard_after_forward", default=True)
+            zero = 2 if keeps else 3
+    if fields.flag(at, "fsdp_offload_params"):
+        fields.remark("fsdp_offload_params is not modelled: everything stays on the devices.")
+    full = fields.flag(at, "fsdp_activation_checkpointing")
+    fields.skip(at, *_FSDP_TUNING)
+    num_micro = fields.number("", "gradient_accumulation_steps", 0, auto=True)
+    return layout_of_words(
+        {"zero": str(zero), "num_micro": str(num_micro), "recompute": "full" if full else "none"}
+    )
+
+
+_FSDP_TUNING = (
+    "fsdp_version", "fsdp_auto_wrap_policy", "fsdp_backward_prefetch",
+    "fsdp_backward_prefetch_policy", "fsdp_forward_prefetch", "fsdp_cpu_ram_efficient_loading",
+    "fsdp_state_dict_type", "fsdp_sync_module_states", "fsdp_use_orig_params",
+    "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params",
+)  # fmt: skip
+"""Fields of ``fsdp_config`` about wrapping, prefetching and saving."""
+
+
+def _accelerate_deepspeed(fields: _Fields) -> Layout:
+    at = "deepspeed_config"
+    if (other := fields.word(at, "deepspeed_config_file", "none")) != "none":
+        raise LayoutError(
+            f"what is run stands in the DeepSpeed configuration {shown(other)}; give that file."
+        )
+    for name in ("offload_optimizer_device", "offload_param_device"):
+        if (device := fields.word(at, name, "none")) != "none":
+            fields.remark(f"{name} {device} is not modelled: everything stays on the devices.")
+    fields.skip(
+        at,
+        "gradient_clipping",
+        "zero3_init_flag",
+        "zero3_save_16bit_model",
+        "deepspeed_multinode_launcher",
+        "deepspeed_moe_layer_cls_names",
+        "offload_optimizer_nvme_path",
+        "offload_param_nvme_path",
+        "deepspeed_hostfile",
+    )
+    return Layout(
+        zero=fields.number(at, "zero_stage", 2, least=0),
+        num_micro=fields.number(at, "gradient_accumulation_steps", 0, auto=True),
+    )
+
+
+def _accelerate_megatron(fields: _Fields) -> Layout:
+    at, name = "megatron_lm_config", "megatron_lm_"
+    if fields.flag(at, f"{name}sequence_parallelism"):
+        fields.remark(
+            "Sequence parallelism is not modelled: every member of a team keeps the activations "
+            "between its matrix products whole; the bytes on the links are the same."
+        )
+    if fields.flag(at, f"{name}recompute_activations"):
+        fields.remark(
+            "Selective recomputation is taken for none: groups of ops recompute as a whole."
+        )
+    fields.skip(at, f"{name}gradient_clipping")
+    sliced = fields.flag(at, f"{name}use_distributed_optimizer")
+    return Layout(
+        tp=fields.number(at, f"{name}tp_degree", 1),
+        pp=fields.number(at, f"{name}pp_degree", 1),
+        num_micro=fields.number(at, f"{name}num_micro_batches", 0),
+        zero=1 if sliced else 0,
+    )
+
+
+_READERS: dict[str, tuple[str, Callable[[_Fields], LayoutFile]]] = {
+    ".toml": ("torchtitan configuration", _torchtitan),
+    ".json": ("DeepSpeed configuration", _deepspeed),
+    ".yaml": ("Accelerate configuration", _accelerate),
+    ".yml": ("Accelerate configuration", _accelerate),
+}

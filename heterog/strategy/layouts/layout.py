@@ -1,0 +1,328 @@
+"""A layout: how a person says today how a model is trained on a cluster.
+
+``tp=2,pp=4,micro_batch=1,zero=1,recompute=full,schedule=1f1b``: the vocabulary of Megatron-LM,
+DeepSpeed and FSDP. Every replica is alike, every stage has as many devices, every device as many
+samples; a strategy can say more, a layout is what it is compared with.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from enum import StrEnum
+from types import MappingProxyType
+
+from heterog.errors import HeterogError
+from heterog.names import shown
+from heterog.strategy.schedules import SCHEDULES
+
+MOST = 1 << 20
+"""Of any number in a layout: far above any cluster or batch."""
+_LONGEST_TEXT = 10_000
+
+
+class LayoutError(HeterogError):
+    """A layout that cannot be read, or that does not fit a model, a batch or a cluster."""
+
+
+class Recompute(StrEnum):
+    """What is made again for the backward pass instead of being kept."""
+
+    NONE = "none"
+    FULL = "full"
+    """All that a repeated layer makes; its inputs are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Uniform parallelism, as Megatron and FSDP say it.
+
+    Ranks are numbered as Megatron numbers them: the ``tp`` members of a team are neighbours, then
+    come the replicas (``dp``), then the stages (``pp``). Rank r is device r of the cluster.
+
+    Attributes:
+        tp: devices that share every matrix product of a layer (tensor parallelism).
+        pp: devices in a row, each with the layers of its stage (pipeline parallelism).
+        dp: replicas (data parallelism); 0 for as many as the cluster has devices for.
+        micro_batch: samples of one replica that go through the model at a time; 0 for one sample
+            with a pipeline and the replica's whole share without.
+        num_micro: micro-batches of a replica (gradient accumulation), instead of ``micro_batch``;
+            where both are given they must agree. 0 for what follows.
+        zero: what replicas keep in slices: nothing (0), the optimizer's state (1, Megatron's
+            distributed optimizer), also gradients (2, FSDP's SHARD_GRAD_OP), also parameters (3,
+            FSDP's FULL_SHARD).
+        recompute: what is made again for the backward pass.
+        schedule: a name of ``strategy.schedules``; empty for ``1f1b``, or for ``interleaved``
+            where devices have several chunks.
+        chunks: stages that each device has (Megatron's virtual pipeline); 0 for what the schedule
+            needs.
+        layers: repeated layers of each stage, in the order of the model; empty for equal numbers.
+        split: module at which each stage but the first one begins, instead of ``layers``.
+        vocabulary_parallel: whether the embedding and the head are split over the team as well.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 0
+    micro_batch: int = 0
+    num_micro: int = 0
+    zero: int = 0
+    recompute: Recompute = Recompute.NONE
+    schedule: str = ""
+    chunks: int = 0
+    layers: tuple[int, ...] = ()
+    split: tuple[str, ...] = ()
+    vocabulary_parallel: bool = True
+
+    def __post_init__(self) -> None:
+        least_of = {"tp": 1, "pp": 1, "dp": 0, "micro_batch": 0, "num_micro": 0, "chunks": 0}
+        for name, least in least_of.items():
+            value = getattr(self, name)
+            if not least <= value <= MOST:
+                raise LayoutError(f"{name} is {value}; it must be {least} to {MOST}.")
+        if self.zero not in range(4):
+            raise LayoutError(f"zero is {self.zero}; the stages of ZeRO are 0, 1, 2 and 3.")
+        self._check_schedule()
+        self._check_stages()
+
+    def _check_schedule(self) -> None:
+        if self.schedule and self.schedule not in SCHEDULES:
+            raise LayoutError(_unknown("schedule", self.schedule, tuple(SCHEDULES)))
+        wanted = {"1f1b": 1, "zero_bubble_v": 2, "dual_pipe_v": 2}.get(self.schedule)
+        if wanted is not None and self.chunks not in (0, wanted):
+            raise LayoutError(
+                f"schedule {self.schedule} has {wanted} chunk{'s' * (wanted > 1)} on each device, "
+                f"not {self.chunks}; for more stages on a device take schedule=interleaved."
+            )
+        if self.pp == 1 and self.num_chunks > 1:
+            raise LayoutError(
+                f"{self.num_chunks} chunks of a stage need a pipeline, but pp is 1; give pp=2 or "
+                "more."
+            )
+
+    def _check_stages(self) -> None:
+        if self.layers and self.split:
+            raise LayoutError("layers and split both say where stages begin; give one of them.")
+        if self.layers and (len(self.layers) != self.num_stages or min(self.layers) < 1):
+            raise LayoutError(
+                f"layers {'-'.join(map(str, self.layers))} names {len(self.layers)} stages; "
+                f"{self._stages_in_words} need {self.num_stages} numbers of at least 1."
+            )
+        if self.split and len(self.split) != self.num_stages - 1:
+            raise LayoutError(
+                f"split names {len(self.split)} modules; {self._stages_in_words} need "
+                f"{self.num_stages - 1}, one for each stage but the first."
+            )
+
+    @property
+    def _stages_in_words(self) -> str:
+        chunks = f" with {self.num_chunks} chunks each" if self.num_chunks > 1 else ""
+        return f"pp={self.pp}{chunks}"
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule that is meant where none is named."""
+        return self.schedule or ("interleaved" if self.chunks > 1 else "1f1b")
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages on each device."""
+        usual = {"1f1b": 1, "gpipe": 1}.get(self.schedule_name, 2)
+        return self.chunks or (usual if self.pp > 1 else 1)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the model."""
+        return self.pp * self.num_chunks
+
+    def __str__(self) -> str:
+        """The text that reads back as this layout, without what is left to its default."""
+        said = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default and field.name not in ("tp", "pp"):
+                continue
+            if isinstance(value, tuple):
+                value = ("-" if field.name == "layers" else "+").join(map(str, value))
+            said.append(f"{field.name}={str(value).lower() if value is False else value}")
+        return ",".join(said)
+
+
+def parse_layout(text: str) -> Layout:
+    """Read ``tp=2,pp=4,...``; also with the names of Megatron's and FSDP's options.
+
+    >>> str(parse_layout("tp=2, pp=4, micro-batch-size=1, use_distributed_optimizer=true"))
+    'tp=2,pp=4,micro_batch=1,zero=1'
+    >>> parse_layout("fsdp=full_shard").zero
+    3
+
+    Raises:
+        LayoutError: a key is unknown or there twice, or its value makes no sense.
+    """
+    if len(text) > _LONGEST_TEXT:
+        raise LayoutError(f"a layout of {len(text):,} characters; at most {_LONGEST_TEXT:,}.")
+    said: dict[str, str] = {}
+    for part in text.split(","):
+        key, is_pair, value = (piece.strip() for piece in part.partition("="))
+        if not is_pair or not key or not value:
+            raise LayoutError(
+                f"cannot read {shown(part.strip())} of a layout; write key=value with commas "
+                "between, such as tp=2,pp=4,micro_batch=1."
+            )
+        name, value = _own_word(key, value)
+        if name in said:
+            raise LayoutError(f"the layout says '{name}' twice; give it once.")
+        said[name] = value
+    return layout_of_words(said)
+
+
+def layout_of_words(said: Mapping[str, str]) -> Layout:
+    """A layout from the texts of its own keys.
+
+    Raises:
+        LayoutError: a text is none of the values that a key has.
+    """
+    found: dict[str, object] = {}
+    for name, value in said.items():
+        if name == "recompute":
+            found[name] = _recompute(value)
+        elif name == "schedule":
+            found[name] = _SCHEDULE_WORDS.get(_plain(value), _plain(value))
+        elif name == "layers":
+            found[name] = tuple(_number(name, each) for each in value.split("-"))
+        elif name == "split":
+            found[name] = tuple(each.strip() for each in value.split("+") if each.strip())
+        elif name == "vocabulary_parallel":
+            found[name] = _yes_or_no(name, value)
+        else:
+            found[name] = _number(name, value)
+    return Layout(**found)  # type: ignore[arg-type]
+
+
+_SCHEDULE_WORDS: Mapping[str, str] = MappingProxyType({
+    "afab": "gpipe", "schedulegpipe": "gpipe", "schedule1f1b": "1f1b",
+    "one_f_one_b": "1f1b", "interleaved1f1b": "interleaved", "interleaved_1f1b": "interleaved",
+    "scheduleinterleaved1f1b": "interleaved", "interleavedzerobubble": "interleaved_zero_bubble",
+    "scheduleinterleavedzerobubble": "interleaved_zero_bubble", "zbv": "zero_bubble_v",
+    "zb_v": "zero_bubble_v", "zbvzerobubble": "zero_bubble_v",
+    "schedulezbvzerobubble": "zero_bubble_v", "dualpipev": "dual_pipe_v",
+    "scheduledualpipev": "dual_pipe_v", "dual_pipev": "dual_pipe_v",
+})  # fmt: skip
+"""Names of schedules in Megatron and ``torch.distributed.pipelining``."""
+_KEY_WORDS: Mapping[str, str] = MappingProxyType({
+    "tensor_parallel": "tp", "tensor_model_parallel_size": "tp", "tensor_parallel_degree": "tp",
+    "tensor_parallel_size": "tp", "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp",
+    "pipeline_parallel_degree": "pp", "pipeline_parallel_size": "pp", "data_parallel": "dp",
+    "data_parallel_size": "dp", "micro_batch_size": "micro_batch", "mbs": "micro_batch",
+    "gradient_accumulation_steps": "num_micro", "num_micro_batches": "num_micro",
+    "zero_stage": "zero", "recompute_granularity": "recompute",
+    "activation_checkpoint": "recompute", "pipeline_schedule": "schedule",
+    "virtual_pipeline_model_parallel_size": "chunks", "split_points": "split",
+})  # fmt: skip
+"""Keys as other programs call them."""
+FSDP_STAGES: Mapping[str, int] = MappingProxyType(
+    {"no_shard": 0, "shard_grad_op": 2, "full_shard": 3}
+)
+"""FSDP's sharding strategies as stages of ZeRO."""
+_KEYS = tuple(field.name for field in fields(Layout))
+
+
+def _own_word(key: str, value: str) -> tuple[str, str]:
+    """A key and value in this vocabulary.
+
+    Raises:
+        LayoutError: there is no such key; names the nearest, or why what it asks cannot be said.
+    """
+    plain = _plain(key)
+    if plain in ("use_distributed_optimizer", "distributed_optimizer"):
+        return "zero", "1" if _yes_or_no(plain, value) else "0"
+    if plain in ("fsdp", "fsdp_sharding_strategy", "sharding_strategy"):
+        return "zero", str(fsdp_stage(value))
+    if plain in _UNSAID:
+        raise LayoutError(f"{shown(key)}: {_UNSAID[plain]}")
+    name = _KEY_WORDS.get(plain, plain)
+    if name not in _KEYS:
+        raise LayoutError(_unknown("key of a layout", key, (*_KEYS, "fsdp")))
+    return name, value
+
+
+_UNSAID: Mapping[str, str] = MappingProxyType({
+    "sequence_parallel": (
+        "activations between tensor-parallel regions are kept whole by every member of a team; "
+        "leave it out (the bytes on the links are the same, memory is more)."
+    ),
+    "sp": (
+        "activations between tensor-parallel regions are kept whole by every member of a team; "
+        "leave it out (the bytes on the links are the same, memory is more)."
+    ),
+    "cp": "context parallelism cannot be said yet; leave it out.",
+    "context_parallel": "context parallelism cannot be said yet; leave it out.",
+    "context_parallel_size": "context parallelism cannot be said yet; leave it out.",
+    "ep": "experts are split over the team (tp) by rules of their ops; give tp instead.",
+    "expert_parallel": "experts are split over the team (tp) by rules of their ops; give tp.",
+    "expert_model_parallel_size": (
+        "experts are split over the team (tp) by rules of their ops; give tp instead."
+    ),
+})  # fmt: skip
+"""What a layout of other programs may ask for and this one cannot honour."""
+
+
+def fsdp_stage(value: str) -> int:
+    """The stage of ZeRO that a sharding strategy of FSDP means.
+
+    Raises:
+        LayoutError: there is no such strategy, or it has no stage.
+    """
+    plain = _plain(value)
+    numbered = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard"}
+    plain = numbered.get(plain, plain)
+    if plain in ("hybrid_shard", "_hybrid_shard_zero2", "hybrid_shard_zero2", "4", "5"):
+        raise LayoutError(
+            f"fsdp={value}: shards inside hosts with replicas between them cannot be said; take "
+            "full_shard over all devices, or no_shard."
+        )
+    if plain not in FSDP_STAGES:
+        raise LayoutError(_unknown("sharding strategy", value, tuple(FSDP_STAGES)))
+    return FSDP_STAGES[plain]
+
+
+def _recompute(value: str) -> Recompute:
+    plain = _plain(value)
+    if plain in ("true", "1", "yes", "on", "uniform", "block"):
+        plain = "full"
+    if plain in ("false", "0", "no", "off"):
+        plain = "none"
+    if plain in ("selective", "op"):
+        raise LayoutError(
+            f"recompute={value}: groups of ops recompute as a whole, so that single ops cannot be "
+            "chosen; take recompute=full or recompute=none."
+        )
+    if plain not in tuple(Recompute):
+        raise LayoutError(_unknown("recompute", value, tuple(Recompute)))
+    return Recompute(plain)
+
+
+def _number(name: str, value: str) -> int:
+    if not value.isascii() or not value.isdigit() or len(value) > 9:
+        raise LayoutError(
+            f"{name} is {shown(value)}; it must be a whole number, such as {name}=2."
+        )
+    return int(value)
+
+
+def _yes_or_no(name: str, value: str) -> bool:
+    plain = _plain(value)
+    if plain in ("true", "1", "yes", "on"):
+        return True
+    if plain in ("false", "0", "no", "off"):
+        return False
+    raise LayoutError(f"{name} is {shown(value)}; write true or false.")
+
+
+def _plain(word: str) -> str:
+    return word.strip().strip("-").lower().replace("-", "_").replace(" ", "_")
+
+
+def _unknown(what: str, name: str, known: tuple[str, ...]) -> str:
+    close = get_close_matches(_plain(name), known, n=1, cutoff=0.4)
+    hint = f"; did you mean '{close[0]}'?" if close else "."
+    return f"unknown {what} {shown(name)}{hint} Known: {', '.join(known)}."

@@ -1,0 +1,248 @@
+"""From a layout to a strategy: which device has which samples of which groups, and when."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.batch_plan import micro_batches_refused
+from heterog.graph.op_graph import OpGraph
+from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
+from heterog.strategy.layouts.stages import (
+    NO_LAYER,
+    layers_of,
+    shared_across_stages,
+    stage_of_groups,
+)
+from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
+from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
+from heterog.strategy.strategy import (
+    DEFAULT_BUCKET_BYTES,
+    ELEMENTWISE_OPTIMIZERS,
+    REPLICATED,
+    Decision,
+    Strategy,
+    Sync,
+)
+
+_ZERO = (Sync.RING, Sync.ZERO1, Sync.ZERO2, Sync.ZERO3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The numbers of a layout on one cluster and batch, with nothing left open.
+
+    Attributes:
+        tp: devices of a team.
+        pp: ranks of a pipeline.
+        dp: replicas.
+        micro_batch: samples of a replica that go through the model at a time.
+        num_micro: micro-batches of a step.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    micro_batch: int
+    num_micro: int
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that have work."""
+        return self.tp * self.pp * self.dp
+
+    def team(self, rank: int, replica: int) -> tuple[int, ...]:
+        """Devices of a team, as Megatron numbers them: tp inside dp inside pp."""
+        first = (rank * self.dp + replica) * self.tp
+        return tuple(range(first, first + self.tp))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A layout as a strategy.
+
+    Attributes:
+        layout: as given.
+        sizes: its numbers.
+        strategy: the same, resolved.
+        remarks: what of the layout could not be said as it was meant, in sentences.
+    """
+
+    layout: Layout
+    sizes: Sizes
+    strategy: Strategy
+    remarks: tuple[str, ...] = ()
+
+
+def sizes_of(layout: Layout, *, batch_size: int, num_devices: int) -> Sizes:
+    """The numbers of a layout for a batch and a number of devices.
+
+    Raises:
+        LayoutError: they do not divide.
+    """
+    tp, pp = layout.tp, layout.pp
+    if tp * pp > num_devices or (layout.dp and tp * pp * layout.dp > num_devices):
+        product = f"tp {tp} x pp {pp}" + (f" x dp {layout.dp}" if layout.dp else "")
+        raise LayoutError(
+            f"{product} takes {tp * pp * max(layout.dp, 1)} devices, but the cluster has "
+            f"{num_devices}."
+        )
+    if not layout.dp and num_devices % (tp * pp):
+        raise LayoutError(
+            f"tp {tp} x pp {pp} = {tp * pp} devices a replica do not divide the {num_devices} of "
+            f"the cluster; give dp={num_devices // (tp * pp)} to leave "
+            f"{num_devices % (tp * pp)} of them idle."
+        )
+    dp = layout.dp or num_devices // (tp * pp)
+    share, rest = divmod(batch_size, dp)
+    if rest or not share:
+        raise LayoutError(
+            f"a batch of {batch_size} does not divide among {dp} replicas; take a batch of "
+            f"{dp * max(share, 1)} or {dp * (share + 1)}, or another dp."
+        )
+    own = f"the {share} samples of a replica (batch {batch_size}, dp {dp})"
+    if layout.num_micro and share % layout.num_micro:
+        raise LayoutError(f"{layout.num_micro} micro-batches do not divide {own}.")
+    counted = share // layout.num_micro if layout.num_micro else 0
+    micro = layout.micro_batch or counted or (share if pp == 1 else 1)
+    if share % micro:
+        raise LayoutError(f"micro_batch {micro} does not divide {own}.")
+    if counted and micro != counted:
+        raise LayoutError(
+            f"micro_batch {micro} and {layout.num_micro} micro-batches contradict each other: "
+            f"{own} would be {layout.num_micro} micro-batches of {counted}."
+        )
+    return Sizes(tp=tp, pp=pp, dp=dp, micro_batch=micro, num_micro=share // micro)
+
+
+def place_layout(
+    layout: Layout, graph: OpGraph, cluster: Cluster, *, step_barrier: bool = True
+) -> Given:
+    """The strategy that a layout means for a graph on a cluster.
+
+    Raises:
+        LayoutError: the layout does not fit the model, its batch, its optimizer or the cluster.
+        StrategyError: its schedule is not one for these numbers.
+    """
+    sizes = sizes_of(layout, batch_size=graph.batch_size, num_devices=cluster.num_devices)
+    if layout.zero and sizes.dp > 1 and graph.optimizer not in ELEMENTWISE_OPTIMIZERS:
+        raise LayoutError(
+            f"zero={layout.zero} updates slices of parameters, but {graph.optimizer} is not known "
+            "to treat every element on its own; take zero=0."
+        )
+    if refused := micro_batches_refused(graph, sizes.num_micro):
+        raise LayoutError(f"{sizes.num_micro} micro-batches: {refused.rstrip('.')}.")
+    stages = stage_of_groups(graph, layout)
+    shared = shared_across_stages(graph, stages)
+    strategy = Strategy(
+        graph=graph.fingerprint,
+        cluster=cluster.fingerprint(),
+        decisions=_decisions(layout, sizes, graph, cluster, stages),
+        homes=(REPLICATED,) * len(graph.updates),
+        micro_batches=_micro_batches(sizes, cluster.num_devices),
+        bucket_bytes=DEFAULT_BUCKET_BYTES,
+        step_barrier=step_barrier,
+        schedule=_schedule(layout, sizes, stages, cluster.num_devices, is_shared=bool(shared)),
+    )
+    strategy.check(graph, cluster)
+    return Given(
+        layout=layout,
+        sizes=sizes,
+        strategy=strategy,
+        remarks=tuple(_remarks(layout, sizes, graph, cluster, shared)),
+    )
+
+
+def rank_of_stage(layout: Layout) -> tuple[int, ...]:
+    """The rank that has each stage.
+
+    >>> rank_of_stage(Layout(pp=2, schedule="interleaved", chunks=2))
+    (0, 1, 0, 1)
+    >>> rank_of_stage(Layout(pp=2, schedule="zero_bubble_v"))
+    (0, 1, 1, 0)
+    """
+    ranks = [(rank,) for rank in range(layout.pp)]
+    return tuple(r for (r,) in stages_of(layout.schedule_name, ranks, layout.num_chunks))
+
+
+def _decisions(
+    layout: Layout, sizes: Sizes, graph: OpGraph, cluster: Cluster, stages: Sequence[int]
+) -> tuple[Decision, ...]:
+    """One for each group: the devices of its stage, and whether its layer recomputes."""
+    made: dict[tuple[int, bool], Decision] = {}
+    rank_of = rank_of_stage(layout)
+    in_layer = layers_of(graph).of_group
+    found = []
+    for group, stage in enumerate(stages):
+        recompute = layout.recompute == Recompute.FULL and in_layer[group] != NO_LAYER
+        key = rank_of[stage], recompute
+        if key not in made:
+            made[key] = _decision(layout, sizes, cluster, rank_of[stage], recompute)
+        found.append(made[key])
+    return tuple(found)
+
+
+def _decision(
+    layout: Layout, sizes: Sizes, cluster: Cluster, rank: int, recompute: bool
+) -> Decision:
+    devices = tuple(d for replica in range(sizes.dp) for d in sizes.team(rank, replica))
+    share = sizes.num_micro * sizes.micro_batch
+    sync = _ZERO[layout.zero]
+    if sync == Sync.RING:
+        hosts = {cluster.host_of[device] for device in devices}
+        sync = Sync.HIERARCHICAL if 1 < len(hosts) < len(devices) else Sync.RING
+    return Decision(
+        devices=devices, shares=(share,) * len(devices), sync=sync, recompute=recompute
+    )
+
+
+def _micro_batches(sizes: Sizes, num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """Samples of each micro-batch, counted where the first stage is."""
+    if sizes.num_micro == 1:
+        return ()
+    own, idle = (sizes.micro_batch,) * sizes.num_micro, (0,) * sizes.num_micro
+    first = {device for replica in range(sizes.dp) for device in sizes.team(0, replica)}
+    return tuple(own if device in first else idle for device in range(num_devices))
+
+
+def _schedule(
+    layout: Layout, sizes: Sizes, stages: Sequence[int], num_devices: int, *, is_shared: bool
+) -> PipelineSchedule:
+    """The named schedule; caps of 1F1B where a stage waits for a later one inside a turn."""
+    if sizes.num_micro == 1:
+        return AS_IT_COMES
+    ranks = [
+        tuple(device for replica in range(sizes.dp) for device in sizes.team(rank, replica))
+        for rank in range(sizes.pp)
+    ]
+    # Inside a turn a shared weight waits for later stages, and sliced gradients for replicas.
+    if layout.schedule_name == "1f1b" and (is_shared or layout.zero >= 2):
+        return caps_of_stages(ranks, num_devices)
+    starts = tuple(group for group in range(1, len(stages)) if stages[group] != stages[group - 1])
+    return stated_turns(
+        layout.schedule_name,
+        ranks,
+        layout.num_chunks,
+        sizes.num_micro,
+        num_devices=num_devices,
+        chunk_starts=starts if layout.num_chunks > 1 else (),
+    )
+
+
+def _remarks(
+    layout: Layout, sizes: Sizes, graph: OpGraph, cluster: Cluster, shared: Sequence[str]
+) -> list[str]:
+    """What could not be said as it was meant."""
+    remarks = []
+    if shared:
+        remarks.append(
+            f"{', '.join(shared)} shares a weight with a later stage: both parts run where the "
+            "first one is (Megatron keeps a copy on each and sums their gradients)."
+        )
+    if layout.schedule and sizes.num_micro == 1:
+        remarks.append(
+            f"schedule {layout.schedule} has nothing to order: each replica has one micro-batch."
+        )
+    if sizes.num_devices < cluster.num_devices:
+        idle = cluster.num_devices - sizes.num_devices
+        remarks.append(f"{idle} of {cluster.num_devices} devices have no work.")
+    return remarks

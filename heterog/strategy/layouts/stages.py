@@ -1,0 +1,183 @@
+"""Which groups of a graph belong to which stage of a layout.
+
+Megatron counts *layers*: the repeated modules of a model. Every stage has as many of them as the
+others; what comes before the first layer (the embedding) is on the first stage, what comes after
+the last one (the final norm, the head, the loss) on the last stage. Here layers are the children
+of numbered containers (``transformer.h.0``, ``layers.3``, ``layer1.0``), in the order in which
+they run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.op_graph import OpGraph, Phase
+from heterog.names import shown
+from heterog.strategy.layouts.layout import Layout, LayoutError
+from heterog.strategy.strategy import split_evenly
+
+NO_LAYER = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """The repeated layers of a model.
+
+    Attributes:
+        names: module path of each, in the order in which they run.
+        of_group: layer of each group, ``NO_LAYER`` for what is outside.  # [num_groups]
+    """
+
+    names: tuple[str, ...]
+    of_group: tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def layers_of(graph: OpGraph) -> Layers:
+    """The repeated layers of a model, and the groups that they consist of.
+
+    A group that several layers share (one weight for all of them) belongs to the first one.
+    """
+    grouping = group_ops(graph)
+    layer_of_group: dict[int, str] = {}
+    for index, op in enumerate(graph.ops):
+        group = int(grouping.group[index])
+        if op.phase != Phase.FORWARD or group == CONSTANT_GROUP or group in layer_of_group:
+            continue
+        # Not the ops that only follow a neighbour, such as a residual sum after the layer.
+        if (name := _layer_path(op.module)) and _layer_path(grouping.names[group]) == name:
+            layer_of_group[group] = name
+    names = tuple(dict.fromkeys(layer_of_group[group] for group in sorted(layer_of_group)))
+    number = {name: position for position, name in enumerate(names)}
+    of_group = [
+        number[layer_of_group[group]] if group in layer_of_group else NO_LAYER
+        for group in range(grouping.num_groups)
+    ]
+    return Layers(names=names, of_group=tuple(of_group))
+
+
+def _layer_path(module: str) -> str:
+    """The outermost numbered module around a path; empty if there is none.
+
+    >>> _layer_path("transformer.h.11.mlp.c_fc"), _layer_path("transformer.wte")
+    ('transformer.h.11', '')
+    """
+    parts = module.split(".")
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return ""
+
+
+def stage_of_groups(graph: OpGraph, layout: Layout) -> tuple[int, ...]:
+    """The stage of every group.  # [num_groups]
+
+    Raises:
+        LayoutError: there are too few layers, they do not divide, or a module does not exist.
+    """
+    if layout.num_stages == 1:
+        return (0,) * group_ops(graph).num_groups
+    if layout.split:
+        return _by_modules(graph, layout.split)
+    layers = layers_of(graph)
+    counts = _layers_of_stages(len(layers.names), layout)
+    return stages_by_counts(layers, counts)
+
+
+def stages_by_counts(layers: Layers, counts: Sequence[int]) -> tuple[int, ...]:
+    """The stage of every group where stages have so many layers each.  # [num_groups]
+
+    What is outside of layers goes with the layer before it, or with the first stage.
+    """
+    stage_of_layer = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    stages = []
+    current = 0
+    last_layer = max(
+        (group for group, layer in enumerate(layers.of_group) if layer != NO_LAYER), default=-1
+    )
+    for group, layer in enumerate(layers.of_group):
+        if layer != NO_LAYER:
+            current = stage_of_layer[layer]
+        elif group > last_layer:
+            current = len(counts) - 1
+        stages.append(current)
+    return tuple(stages)
+
+
+def _layers_of_stages(num_layers: int, layout: Layout) -> tuple[int, ...]:
+    """How many layers each stage has."""
+    stages = layout.num_stages
+    if layout.layers:
+        if sum(layout.layers) != num_layers:
+            raise LayoutError(
+                f"layers {'-'.join(map(str, layout.layers))} add up to {sum(layout.layers)}, but "
+                f"the model has {num_layers} repeated layers."
+            )
+        return layout.layers
+    if num_layers < stages:
+        raise LayoutError(
+            f"{stages} stages need as many repeated layers, but the model has {num_layers}; take "
+            "a smaller pp (or fewer chunks), or name the module at which each stage begins: "
+            "split=a.b+a.c."
+        )
+    if num_layers % stages:
+        uneven = "-".join(map(str, split_evenly(num_layers, stages)))
+        raise LayoutError(
+            f"{num_layers} repeated layers do not divide into {stages} stages; take another pp, "
+            f"or say how many each stage has: layers={uneven}."
+        )
+    return (num_layers // stages,) * stages
+
+
+def _by_modules(graph: OpGraph, split: Sequence[str]) -> tuple[int, ...]:
+    """Stages that begin at named modules."""
+    names = group_ops(graph).names
+    starts = []
+    for module in split:
+        inside = [
+            group
+            for group, name in enumerate(names)
+            if name == module or name.startswith(f"{module}.")
+        ]
+        if not inside:
+            raise LayoutError(
+                f"split names the module {shown(module)}, at which no group of ops begins; "
+                f"groups are {_some(names)}."
+            )
+        starts.append(inside[0])
+    if starts != sorted(set(starts)) or starts[0] == 0:
+        raise LayoutError(
+            f"the modules of split ({'+'.join(split)}) must be in the order in which they run, "
+            "each once, and none the very first one."
+        )
+    return tuple(sum(start <= group for start in starts) for group in range(len(names)))
+
+
+def _some(names: Sequence[str]) -> str:
+    listed = [name or "(root)" for name in names[:6]]
+    return ", ".join(listed) + (f", ... ({len(names)} in all)" if len(names) > 6 else "")
+
+
+def shared_across_stages(graph: OpGraph, stages: Sequence[int]) -> tuple[str, ...]:
+    """Groups that read what a later stage makes: a weight that two stages share puts them there.
+
+    An embedding that is also the head is one group of ops, on the first stage.
+
+    Args:
+        graph: one training step.
+        stages: of each group.  # [num_groups]
+    """
+    grouping = group_ops(graph)
+    found: dict[str, None] = {}
+    for index, op in enumerate(graph.ops):
+        group = int(grouping.group[index])
+        if op.phase != Phase.FORWARD or group == CONSTANT_GROUP:
+            continue
+        for tensor in op.inputs:
+            maker = int(graph.producer[graph.storage[tensor]])
+            if maker < 0 or int(grouping.group[maker]) == CONSTANT_GROUP:
+                continue
+            if stages[int(grouping.group[maker])] > stages[group]:
+                found.setdefault(grouping.names[group] or "(root)")
+    return tuple(found)

@@ -1,0 +1,119 @@
+"""YAML that comes from outside: bounded before anything is built of it, every key once."""
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from heterog.errors import InputFileError
+from heterog.records import field_name
+
+_MOST_EVENTS = 100_000
+_MOST_DEPTH = 32
+# libyaml's parser, where PyYAML was built with it: ten times as fast.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def parse_yaml(text: str, path: Path, *, what: str, if_empty: str) -> tuple[yaml.Node, object]:
+    """The nodes and the value of a YAML text.
+
+    Args:
+        text: YAML.
+        path: where it was read; begins every message.
+        what: the kind of file with its article, for messages.
+        if_empty: what to do about an empty file.
+
+    Raises:
+        InputFileError: it is no YAML, is empty, has a key twice, or is larger than any such file.
+    """
+    try:
+        _check_events(text, path, what)
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            raise InputFileError(f"{path}: the file is empty; {if_empty}.")
+        _refuse_duplicate_keys(root, path, set())
+        _check_aliases(root, path)
+        return root, loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
+        problem = " ".join(str(error.problem).split())
+        raise InputFileError(f"{where}: not valid YAML: {problem}.") from error
+    # A tag that does not fit its value ("!!bool x") is whatever its constructor stumbles over.
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError) as error:
+        raise InputFileError(f"{path}: not valid YAML: {_first_line(error)}.") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputFileError(f"{path}: not valid YAML: {_first_line(error)}.") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _check_events(text: str, path: Path, what: str) -> None:
+    """Refuse what nests deeper or holds more than any file needs, before anything is built of it.
+
+    libyaml builds nodes by recursion without a limit of its own.
+    """
+    depth = 0
+    for number, event in enumerate(yaml.parse(text, Loader=_Loader)):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > _MOST_DEPTH or number > _MOST_EVENTS:
+            problem = "nests too deeply" if depth > _MOST_DEPTH else "says too much"
+            where = f"{path}, line {event.start_mark.line + 1}" if event.start_mark else path
+            raise InputFileError(f"{where}: {problem} for {what}.")
+
+
+def _check_aliases(root: yaml.Node, path: Path) -> None:
+    """Refuse aliases that stand for themselves, or for more than a file may hold.
+
+    Ten lines of ten aliases each stand for ten billion values.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        found = sizes.get(id(node))
+        if found is not None:
+            if found == 0:
+                raise InputFileError(
+                    f"{path}, line {node.start_mark.line + 1}: an alias stands for a part of "
+                    "itself."
+                )
+            return found
+        sizes[id(node)] = 0
+        total = 1
+        if isinstance(node, yaml.SequenceNode):
+            total += sum(map(size, node.value))
+        elif isinstance(node, yaml.MappingNode):
+            total += sum(size(key) + size(value) for key, value in node.value)
+        sizes[id(node)] = total
+        return total
+
+    if size(root) > _MOST_EVENTS:
+        raise InputFileError(f"{path}: its aliases stand for more values than are read.")
+
+
+def _refuse_duplicate_keys(node: yaml.Node, path: Path, seen: set[int]) -> None:
+    """PyYAML keeps the last of two equal keys in silence."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _refuse_duplicate_keys(child, path, seen)
+    if isinstance(node, yaml.MappingNode):
+        keys: set[Hashable] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
+                raise InputFileError(
+                    f"{path}, line {key.start_mark.line + 1}, {field_name([key.value])}: this "
+                    "field is there twice; remove one."
+                )
+            keys.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+            _refuse_duplicate_keys(value, path, seen)

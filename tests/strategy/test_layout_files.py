@@ -1,0 +1,201 @@
+"""Layouts in files of torchtitan, DeepSpeed and Accelerate."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from heterog.errors import HeterogError, InputFileError
+from heterog.strategy.layouts.files import LayoutFile, read_layout
+from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
+
+TORCHTITAN = """
+[model]
+name = "llama3"
+[training]
+local_batch_size = 8
+global_batch_size = 256
+seq_len = 8192
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default"
+tensor_parallel_degree = 8
+enable_async_tensor_parallel = true
+pipeline_parallel_degree = 4
+pipeline_parallel_schedule = "Interleaved1F1B"
+pipeline_parallel_microbatch_size = 2
+context_parallel_degree = 1
+[activation_checkpoint]
+mode = "full"
+"""
+DEEPSPEED = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": "auto",
+    "optimizer": {"type": "AdamW"},
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+    },
+}
+FSDP = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: 1
+  fsdp_activation_checkpointing: true
+machine_rank: 0
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+"""
+MEGATRON = """
+distributed_type: MEGATRON_LM
+megatron_lm_config:
+  megatron_lm_gradient_clipping: 1.0
+  megatron_lm_num_micro_batches: 2
+  megatron_lm_pp_degree: 2
+  megatron_lm_recompute_activations: true
+  megatron_lm_sequence_parallelism: true
+  megatron_lm_tp_degree: 2
+  megatron_lm_use_distributed_optimizer: true
+num_processes: 8
+"""
+
+
+def read(folder: Path, name: str, text: str) -> LayoutFile:
+    file = folder / name
+    file.write_text(text)
+    return read_layout(file)
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    found = read(tmp_path, "llama3.toml", TORCHTITAN)
+    assert found.layout == Layout(
+        tp=8, pp=4, micro_batch=2, zero=3, recompute=Recompute.FULL, schedule="interleaved"
+    )
+    assert found.batch_size == 256
+    assert found.remarks == ("Not used from the file: training.seq_len.",)
+
+
+def test_torchtitan_with_split_points_and_replicas(tmp_path: Path) -> None:
+    text = """
+[training]
+local_batch_size = 4
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 1
+pipeline_parallel_degree = 2
+pipeline_parallel_split_points = ["layers.2", "layers.4", "layers.6"]
+pipeline_parallel_schedule = "interleaved1f1b"
+[activation_checkpoint]
+mode = "selective"
+"""
+    found = read(tmp_path, "a.toml", text)
+    assert found.layout.chunks == 2
+    assert found.layout.split == ("layers.2", "layers.4", "layers.6")
+    assert (found.layout.dp, found.layout.zero) == (2, 0)
+    assert any("Selective" in remark for remark in found.remarks)
+
+
+def test_deepspeed(tmp_path: Path) -> None:
+    found = read(tmp_path, "ds.json", json.dumps(DEEPSPEED))
+    assert found.layout == Layout(micro_batch=4, zero=2)
+    assert found.batch_size == 64
+    assert found.remarks == (
+        "offload_optimizer to cpu is not modelled: everything stays on the devices.",
+    )
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    found = read(tmp_path, "fsdp.yaml", FSDP)
+    assert found.layout == Layout(dp=8, zero=3, recompute=Recompute.FULL)
+    assert not found.remarks
+    found = read(tmp_path, "megatron.yml", MEGATRON)
+    assert found.layout == Layout(tp=2, pp=2, dp=2, num_micro=2, zero=1)
+    assert len(found.remarks) == 2
+    mesh = FSDP + "parallelism_config:\n  parallelism_config_tp_size: 2\n"
+    mesh += "  parallelism_config_dp_shard_size: 4\n"
+    found = read(tmp_path, "mesh.yaml", mesh)
+    assert (found.layout.tp, found.layout.dp, found.layout.zero) == (2, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("a.toml", "[parallelism]\ntensor_parallel_degree = '2'", "must be a whole number"),
+        ("a.toml", "[parallelism]\ntensor_parallel_degree = true", "must be a whole number"),
+        ("a.toml", "parallelism = 3", "must be a section"),
+        ("a.toml", "[parallelism", "not valid TOML"),
+        ("a.toml", "[parallelism]\ncontext_parallel_degree = 2", "cannot be said yet"),
+        (
+            "a.toml",
+            "[parallelism]\ndata_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 4",
+            "cannot be said; make one of them 1",
+        ),
+        ("a.json", "[]", "not fields with names"),
+        ("a.json", '{"zero_optimization": {"stage": 7}}', "stages of ZeRO"),
+        ("a.json", '{"zero_optimization": {"stage": "x"}}', "must be a whole number"),
+        ("a.yaml", "distributed_type: TPU", "cannot be said"),
+        ("a.yaml", "distributed_type: FSDP\nnum_processes: 0x", "must be a whole number"),
+        ("a.yaml", MEGATRON.replace("num_processes: 8", "num_processes: 6"), "times a number"),
+        (
+            "a.yaml",
+            "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json",
+            "give that file",
+        ),
+        (
+            "a.yaml",
+            "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD",
+            "cannot be said",
+        ),
+        ("a.yaml", "a: 1\na: 2", "there twice"),
+        ("a.yaml", "", "the file is empty"),
+        ("a.ini", "", "cannot tell what"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    tmp_path: Path, name: str, text: str, problem: str
+) -> None:
+    with pytest.raises((InputFileError, LayoutError), match=problem) as refused:
+        read(tmp_path, name, text)
+    assert len(str(refused.value).splitlines()) == 1
+    assert str(tmp_path / name) in str(refused.value)
+
+
+def test_a_field_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    text = "[parallelism]\nmagic_degree = 4\n"
+    found = read(tmp_path, "a.toml", text)
+    assert any("parallelism.magic_degree" in remark for remark in found.remarks)
+
+
+def test_damaged_files_are_refused_in_a_line_or_read(tmp_path: Path) -> None:
+    random = Random(20)
+    samples = [("a.toml", TORCHTITAN), ("a.json", json.dumps(DEEPSPEED)), ("a.yaml", FSDP),
+               ("b.yaml", MEGATRON)]  # fmt: skip
+    pieces = ["[", "{", "}", '"', "\n", "= -1", ": null", "é", "\x00", "1e999", "- ", "&a *a",
+              "true", "!!python/object", "0" * 30, "'"]  # fmt: skip
+    accepted = 0
+    problems: list[str] = []
+    for _ in range(400):
+        name, text = random.choice(samples)
+        for _ in range(random.randint(1, 4)):
+            at, length = random.randrange(len(text)), random.choice((0, 0, 1, 5, 40))
+            text = text[:at] + random.choice([*pieces, ""]) + text[at + length :]
+        try:
+            read(tmp_path, name, text)
+            accepted += 1
+        except HeterogError as error:
+            problems.append(str(error))
+    assert accepted > 20
+    assert len(problems) > 100
+    assert {len(problem.splitlines()) for problem in problems} == {1}

@@ -1,0 +1,247 @@
+"""Layouts: what they say, what does not fit, and that the strategy does what was said."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.workload import Workload
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute, parse_layout
+from heterog.strategy.layouts.placed import Given, place_layout, rank_of_stage, sizes_of
+from heterog.strategy.layouts.stages import layers_of, stage_of_groups
+from heterog.strategy.lowering import lower
+from heterog.strategy.program import TaskKind
+from heterog.strategy.strategy import Sync
+
+BATCH = 32
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide = nn.Linear(width, 4 * width)
+        self.back = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.back(torch.relu(self.wide(self.norm(x))))
+        return result
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 16)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 40, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+
+def graph_of(
+    num_blocks: int = 8,
+    *,
+    tied: bool = False,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.Adam,
+) -> OpGraph:
+    tokens = torch.zeros(BATCH, 6, dtype=torch.int64)
+    workload = Workload(
+        model=lambda: Model(num_blocks, tied=tied),
+        example_batch=(tokens, tokens),
+        loss=lambda out, target: nn.functional.cross_entropy(out.flatten(0, 1), target.flatten()),
+        optimizer=optimizer,
+        name="blocks",
+    )
+    return capture(workload)
+
+
+GRAPH = graph_of()
+CLUSTER = Cluster.load("paper_8gpu")
+
+
+def placed(text: str, graph: OpGraph = GRAPH) -> Given:
+    return place_layout(parse_layout(text), graph, CLUSTER)
+
+
+def test_a_layout_is_read_in_every_vocabulary_and_written_back() -> None:
+    said = "tp=2,pp=4,micro_batch=1,zero=1,recompute=full,schedule=1f1b"
+    layout = parse_layout(said)
+    assert layout == Layout(
+        tp=2, pp=4, micro_batch=1, zero=1, recompute=Recompute.FULL, schedule="1f1b"
+    )
+    assert str(layout) == said
+    megatron = (
+        "--tensor-model-parallel-size=2, pipeline_model_parallel_size=4, micro-batch-size=1, "
+        "use_distributed_optimizer=true, recompute-granularity=full, schedule=Schedule1F1B"
+    )
+    assert parse_layout(megatron) == layout
+    assert parse_layout("sharding_strategy=SHARD_GRAD_OP").zero == 2
+    uneven = parse_layout("pp=3,layers=1-2-1")
+    assert uneven.layers == (1, 2, 1)
+    assert parse_layout(str(uneven)) == uneven
+    assert parse_layout("pp=2,split=a.b,dp=2") == Layout(pp=2, split=("a.b",), dp=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "write key=value"),
+        ("tp", "write key=value"),
+        ("tpp=2", "did you mean 'tp'"),
+        ("tp=two", "tp is 'two'; it must be a whole number"),
+        ("tp=٣", "whole number"),
+        ("tp=0", "tp is 0"),
+        ("tp=1,tensor_parallel=1", "says 'tp' twice"),
+        ("zero=4", "the stages of ZeRO are 0, 1, 2 and 3"),
+        ("recompute=selective", "single ops cannot be chosen"),
+        ("recompute=ful", "did you mean 'full'"),
+        ("schedule=2f2b,pp=2", "did you mean '1f1b'"),
+        ("schedule=1f1b,chunks=2,pp=2", "take schedule=interleaved"),
+        ("chunks=2", "pp is 1"),
+        ("pp=2,layers=1-2-3", "pp=2 need 2 numbers"),
+        ("pp=2,split=a+b", "need 1, one for each stage"),
+        ("pp=2,split=a,layers=1-1", "give one of them"),
+        ("fsdp=hybrid_shard", "replicas between them cannot be said"),
+        ("fsdp=fullshard", "did you mean 'full_shard'"),
+        ("cp=2", "context parallelism cannot be said yet"),
+        ("sequence_parallel=true", "kept whole by every member"),
+        ("vocabulary_parallel=perhaps", "write true or false"),
+        ("x" * 20_000, "characters; at most"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_line(text: str, problem: str) -> None:
+    with pytest.raises(LayoutError, match=problem) as refused:
+        parse_layout(text)
+    assert len(str(refused.value).splitlines()) == 1
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("pp=3", "give dp=2 to leave 2 of them idle"),
+        ("tp=4,pp=4", "tp 4 x pp 4 takes 16 devices"),
+        ("dp=5", "does not divide among 5 replicas; take a batch of 30 or 35"),
+        ("micro_batch=3", "does not divide the 4 samples of a replica"),
+        ("num_micro=3", "3 micro-batches do not divide the 4 samples"),
+        ("micro_batch=1,num_micro=2", "would be 2 micro-batches of 2"),
+        ("pp=8,chunks=2,schedule=interleaved", "16 stages need as many repeated layers"),
+        ("pp=4,layers=2-2-2-1", "add up to 7, but the model has 8"),
+        ("pp=2,split=blocks.99", "no group of ops begins"),
+        ("pp=2,split=embedding", "none the very first one"),
+    ],
+)
+def test_what_does_not_fit_says_what_does(text: str, problem: str) -> None:
+    with pytest.raises(LayoutError, match=problem) as refused:
+        placed(text)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_uneven_layers_need_a_word() -> None:
+    graph = graph_of(6)
+    with pytest.raises(LayoutError, match=r"6 repeated layers do not divide into 4.*=2-2-1-1"):
+        placed("pp=4", graph)
+    assert placed("pp=4,layers=2-2-1-1", graph).sizes.dp == 2
+
+
+def test_slices_need_an_elementwise_optimizer() -> None:
+    with pytest.raises(LayoutError, match="Adafactor is not known to treat every element"):
+        placed("zero=1", graph_of(2, optimizer=torch.optim.Adafactor))
+
+
+def test_stages_have_equal_layers_the_embedding_first_and_the_head_last() -> None:
+    assert layers_of(GRAPH).names == tuple(f"blocks.{number}" for number in range(8))
+    stages = stage_of_groups(GRAPH, Layout(pp=4))
+    by_name = dict(zip(group_ops(GRAPH).names, stages, strict=True))
+    assert by_name["embedding"] == 0
+    assert by_name["norm"] == by_name["head"] == 3
+    for name, stage in by_name.items():
+        if name.startswith("blocks."):
+            assert stage == int(name.split(".")[1]) // 2
+    assert list(stages) == sorted(stages)
+
+
+def test_devices_are_numbered_as_megatron_does() -> None:
+    sizes = sizes_of(Layout(tp=2, pp=2, micro_batch=2), batch_size=BATCH, num_devices=16)
+    assert sizes.dp == 4
+    assert sizes.num_micro == 4
+    # Megatron's own example for tp 2, pp 4 on 16 ranks: teams [g0, g1], stages g0, g4, g8, g12.
+    own = sizes_of(Layout(tp=2, pp=4), batch_size=BATCH, num_devices=16)
+    assert own.team(0, 0) == (0, 1)
+    assert [own.team(rank, 0)[0] for rank in range(4)] == [0, 4, 8, 12]
+    assert [own.team(0, replica)[0] for replica in range(2)] == [0, 2]
+    assert rank_of_stage(Layout(pp=2, schedule="zero_bubble_v")) == (0, 1, 1, 0)
+
+
+def test_a_layout_does_what_it_says() -> None:
+    given = placed("pp=2,micro_batch=2,zero=1,recompute=full")
+    program = lower(GRAPH, CLUSTER, given.strategy)
+    assert given.sizes.num_micro == 4
+    assert set(program.micro.tolist()) == {0, 1, 2, 3}
+    computing = program.kind == TaskKind.COMPUTE
+    assert set(program.samples[computing].tolist()) == {2}
+    assert (program.kind == TaskKind.RECOMPUTE).any()
+    assert (program.kind == TaskKind.REDUCE_SCATTER).any()
+    groups = dict(zip(group_ops(GRAPH).names, given.strategy.decisions, strict=True))
+    assert groups["embedding"].devices == (0, 1, 2, 3)
+    assert not groups["embedding"].recompute
+    assert groups["head"].devices == (4, 5, 6, 7)
+    assert groups["head"].sync == Sync.ZERO1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp=1",
+        "micro_batch=1",
+        "zero=3,micro_batch=2",
+        "pp=2,zero=2",
+        "pp=2,zero=3,micro_batch=2",
+        "pp=4,schedule=gpipe",
+        "pp=8,recompute=full",
+        "pp=4,micro_batch=2,schedule=interleaved",
+        "pp=4,schedule=interleaved_zero_bubble",
+        "pp=4,schedule=zero_bubble_v",
+        "pp=2,schedule=dual_pipe_v",
+        "pp=2,dp=2",
+        "pp=2,split=blocks.3",
+    ],
+)
+def test_every_kind_of_layout_can_be_simulated(text: str) -> None:
+    given = placed(text)
+    evaluator = Evaluator(GRAPH, CLUSTER)
+    found = evaluator.referee(given.strategy, Order.FIFO)
+    assert found.is_ok
+    assert found.step_time_s > 0.0
+    idle = CLUSTER.num_devices - given.sizes.num_devices
+    assert bool(idle) == any("have no work" in remark for remark in given.remarks)
+
+
+def test_1f1b_keeps_as_many_micro_batches_as_ranks_follow() -> None:
+    """One stage of p holds p - s micro-batches: memory falls along the pipeline, GPipe's not."""
+    evaluator = Evaluator(GRAPH, CLUSTER)
+    peaks = {
+        name: evaluator.referee(placed(f"pp=8,schedule={name}").strategy).peak_memory_bytes
+        for name in ("1f1b", "gpipe")
+    }
+    assert peaks["1f1b"][1] < 0.6 * peaks["gpipe"][1]
+    assert peaks["1f1b"][1] > peaks["1f1b"][3] > peaks["1f1b"][5]
+
+
+def test_a_shared_weight_is_said() -> None:
+    given = placed("pp=2", graph_of(4, tied=True))
+    assert any("shares a weight with a later stage" in remark for remark in given.remarks)
+    assert not placed("pp=2").remarks
