@@ -6,25 +6,10 @@ from dataclasses import dataclass
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
-from heterog.strategy.layouts.stages import (
-    NO_LAYER,
-    layers_of,
-    shared_across_stages,
-    stage_of_groups,
-)
-from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
-from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
-from heterog.strategy.strategy import (
-    DEFAULT_BUCKET_BYTES,
-    ELEMENTWISE_OPTIMIZERS,
-    REPLICATED,
-    Decision,
-    Strategy,
-    Sync,
-)
-
-_ZERO = (Sync.RING, Sync.ZERO1, Sync.ZERO2, Sync.ZERO3)
+from heterog.strategy.layouts.layout import Layout, LayoutError
+from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
+from heterog.strategy.layouts.stages import shared_across_stages, stage_of_groups
+from heterog.strategy.strategy import ELEMENTWISE_OPTIMIZERS, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,104 +118,33 @@ def place_layout(
         raise LayoutError(f"{sizes.num_micro} micro-batches: {refused.rstrip('.')}.")
     stages = stage_of_groups(graph, layout)
     shared = shared_across_stages(graph, stages)
-    strategy = Strategy(
-        graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
-        decisions=_decisions(layout, sizes, graph, cluster, stages),
-        homes=(REPLICATED,) * len(graph.updates),
-        micro_batches=_micro_batches(sizes, cluster.num_devices),
-        bucket_bytes=DEFAULT_BUCKET_BYTES,
-        step_barrier=step_barrier,
-        schedule=_schedule(layout, sizes, stages, cluster.num_devices, is_shared=bool(shared)),
+    pipeline = Pipeline(
+        stages=stages,
+        teams=tuple(
+            tuple(sizes.team(rank, replica) for replica in range(sizes.dp))
+            for rank in range(sizes.pp)
+        ),
+        micro_batches=(sizes.micro_batch * sizes.dp,) * sizes.num_micro,
     )
-    strategy.check(graph, cluster)
+    # Inside a turn a shared weight waits for later stages, and sliced gradients for replicas.
+    waits = layout.schedule_name == "1f1b" and (bool(shared) or layout.zero >= 2)
+    manner = Manner(
+        zero=layout.zero,
+        recompute=layout.recompute,
+        schedule=layout.schedule_name,
+        num_chunks=layout.num_chunks,
+        keeps_turns=not waits,
+        step_barrier=step_barrier,
+    )
     return Given(
         layout=layout,
         sizes=sizes,
-        strategy=strategy,
-        remarks=tuple(_remarks(layout, sizes, graph, cluster, shared)),
+        strategy=strategy_of_pipelines(graph, cluster, (pipeline,), manner),
+        remarks=tuple(_remarks(layout, sizes, cluster, shared)),
     )
 
 
-def rank_of_stage(layout: Layout) -> tuple[int, ...]:
-    """The rank that has each stage.
-
-    >>> rank_of_stage(Layout(pp=2, schedule="interleaved", chunks=2))
-    (0, 1, 0, 1)
-    >>> rank_of_stage(Layout(pp=2, schedule="zero_bubble_v"))
-    (0, 1, 1, 0)
-    """
-    ranks = [(rank,) for rank in range(layout.pp)]
-    return tuple(r for (r,) in stages_of(layout.schedule_name, ranks, layout.num_chunks))
-
-
-def _decisions(
-    layout: Layout, sizes: Sizes, graph: OpGraph, cluster: Cluster, stages: Sequence[int]
-) -> tuple[Decision, ...]:
-    """One for each group: the devices of its stage, and whether its layer recomputes."""
-    made: dict[tuple[int, bool], Decision] = {}
-    rank_of = rank_of_stage(layout)
-    in_layer = layers_of(graph).of_group
-    found = []
-    for group, stage in enumerate(stages):
-        recompute = layout.recompute == Recompute.FULL and in_layer[group] != NO_LAYER
-        key = rank_of[stage], recompute
-        if key not in made:
-            made[key] = _decision(layout, sizes, cluster, rank_of[stage], recompute)
-        found.append(made[key])
-    return tuple(found)
-
-
-def _decision(
-    layout: Layout, sizes: Sizes, cluster: Cluster, rank: int, recompute: bool
-) -> Decision:
-    devices = tuple(d for replica in range(sizes.dp) for d in sizes.team(rank, replica))
-    share = sizes.num_micro * sizes.micro_batch
-    sync = _ZERO[layout.zero]
-    if sync == Sync.RING:
-        hosts = {cluster.host_of[device] for device in devices}
-        sync = Sync.HIERARCHICAL if 1 < len(hosts) < len(devices) else Sync.RING
-    return Decision(
-        devices=devices, shares=(share,) * len(devices), sync=sync, recompute=recompute
-    )
-
-
-def _micro_batches(sizes: Sizes, num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Samples of each micro-batch, counted where the first stage is."""
-    if sizes.num_micro == 1:
-        return ()
-    own, idle = (sizes.micro_batch,) * sizes.num_micro, (0,) * sizes.num_micro
-    first = {device for replica in range(sizes.dp) for device in sizes.team(0, replica)}
-    return tuple(own if device in first else idle for device in range(num_devices))
-
-
-def _schedule(
-    layout: Layout, sizes: Sizes, stages: Sequence[int], num_devices: int, *, is_shared: bool
-) -> PipelineSchedule:
-    """The named schedule; caps of 1F1B where a stage waits for a later one inside a turn."""
-    if sizes.num_micro == 1:
-        return AS_IT_COMES
-    ranks = [
-        tuple(device for replica in range(sizes.dp) for device in sizes.team(rank, replica))
-        for rank in range(sizes.pp)
-    ]
-    # Inside a turn a shared weight waits for later stages, and sliced gradients for replicas.
-    if layout.schedule_name == "1f1b" and (is_shared or layout.zero >= 2):
-        return caps_of_stages(ranks, num_devices)
-    starts = tuple(group for group in range(1, len(stages)) if stages[group] != stages[group - 1])
-    return stated_turns(
-        layout.schedule_name,
-        ranks,
-        layout.num_chunks,
-        sizes.num_micro,
-        num_devices=num_devices,
-        chunk_starts=starts if layout.num_chunks > 1 else (),
-    )
-
-
-def _remarks(
-    layout: Layout, sizes: Sizes, graph: OpGraph, cluster: Cluster, shared: Sequence[str]
-) -> list[str]:
+def _remarks(layout: Layout, sizes: Sizes, cluster: Cluster, shared: Sequence[str]) -> list[str]:
     """What could not be said as it was meant."""
     remarks = []
     if shared:

@@ -1,0 +1,588 @@
+"""Can every published layout be said, and does its program do what the textbook says?
+
+    python experiments/published_layouts.py --vtrain FILE.csv --sailor FILE.json --json
+
+For every row of measured training runs (Megatron-DeepSpeed GPT on A100 nodes as vTrain published
+them; OPT and GPT-Neo on GH200 nodes and mixed cards as Sailor did) the layout is built for the
+captured model, lowered and simulated. What each device then keeps, computes and sends is counted
+in the lowered program and compared with ``layout_oracle.py``, which knows formulas only. Simulated
+seconds stand beside the measured ones; nothing is fitted to them.
+
+What the rows do not say is chosen here: vTrain's vocabulary (50257), bfloat16 and full
+recomputation (its own settings), 8 GPUs per A100 node behind 400 Gbit/s; Sailor's float32, 2048
+tokens, the vocabulary padded to 50304 (its own parameter counts), one host per tensor-parallel
+group, 800 Gbit/s per GH200 node and 10 Gbit/s for other cards. Attention is written out (no flash
+kernel), and the loss sums over the vocabulary so that no logits have to be gathered, as in
+Megatron-LM. The head is tied to the embedding where one device holds both; in a team or a pipeline
+there are two tables, whose gradients Megatron-LM sums and we do not.
+"""
+
+import argparse
+import csv
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import layout_oracle as oracle
+import torch
+import transformers
+from torch import Tensor, nn
+
+from heterog.cluster import Cluster
+from heterog.cluster.spec import parse_cluster
+from heterog.errors import HeterogError
+from heterog.graph.capture import capture
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.workload import Workload
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.channels import ChannelKind
+from heterog.strategy.layouts.layout import Layout, Recompute
+from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
+from heterog.strategy.layouts.placed import place_layout
+from heterog.strategy.layouts.stages import layers_of, stages_by_counts
+from heterog.strategy.program import Program, TaskKind
+from heterog.strategy.strategy import Strategy
+from heterog.strategy.tables import graph_tables
+
+TOLERANCE = 0.01
+PRODUCTS = frozenset({"mm.default", "addmm.default", "bmm.default", "baddbmm.default"})
+_TEAM_KINDS = (TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE)
+_DATA_KINDS = (TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER,
+               TaskKind.GATHER_PARAMETERS)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is captured: sizes, and which library's model it is."""
+
+    family: str
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int
+    vocabulary: int
+    dtype: str
+    is_tied: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One row.
+
+    Attributes:
+        name: where it comes from.
+        model: what is trained.
+        batch: samples of a step.
+        cluster: that it ran on, as we describe it.
+        stages: for the oracle.
+        num_micro: micro-batches.
+        recompute: whether layers recompute.
+        measured_s: seconds of a step.
+        layout: as text.
+        build: makes the strategy for the captured graph.
+    """
+
+    name: str
+    model: Model
+    batch: int
+    cluster: Cluster
+    stages: tuple[oracle.Stage, ...]
+    teams: tuple[tuple[tuple[int, ...], ...], ...]
+    num_micro: int
+    recompute: bool
+    measured_s: float
+    layout: str
+    build: Callable[[OpGraph, Cluster], Strategy]
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+def summed_loss(output: Any, labels: Tensor) -> Tensor:
+    """Cross-entropy by sums over the vocabulary, which teams that split it can add up.
+
+    Without the largest logit taken off first: it is captured, never run.
+    """
+    logits: Tensor = output.logits.float()
+    is_wanted = labels.unsqueeze(-1) == torch.arange(logits.shape[-1])
+    wanted = (logits * is_wanted).sum(-1)
+    return (logits.exp().sum(-1).log() - wanted).mean()
+
+
+def make_model(model: Model) -> nn.Module:
+    """The library's model, without weights of its own."""
+    shared: dict[str, Any] = {
+        "attn_implementation": "eager",
+        "use_cache": False,
+        "tie_word_embeddings": model.is_tied,
+        "vocab_size": model.vocabulary,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if model.family == "gpt":
+        config: Any = transformers.GPT2Config(
+            n_positions=model.sequence,
+            n_embd=model.hidden,
+            n_layer=model.layers,
+            n_head=model.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **shared,
+        )
+        made: nn.Module = transformers.GPT2LMHeadModel(config)
+    elif model.family == "opt":
+        config = transformers.OPTConfig(
+            hidden_size=model.hidden,
+            word_embed_proj_dim=model.hidden,
+            ffn_dim=4 * model.hidden,
+            num_hidden_layers=model.layers,
+            num_attention_heads=model.heads,
+            max_position_embeddings=model.sequence,
+            do_layer_norm_before=False,
+            dropout=0.0,
+            attention_dropout=0.0,
+            layerdrop=0.0,
+            **shared,
+        )
+        made = transformers.OPTForCausalLM(config)
+    else:
+        config = transformers.GPTNeoConfig(
+            hidden_size=model.hidden,
+            num_layers=model.layers,
+            num_heads=model.heads,
+            attention_types=[[["global", "local"], model.layers // 2]],
+            max_position_embeddings=model.sequence,
+            resid_dropout=0.0,
+            embed_dropout=0.0,
+            attention_dropout=0.0,
+            **shared,
+        )
+        made = transformers.GPTNeoForCausalLM(config)
+    return made.to(getattr(torch, model.dtype))
+
+
+@lru_cache(maxsize=4)
+def graph_of(model: Model, batch: int) -> OpGraph:
+    """One captured training step."""
+    tokens = {name: torch.zeros(batch, model.sequence, dtype=torch.int64) for name in _INPUTS}
+    return capture(
+        Workload(
+            model=lambda: make_model(model),
+            example_batch=tokens,
+            loss=summed_loss,
+            optimizer=torch.optim.Adam,
+            name=f"{model.family}_{model.hidden}x{model.layers}",
+        )
+    )
+
+
+_INPUTS = ("input_ids", "labels")
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def vtrain_rows(path: Path) -> list[Run]:
+    """Rows of vTrain's tables."""
+    with path.open(newline="") as file:
+        return [_vtrain_run(row, number) for number, row in enumerate(csv.DictReader(file))]
+
+
+def _vtrain_run(row: dict[str, str], number: int) -> Run:
+    count, batch, micro = (int(row[key]) for key in ("# GPUs", "global batch", "micro batch"))
+    tp, dp, pp = (int(row[f"{kind} parallelism"]) for kind in ("tensor", "data", "pipeline"))
+    model = Model(
+        family="gpt",
+        hidden=int(row["hidden size"]),
+        heads=int(row["attention heads"]),
+        layers=int(row["# layers"]),
+        sequence=int(row["sequence length"]),
+        vocabulary=50257,
+        dtype="bfloat16",
+        is_tied=tp == pp == 1,
+    )
+    layout = Layout(
+        tp=tp, pp=pp, dp=dp, micro_batch=micro, recompute=Recompute.FULL, schedule="1f1b"
+    )
+    teams = tuple(
+        tuple(
+            tuple((rank * dp + replica) * tp + member for member in range(tp))
+            for replica in range(dp)
+        )
+        for rank in range(pp)
+    )
+    return Run(
+        name=f"vtrain:{number}",
+        model=model,
+        batch=batch,
+        cluster=a100_nodes(count),
+        stages=_alike_stages([model.layers // pp] * pp, [dp] * pp, tp, batch),
+        teams=teams,
+        num_micro=batch // (dp * micro),
+        recompute=True,
+        measured_s=float(row["iteration time (ms)"]) / 1e3,
+        layout=str(layout),
+        build=lambda graph, cluster: place_layout(layout, graph, cluster).strategy,
+    )
+
+
+def _alike_stages(
+    layers: Sequence[int], replicas: Sequence[int], tp: int, batch: int
+) -> tuple[oracle.Stage, ...]:
+    return tuple(
+        oracle.Stage(
+            teams=(oracle.Team(size=tp, samples=batch / count),) * count,
+            layers=own,
+            is_first=number == 0,
+            is_last=number == len(layers) - 1,
+        )
+        for number, (own, count) in enumerate(zip(layers, replicas, strict=True))
+    )
+
+
+def a100_nodes(count: int) -> Cluster:
+    """As many A100 as a row says, 8 on each node."""
+    inside = min(count, 8)
+    hosts = f"count: {-(-count // 8)}, " if count > 8 else ""
+    return _cluster(
+        f"a100_x{count}",
+        [
+            f"{{name: N, {hosts}devices: [{{type: A100-40GB, count: {inside}}}], "
+            "intra: nvlink_a100, nic: {line_rate: 400 Gbit/s}}"
+        ],
+    )
+
+
+def _cluster(name: str, hosts: Iterable[str]) -> Cluster:
+    listed = "\n".join(f"  - {host}" for host in hosts)
+    text = f"schema_version: 1\nname: {name}\nhosts:\n{listed}\n"
+    return parse_cluster(text, Path(f"{name}.yaml"))
+
+
+SAILOR_MODELS = {
+    "OPT-350": ("opt", 1024, 16, 24),
+    "OPT-30": ("opt", 7168, 56, 48),
+    "GPT-Neo-2.7": ("neo", 2560, 20, 32),
+}
+SAILOR_CARDS = {
+    "GH-96": ("GH200", "nvlink4", "800 Gbit/s"),
+    "A100-40": ("A100-40GB", "nvlink_a100", "10 Gbit/s"),
+    "V100-16": ("V100-16GB", "nvlink_v100", "10 Gbit/s"),
+    "Titan-RTX": ("Titan-RTX", "pcie3", "10 Gbit/s"),
+    "RTX-2080": ("RTX-2080-Ti", "pcie3", "10 Gbit/s"),
+    "RTX-3090": ("RTX-3090", "pcie3", "10 Gbit/s"),
+}
+
+
+def sailor_rows(path: Path) -> list[Run]:
+    """Rows of Sailor's validation results."""
+    return [_sailor_run(row, number) for number, row in enumerate(json.loads(path.read_text()))]
+
+
+def _sailor_run(row: dict[str, Any], number: int) -> Run:
+    named = [name for name in SAILOR_MODELS if name in str(row.get("file", ""))]
+    family, hidden, heads, layers = SAILOR_MODELS[named[0] if named else "OPT-350"]
+    size, batch = int(row["mbs"]), int(row["gbs"])
+    hosts: list[str] = []
+    first = 0
+    plans = []
+    for plan in row["pipeline_list"]:
+        teams: list[tuple[tuple[int, ...], ...]] = []
+        for replicas in plan["tmp_per_stage"]:
+            made = []
+            for entries, tp in replicas:
+                card, link, nic = SAILOR_CARDS[entries[0][0]]
+                made.append(tuple(range(first, first + tp)))
+                hosts.append(
+                    f"{{name: H{len(hosts)}, devices: [{{type: {card}, count: {tp}}}], "
+                    f"intra: {link}, nic: {{line_rate: {nic}}}}}"
+                )
+                first += tp
+            teams.append(tuple(made))
+        plans.append(
+            (tuple(teams), [_own_layers(each, layers) for each in plan["layers_per_stage"]])
+        )
+    per_column = [size * len(teams[0]) for teams, _ in plans]
+    num_micro = max(-(-batch // sum(per_column)), 1)
+    micro = _columns(batch, per_column, num_micro)
+    model = Model(
+        family=family,
+        hidden=hidden,
+        heads=heads,
+        layers=layers,
+        sequence=2048,
+        vocabulary=50304,
+        dtype="float32",
+        is_tied=False,
+    )
+    manner = Manner()
+
+    def build(graph: OpGraph, cluster: Cluster) -> Strategy:
+        found = layers_of(graph)
+        pipelines = [
+            Pipeline(
+                stages=stages_by_counts(found, counts),
+                teams=teams,
+                micro_batches=tuple(column for column in own if column),
+            )
+            for (teams, counts), own in zip(plans, micro, strict=True)
+        ]
+        return strategy_of_pipelines(graph, cluster, pipelines, manner)
+
+    teams, counts = plans[0]
+    return Run(
+        name=f"sailor:{number}:{row.get('file', '')}",
+        model=model,
+        batch=batch,
+        cluster=_cluster(f"sailor_{number}", hosts),
+        stages=tuple(
+            oracle.Stage(
+                teams=tuple(
+                    oracle.Team(size=len(team), samples=sum(micro[0]) / len(stage))
+                    for team in stage
+                ),
+                layers=counts[index],
+                is_first=index == 0,
+                is_last=index == len(counts) - 1,
+            )
+            for index, stage in enumerate(teams)
+        ),
+        teams=teams,
+        num_micro=num_micro,
+        recompute=False,
+        measured_s=float(row["real"]),
+        layout=f"{len(plans)} pipelines; layers {counts}, teams "
+        f"{[[len(team) for team in stage] for stage in teams]}, micro_batch {size}",
+        build=build,
+    )
+
+
+def _own_layers(named: Sequence[int], layers: int) -> int:
+    """Repeated layers of a stage; 0 is the embedding, the last number the head."""
+    return sum(1 <= number <= layers for number in named)
+
+
+def _columns(batch: int, per_column: Sequence[int], num_micro: int) -> list[list[int]]:
+    """Samples of each pipeline in each micro-batch; the last ones take what is left."""
+    left = batch
+    columns: list[list[int]] = [[] for _ in per_column]
+    for _ in range(num_micro):
+        for own, most in zip(columns, per_column, strict=True):
+            own.append(min(most, left))
+            left -= own[-1]
+    return columns
+
+
+# --- counting in programs -----------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Counted:
+    """What a device keeps, computes and sends, by a lowered program."""
+
+    parameters: float = 0.0
+    flops: float = 0.0
+    tensor_bytes: float = 0.0
+    data_bytes: float = 0.0
+    pipeline_bytes: float = 0.0
+
+
+def count(program: Program, graph: OpGraph, run: Run) -> list[Counted]:
+    """Add up the tasks of a program by device."""
+    found = [Counted() for _ in range(program.num_devices)]
+    team_of = {device: team for stage in run.teams for team in stage for device in team}
+    tables = graph_tables(graph, program.op_rules)
+    _count_compute(program, graph, found)
+    _count_parameters(program, graph, tables, found)
+    # Tasks of a kind on a channel send the same multiple of their payload: add these up first.
+    sent: dict[tuple[int, int], float] = defaultdict(float)
+    for kind in (*_TEAM_KINDS, *_DATA_KINDS, TaskKind.SEND):
+        mask = program.kind == kind
+        for channel, payload in zip(
+            program.channel[mask].tolist(), program.num_bytes[mask].tolist(), strict=True
+        ):
+            sent[int(kind), channel] += payload
+    for (kind, number), payload in sent.items():
+        channel = program.channels[number]
+        if kind == TaskKind.SEND:
+            source, target = channel.devices
+            if target in team_of.get(source, ()):
+                found[source].tensor_bytes += payload
+            else:
+                found[source].pipeline_bytes += payload
+            continue
+        size = len(channel.devices)
+        reduces = channel.kind in (
+            ChannelKind.ALL_REDUCE_RING,
+            ChannelKind.ALL_REDUCE_HIERARCHICAL,
+        )
+        each = payload * (2.0 if reduces else 1.0) * (size - 1) / size
+        in_team = all(device in team_of.get(channel.devices[0], ()) for device in channel.devices)
+        for device in channel.devices:
+            if in_team:
+                found[device].tensor_bytes += each
+            else:
+                found[device].data_bytes += each
+    return found
+
+
+def _count_compute(program: Program, graph: OpGraph, found: list[Counted]) -> None:
+    """FLOPs of matrix products: those of the whole op, by samples and units of its axis."""
+    tables = graph_tables(graph, program.op_rules)
+    axes = tables.axis_units[tables.op_axis]
+    units = getattr(program, "units", None)
+    computing = (program.kind == TaskKind.COMPUTE) | (program.kind == TaskKind.RECOMPUTE)
+    for task in computing.nonzero()[0].tolist():
+        row = int(program.subject[task])
+        op = graph.ops[int(tables.op_id[row])]
+        if op.kind not in PRODUCTS:
+            continue
+        part = float(program.samples[task]) / graph.batch_size
+        if units is not None and units[task] and axes[row] > 0:
+            part *= float(units[task]) / float(axes[row])
+        found[int(program.device[task])].flops += op.flops * part
+
+
+def _count_parameters(program: Program, graph: OpGraph, tables: Any, found: list[Counted]) -> None:
+    """Numbers of the parameters that each device updates."""
+    units = getattr(program, "units", program.samples)
+    for task in (program.kind == TaskKind.UPDATE).nonzero()[0].tolist():
+        row = int(program.subject[task])
+        tensor = graph.tensors[graph.updates[row][1]]
+        part = 1.0
+        if tables.parameter_axis[row] >= 0:
+            part = float(units[task]) / float(tables.parameter_units[row])
+        found[int(program.device[task])].parameters += tensor.meta.num_elements * part
+
+
+# --- comparing ----------------------------------------------------------------------------------
+
+FIELDS = ("parameters", "flops", "tensor_bytes", "data_bytes", "pipeline_bytes")
+
+
+def expected(run: Run, index: int, team: oracle.Team) -> oracle.Costs:
+    """What the textbook says about a device of a team."""
+    model = run.model
+    is_float32 = model.dtype == "float32"
+    sizes = oracle.Transformer(
+        hidden=model.hidden,
+        layers=model.layers,
+        sequence=model.sequence,
+        vocabulary=model.vocabulary,
+        positions=model.sequence + 2 * (model.family == "opt"),
+        wide=4 * model.hidden,
+        has_final_norm=model.family != "opt",
+        is_tied=model.is_tied,
+        item_bytes=4 if is_float32 else 2,
+        loss_bytes=4,
+    )
+    return oracle.costs(
+        sizes, run.stages, index, team, recompute=run.recompute, num_micro=run.num_micro
+    )
+
+
+def compared(run: Run, found: Sequence[Counted]) -> dict[str, dict[str, float]]:
+    """For each quantity the device where program and oracle differ most."""
+    worst: dict[str, dict[str, float]] = {}
+    for index, (stage, teams) in enumerate(zip(run.stages, run.teams, strict=True)):
+        by_size: dict[int, list[int]] = defaultdict(list)
+        for team in teams:
+            by_size[len(team)] += team
+        for size, devices in by_size.items():
+            team = next(each for each in stage.teams if each.size == size)
+            textbook = expected(run, index, team)
+            for field in FIELDS:
+                mean = sum(getattr(found[device], field) for device in devices) / len(devices)
+                wanted = getattr(textbook, field)
+                off = abs(mean - wanted) / wanted if wanted else float(mean > 0.0)
+                if field not in worst or off > worst[field]["off"]:
+                    worst[field] = {"program": mean, "oracle": wanted, "off": off, "stage": index}
+    return worst
+
+
+def judge(run: Run) -> dict[str, Any]:
+    """Build, lower, simulate and compare one row."""
+    begin = time.perf_counter()
+    row: dict[str, Any] = {
+        "row": run.name,
+        "model": asdict(run.model),
+        "batch": run.batch,
+        "devices": run.cluster.num_devices,
+        "layout": run.layout,
+        "measured_s": run.measured_s,
+        "expressible": False,
+    }
+    try:
+        graph = graph_of(run.model, run.batch)
+        captured = time.perf_counter()
+        evaluator = Evaluator(graph, run.cluster)
+        strategy = run.build(graph, run.cluster)
+        choice = evaluator.encode(strategy)
+        evaluation = evaluator.evaluate_choice(choice, Order.FIFO)
+        program = evaluator.program(choice)
+        differences = compared(run, count(program, graph, run))
+    except HeterogError as error:
+        return row | {"problem": str(error)}
+    return row | {
+        "expressible": True,
+        "problem": "",
+        "outcome": str(evaluation.outcome),
+        "simulated_s": evaluation.step_time_s,
+        "peak_memory_bytes": max(evaluation.peak_memory_bytes),
+        "tasks": program.num_tasks,
+        "compared": differences,
+        "agrees": all(each["off"] <= TOLERANCE for each in differences.values()),
+        "capture_s": captured - begin,
+        "seconds": time.perf_counter() - captured,
+    }
+
+
+def main() -> None:
+    """Judge every row of the files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vtrain", type=Path, help="CSV with vTrain's columns")
+    parser.add_argument("--sailor", type=Path, help="JSON with Sailor's fields")
+    parser.add_argument("--only", default="", help="texts that rows' layouts have, with ; between")
+    parser.add_argument("--every", type=int, default=1, help="judge one row of so many")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    runs = vtrain_rows(arguments.vtrain) if arguments.vtrain else []
+    runs += sailor_rows(arguments.sailor) if arguments.sailor else []
+    only = [text for text in arguments.only.split(";") if text]
+    chosen = [run for run in runs if not only or any(text in run.layout for text in only)]
+    chosen = chosen[:: arguments.every]
+    # Rows of one model and batch share a capture.
+    chosen.sort(key=lambda run: (str(run.model), run.batch))
+    rows = []
+    for number, run in enumerate(chosen, 1):
+        row = judge(run)
+        rows.append(row)
+        said = row["problem"] or "  ".join(
+            f"{name} {each['off']:.2%}" for name, each in row["compared"].items()
+        )
+        print(f"{number}/{len(chosen)} {run.name} {run.layout}: {said}", file=sys.stderr)
+    document = {
+        "rows": rows,
+        "num_rows": len(rows),
+        "expressible": sum(row["expressible"] for row in rows) / max(len(rows), 1),
+        "agreeing": sum(row.get("agrees", False) for row in rows) / max(len(rows), 1),
+        "tolerance": TOLERANCE,
+    }
+    if arguments.json:
+        print(json.dumps(document, indent=2))
+    else:
+        print(f"{len(rows)} rows, expressible {document['expressible']:.3f}, "
+              f"agreeing {document['agreeing']:.3f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
