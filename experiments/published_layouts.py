@@ -82,6 +82,7 @@ class Run:
         batch: samples of a step.
         cluster: that it ran on, as we describe it.
         stages: for the oracle.
+        teams: devices of every team of every stage.
         num_micro: micro-batches.
         recompute: whether layers recompute.
         measured_s: seconds of a step.
@@ -296,7 +297,7 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
     first = 0
     plans = []
     for plan in row["pipeline_list"]:
-        teams: list[tuple[tuple[int, ...], ...]] = []
+        of_stages: list[tuple[tuple[int, ...], ...]] = []
         for replicas in plan["tmp_per_stage"]:
             made = []
             for entries, tp in replicas:
@@ -307,9 +308,9 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
                     f"intra: {link}, nic: {{line_rate: {nic}}}}}"
                 )
                 first += tp
-            teams.append(tuple(made))
+            of_stages.append(tuple(made))
         plans.append(
-            (tuple(teams), [_own_layers(each, layers) for each in plan["layers_per_stage"]])
+            (tuple(of_stages), [_own_layers(each, layers) for each in plan["layers_per_stage"]])
         )
     per_column = [size * len(teams[0]) for teams, _ in plans]
     num_micro = max(-(-batch // sum(per_column)), 1)
@@ -338,7 +339,7 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
         ]
         return strategy_of_pipelines(graph, cluster, pipelines, manner)
 
-    teams, counts = plans[0]
+    own_teams, counts = plans[0]
     return Run(
         name=f"sailor:{number}:{row.get('file', '')}",
         model=model,
@@ -354,14 +355,14 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
                 is_first=index == 0,
                 is_last=index == len(counts) - 1,
             )
-            for index, stage in enumerate(teams)
+            for index, stage in enumerate(own_teams)
         ),
-        teams=teams,
+        teams=own_teams,
         num_micro=num_micro,
         recompute=False,
         measured_s=float(row["real"]),
         layout=f"{len(plans)} pipelines; layers {counts}, teams "
-        f"{[[len(team) for team in stage] for stage in teams]}, micro_batch {size}",
+        f"{[[len(team) for team in stage] for stage in own_teams]}, micro_batch {size}",
         build=build,
     )
 
@@ -411,9 +412,9 @@ def count(program: Program, graph: OpGraph, run: Run) -> list[Counted]:
             program.channel[mask].tolist(), program.num_bytes[mask].tolist(), strict=True
         ):
             sent[int(kind), channel] += payload
-    for (kind, number), payload in sent.items():
+    for (code, number), payload in sent.items():
         channel = program.channels[number]
-        if kind == TaskKind.SEND:
+        if code == TaskKind.SEND:
             source, target = channel.devices
             if target in team_of.get(source, ()):
                 found[source].tensor_bytes += payload
@@ -495,11 +496,10 @@ def compared(run: Run, found: Sequence[Counted]) -> dict[str, dict[str, float]]:
     worst: dict[str, dict[str, float]] = {}
     for index, (stage, teams) in enumerate(zip(run.stages, run.teams, strict=True)):
         by_size: dict[int, list[int]] = defaultdict(list)
-        for team in teams:
-            by_size[len(team)] += team
+        for members in teams:
+            by_size[len(members)] += members
         for size, devices in by_size.items():
-            team = next(each for each in stage.teams if each.size == size)
-            textbook = expected(run, index, team)
+            textbook = expected(run, index, next(t for t in stage.teams if t.size == size))
             for field in FIELDS:
                 mean = sum(getattr(found[device], field) for device in devices) / len(devices)
                 wanted = getattr(textbook, field)
