@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numba as nb
+import numpy as np
+import numpy.typing as npt
 from numba.core import event
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
@@ -82,6 +84,24 @@ def part(function: Function) -> Function:
     if compiled is not function:
         _take_any_integer(compiled)
     return compiled
+
+
+def records(count: int, fields: np.dtype[np.void]) -> npt.NDArray[np.void]:
+    """Empty records whose fields kernels name, also where they run as Python.
+
+    They do where NUMBA_DISABLE_JIT is set. Elsewhere the type would only cost time: numba knows
+    numpy's own at once.
+    """
+    is_compiled = not nb.config.DISABLE_JIT  # type: ignore[attr-defined]
+    return np.empty(count, fields if is_compiled else np.dtype((_Record, fields)))
+
+
+class _Record(np.record):  # type: ignore[misc]
+    """A record whose fields are attributes, also those named like one of numpy's (``device``)."""
+
+    def __getattribute__(self, name: str) -> Any:
+        dtype = super().__getattribute__("dtype")
+        return self[name] if name in dtype.names else super().__getattribute__(name)
 
 
 def _take_any_integer(dispatcher: Any) -> None:

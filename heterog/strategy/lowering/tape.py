@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.strategy.kernels import helper
+from heterog.strategy.kernels import helper, records
 from heterog.strategy.program import IntArray
 
 TASK = np.dtype(
@@ -50,8 +50,8 @@ def make_tape(num_tasks: int, num_parameters: int, num_devices: int) -> Tape:
     """Empty records with room for a number of tasks and for a few times as many edges."""
     room = max(num_tasks, 64)
     return Tape(
-        tasks=np.empty(room, TASK),
-        buffers=np.empty(3 * room, BUFFER),
+        tasks=records(room, TASK),
+        buffers=records(3 * room, BUFFER),
         reads=np.empty(4 * room, np.int32),
         bucket=np.empty(num_parameters, np.int32),
         turn=np.zeros(num_devices, np.int32),
