@@ -275,8 +275,8 @@ class StrategySpace:
                 schedule,
                 tables,
                 [self.candidates[number].devices for number in row],
-                self.cluster.num_devices,
-                num_micro,
+                layout,
+                shares,
             ),
         )
 

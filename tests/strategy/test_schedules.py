@@ -20,14 +20,14 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import P, R, S
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.lowering import encode
+from heterog.strategy.lowering import encode, lower
 from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn, device_chunks
 from heterog.strategy.program import TaskKind
 from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Strategy
 from tests.simulator import reference
-from tests.simulator.builders import GraphBuilder, cluster_of, strategy_of
+from tests.simulator.builders import GraphBuilder, cluster_of, linear_chain, strategy_of
 
 WIDTH = 2
 
@@ -337,3 +337,38 @@ def test_split_weight_gradients_fill_the_bubble() -> None:
     late = PipelineSchedule(splits_backward=True)
     filled = seconds_of(graph, cluster, pipeline_of(graph, cluster, ranks, late))
     assert filled - 3 * num_micro == pytest.approx(num_ranks - 1, abs=1e-3)
+
+
+def waits_for(
+    decisions: Sequence[Decision], micro_batches: tuple[tuple[int, ...], ...], device: int
+) -> dict[int, set[int]]:
+    """Under a cap of 1: micro-batches whose ops on a device the first op of each one waits for."""
+    graph, cluster = linear_chain(("a", "b"), batch_size=4), row_of(2)
+    strategy = strategy_of(graph, cluster, decisions, micro_batches=micro_batches)
+    capped = replace(strategy, schedule=PipelineSchedule(in_flight=((1,), (1,))))
+    program = lower(graph, cluster, capped)
+    ops: dict[int, list[int]] = {}
+    for task in range(program.num_tasks):
+        if program.kind[task] == TaskKind.COMPUTE and program.device[task] == device:
+            ops.setdefault(int(program.micro[task]), []).append(task)
+    last = {own[-1]: micro for micro, own in ops.items()}
+    return {
+        micro: {last[task] for task in program.dependencies(own[0]) if task in last}
+        for micro, own in ops.items()
+    }
+
+
+def test_a_cap_counts_micro_batches_with_samples() -> None:
+    """Two replicas that take turns have two micro-batches each."""
+    both = Decision(devices=(0, 1), shares=(2, 2))
+    table = ((1, 0, 1, 0), (0, 1, 0, 1))
+    assert waits_for([both, both], table, 0) == {0: set(), 2: {0}}
+    assert waits_for([both, both], table, 1) == {1: set(), 3: {1}}
+
+
+def test_a_cap_binds_where_the_first_group_of_a_chunk_has_no_samples() -> None:
+    first, second = (Decision(devices=(0, 1), shares=shares) for shares in ((4, 0), (0, 4)))
+    table = ((1, 1, 1, 1), (0, 0, 0, 0))
+    expected = {0: set(), 1: {0}, 2: {1}, 3: {2}}
+    assert waits_for([first, second], table, 0) == expected
+    assert waits_for([first, second], table, 1) == expected

@@ -104,6 +104,7 @@ def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: T
         scratch = scratch._replace(
             token=np.empty((num_devices, num_chunks, choice.num_micro, 2), np.int32),
             entered=np.empty((num_devices, num_chunks), np.int32),
+            begun=np.empty((num_devices, num_chunks), np.int32),
         )
     while not lower_kernel(tables, choice, scratch, tape):
         tape = make_tape(2 * len(tape.tasks), len(tape.bucket), len(tape.turn))

@@ -104,8 +104,8 @@ def encode(
             strategy.schedule,
             tables,
             [decision.devices for decision in strategy.decisions],
-            num_devices,
-            num_micro,
+            layout,
+            shares,
         ),
     )
 

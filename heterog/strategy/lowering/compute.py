@@ -83,12 +83,15 @@ def compute_op(
                     tape.reads[read] = scratch.permit[part, device]
                     read += 1
                 chunk = turns.chunk[group, device]
-                if chunk >= 0 and turns.closing_op[device, chunk, part] == op:
+                if chunk >= 0 and turns.closing_op[device, chunk, micro, part] == op:
                     buffer = tape.buffers[made]
                     buffer.maker = number
                     buffer.device = device
                     buffer.num_bytes = 0.0
-                    scratch.token[device, chunk, micro, part] = made
+                    begun = scratch.begun[device, chunk]
+                    if begun > 0:  # only a chunk that has forward ops has a place for it
+                        place = (begun - 1) % scratch.token.shape[2]
+                        scratch.token[device, chunk, place, part] = made
                     made += 1
         number += 1
     tape.counts[NUM_TASKS] = number

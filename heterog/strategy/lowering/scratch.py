@@ -38,8 +38,10 @@ class Scratch(NamedTuple):
     scattered_token: IntArray  # [2, num_devices]
     anchor: IntArray  # made by the first readers of the last two gathers  # [2, num_devices]
     # Under caps on micro-batches in flight; see ``turns``.
-    token: IntArray  # made at the end of a micro-batch  # [num_devices, num_chunks, num_micro, 2]
-    entered: IntArray  # micro-batches that have begun  # [num_devices, num_chunks]
+    # Made at the end of the last micro-batches that began there, the first one first, in a ring.
+    token: IntArray  # [num_devices, num_chunks, num_micro, 2]
+    entered: IntArray  # 1 + the last micro-batch that began  # [num_devices, num_chunks]
+    begun: IntArray  # how many have begun  # [num_devices, num_chunks]
     permit: IntArray  # tokens that the next op waits for  # [2, num_devices]
 
 
@@ -77,5 +79,6 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
         anchor=per_device(2),
         token=np.empty((num_devices, 0, 0, 2), np.int32),
         entered=np.empty((num_devices, 0), np.int32),
+        begun=np.empty((num_devices, 0), np.int32),
         permit=per_device(2),
     )

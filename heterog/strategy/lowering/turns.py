@@ -3,8 +3,9 @@
 The engine takes the tasks of one turn of a device in program order. By default the turns are the
 micro-batches, and the earliest that can go on does. Under a ``PipelineSchedule`` the weight
 gradients have turns after all others, or every pass of a chunk has the turn that is stated, and
-turns are taken strictly one after the other. A cap needs no turn: the first op of micro-batch k on
-a chunk reads a token of no bytes that the last op of micro-batch k - cap makes there.
+turns are taken strictly one after the other. A cap needs no turn: the first op of a micro-batch
+that runs on a chunk reads a token of no bytes that the last op makes there that runs of the
+micro-batch ``cap`` before it. Micro-batches without samples there are not counted.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ class Turns(NamedTuple):
     splits: bool
     chunk: IntArray  # of each group, -1 where a device has no part  # [num_groups, num_devices]
     cap: IntArray  # 0: none  # [num_devices, num_chunks]
-    closing_op: IntArray  # last op, last of the weights  # [num_devices, num_chunks, 2]
+    closing_op: IntArray  # last, last of the weights  # [num_devices, num_chunks, num_micro, 2]
     turn: IntArray  # [num_devices, num_micro, num_chunks, 3]
 
 
@@ -48,7 +49,7 @@ NO_SCHEDULE = Turns(
     splits=False,
     chunk=_nothing(2),
     cap=_nothing(2),
-    closing_op=_nothing(3),
+    closing_op=_nothing(4),
     turn=_nothing(4),
 )
 
@@ -57,8 +58,8 @@ def encode_turns(
     schedule: PipelineSchedule,
     tables: GraphTables,
     group_devices: Sequence[Sequence[int]],
-    num_devices: int,
-    num_micro: int,
+    layout: IntArray,
+    shares: IntArray,
 ) -> Turns:
     """A schedule as the kernel's arrays.
 
@@ -66,22 +67,25 @@ def encode_turns(
         schedule: fits the decisions.
         tables: of the graph.
         group_devices: devices of each group's decision.
-        num_devices: of the cluster.
-        num_micro: micro-batches of a step.
+        layout: of each group, see ``Choice``.
+        shares: of each layout along each axis, see ``Choice``.
     """
+    num_micro, num_devices = shares.shape[1:]
     if schedule.is_default or num_micro == 1:
         return NO_SCHEDULE
     chunks = device_chunks(group_devices, num_devices, schedule.chunk_starts)
     num_chunks = max(map(len, chunks))
     chunk = np.full((tables.num_groups, num_devices), -1, np.int32)
-    last = _last_ops(tables, schedule.splits_backward)
-    closing = np.full((num_devices, num_chunks, 2), -1, np.int32)
     for device, own in enumerate(chunks):
         for number, groups in enumerate(own):
             chunk[groups.start : groups.stop, device] = number
-            closing[device, number] = last[groups.start : groups.stop].max(axis=0)
-    cap, turn = _nothing(2), _nothing(4)
+    cap, closing, turn = _nothing(2), _nothing(4), _nothing(4)
     if any(any(caps) for caps in schedule.in_flight):
+        last = _last_ops(tables, schedule.splits_backward)
+        closing = np.full((num_devices, num_chunks, num_micro, 2), -1, np.int32)
+        by_axis = shares.reshape(len(tables.axis_units), -1, num_micro, num_devices)
+        axes, of, micros, on = np.nonzero(by_axis[:, layout[: tables.num_groups]])
+        np.maximum.at(closing, (on, chunk[of, on], micros), last[axes, of])
         cap = np.zeros((num_devices, num_chunks), np.int32)
         for device, caps in enumerate(schedule.in_flight):
             cap[device, : len(caps)] = np.minimum(caps, num_micro)
@@ -100,23 +104,23 @@ def encode_turns(
         splits=schedule.splits_backward,
         chunk=chunk,
         cap=cap,
-        closing_op=closing if len(cap) else _nothing(3),
+        closing_op=closing,
         turn=turn,
     )
 
 
 def _last_ops(tables: GraphTables, splits: bool) -> IntArray:
-    """Last compute op of each group, and the last one that makes weight gradients later.
+    """Last compute op of each group and axis, and the last one that makes weight gradients later.
 
     Returns:
-        -1 where there is none.  # [num_groups, 2]
+        -1 where there is none.  # [num_axes, num_groups, 2]
     """
-    last = np.full((tables.num_groups + 1, 2), -1, np.int32)  # the last row is for constants
+    shape = len(tables.axis_units), tables.num_groups + 1, 2  # the last group is for constants
+    last = np.full(shape, -1, np.int32)
     rows = np.arange(len(tables.op_id), dtype=np.int32)
     later = (tables.op_is_weights == 1) & splits
-    np.maximum.at(last[:, 0], tables.op_group[~later], rows[~later])
-    np.maximum.at(last[:, 1], tables.op_group[later], rows[later])
-    return last[:-1]
+    np.maximum.at(last, (tables.op_axis, tables.op_group, later.astype(np.int32)), rows)
+    return last[:, :-1]
 
 
 @helper
@@ -176,6 +180,7 @@ def begin_turns(turns: Turns, scratch: Scratch, tape: Tape, step: int) -> None:
     if step == 0:
         scratch.token[:] = -1
         scratch.entered[:] = 0
+        scratch.begun[:] = 0
         scratch.permit[:] = -1
 
 
@@ -190,12 +195,15 @@ def last_turns(turns: Turns, tape: Tape, num_micro: int) -> None:
 
 
 @helper
-def ask_permits(turns: Turns, scratch: Scratch, group: int, work: int, number: int) -> None:
+def ask_permits(
+    turns: Turns, scratch: Scratch, shares: IntArray, group: int, work: int, number: int
+) -> None:
     """Find the tokens that a group's op has to wait for on each device.
 
     Args:
         turns: have caps.
         scratch: its ``permit`` is written.
+        shares: of the op in this micro-batch.  # [num_devices]
         group: of the op.
         work: the pass of the op.
         number: of the micro-batch, counted through all steps.
@@ -204,11 +212,14 @@ def ask_permits(turns: Turns, scratch: Scratch, group: int, work: int, number: i
     for device in range(scratch.permit.shape[1]):
         scratch.permit[:, device] = -1
         chunk = turns.chunk[group, device]
-        if work != _FORWARD or chunk < 0 or scratch.entered[device, chunk] == number + 1:
+        if work != _FORWARD or shares[device] == 0 or scratch.entered[device, chunk] > number:
             continue
         scratch.entered[device, chunk] = number + 1
+        begun = scratch.begun[device, chunk]
+        scratch.begun[device, chunk] = begun + 1
         cap = turns.cap[device, chunk]
-        if 0 < cap <= number:
-            for part in range(2):
-                token = scratch.token[device, chunk, (number - cap) % num_micro, part]
+        for part in range(2):
+            if 0 < cap <= begun:
+                token = scratch.token[device, chunk, (begun - cap) % num_micro, part]
                 scratch.permit[part, device] = token
+            scratch.token[device, chunk, begun % num_micro, part] = -1

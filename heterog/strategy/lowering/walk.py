@@ -66,7 +66,8 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                     take_turns(turns, tape, group, work_of(tables, turns, op), micro)
                 if is_capped and group >= 0:
                     number = step * choice.num_micro + micro
-                    ask_permits(turns, scratch, group, work_of(tables, turns, op), number)
+                    work = work_of(tables, turns, op)
+                    ask_permits(turns, scratch, choice.shares[layout, micro], group, work, number)
                 _bring_inputs(tables, choice, scratch, tape, op, layout, micro)
                 gathers = False
                 if has_gathers:
