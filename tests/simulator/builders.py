@@ -186,10 +186,12 @@ def linear_chain(
     return builder.build(activations[-1])
 
 
-def random_graph(rng: Random) -> OpGraph:
+def random_graph(rng: Random, batch_size: int | None = None) -> OpGraph:
     """Random steps: products, pointwise ops, partial sums, local statistics, views, unknown ops,
-    constants, tied weights; backward for every product."""
-    batch_size = rng.randint(2, 7)
+    constants, tied weights; backward for every product. For the same draws the ops are the same
+    on any batch."""
+    drawn = rng.randint(2, 7)
+    batch_size = drawn if batch_size is None else batch_size
     width = rng.choice([64, 512, 2048])
     builder = GraphBuilder(batch_size)
     activations = [builder.batch(width)]

@@ -1,0 +1,291 @@
+"""The lowering kernel against the slow reference, on random strategies of every kind."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture
+from heterog.graph.op_graph import OpGraph
+from heterog.strategy.lowering import lower, lower_resized
+from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn, device_chunks
+from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, Program, TaskKind
+from heterog.strategy.strategy import Strategy, micro_shares
+from heterog.strategy.tables import GraphTables, graph_tables
+from heterog.zoo.tokens import token_workload
+from heterog.zoo.translation import VOCABULARY, Transformer
+from tests.runtime.strategies import graph_of
+from tests.simulator.builders import (
+    random_cluster,
+    random_graph,
+    random_rules,
+    random_strategy,
+    with_rules,
+)
+from tests.strategy.reference import Buffer, Meaning, Need, Route, Subject, Task, meaning
+
+SEED = int(os.environ.get("HETEROG_SEED", "7"))
+NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "48"))
+"""Random strategies that are lowered both ways; a thousand take half a minute."""
+
+
+# --- a kernel's program in the reference's objects ----------------------------------------------
+
+
+def in_objects(program: Program, graph: OpGraph) -> list[Task]:
+    """The tasks of a program, with subjects that do not depend on the kernel's tables."""
+    tables = graph_tables(graph, program.op_rules)
+    tasks: list[Task] = []
+    buffers: list[Buffer] = []
+    for number in range(program.num_tasks):
+        channel = int(program.channel[number])
+        kind = TaskKind(int(program.kind[number]))
+        task = Task(
+            kind=kind,
+            subject=subject_of(tables, kind, int(program.subject[number])),
+            device=int(program.device[number]),
+            micro=int(program.micro[number]),
+            samples=int(program.samples[number]),
+            num_bytes=float(program.num_bytes[number]),
+            route=route_of(program, channel) if channel >= 0 else None,
+            turn=int(program.turn[number]) if kind < FIRST_LINK_KIND else 0,
+        )
+        reads = program.read_buffer[program.read_start[number] : program.read_start[number + 1]]
+        task.reads = [buffers[buffer] for buffer in reads]
+        for buffer in range(program.buffer_start[number], program.buffer_start[number + 1]):
+            device, num_bytes = program.buffer_device[buffer], program.buffer_bytes[buffer]
+            buffers.append(task.make(int(device), float(num_bytes)))
+        tasks.append(task)
+    return tasks
+
+
+def subject_of(tables: GraphTables, kind: TaskKind, subject: int) -> Subject:
+    """What a task is about: a graph op, a parameter or a need."""
+    if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
+        return int(tables.op_id[subject])
+    about_slots = {
+        TaskKind.SPLIT,
+        TaskKind.CONCAT,
+        TaskKind.SEND,
+        TaskKind.REDUCE_VALUE,
+        TaskKind.GATHER_VALUE,
+    }
+    if kind not in about_slots:
+        return subject
+    return Need(
+        value=int(tables.value_tensor[tables.slot_value[subject]]),
+        group=int(tables.slot_group[subject]),
+        whole=int(tables.slot_whole[subject]),
+        axis=int(tables.slot_axis[subject]),
+    )
+
+
+def route_of(program: Program, channel: int) -> Route:
+    """What a link task goes over."""
+    used = program.channels[channel]
+    return Route(used.kind, used.devices, used.slices)
+
+
+# --- equal but for the order in which independent tasks are written -----------------------------
+
+
+class Named:
+    """Equal tasks have equal names: they say the same and read what equal tasks make.
+
+    Args:
+        tasks: each after those whose buffers it reads.
+        known: names given so far; the same for programs that are compared.
+    """
+
+    def __init__(self, tasks: list[Task], known: dict[Hashable, int]) -> None:
+        self.tasks = tasks
+        self.names: list[int] = []
+        buffer_name: dict[Buffer, Hashable] = {}
+        for task in tasks:
+            reads = frozenset(buffer_name[buffer] for buffer in task.reads)
+            made = Counter((each.device, rounded(each.num_bytes)) for each in task.makes)
+            says = (
+                task.kind, task.subject, task.device, task.micro, task.samples, task.turn,
+                rounded(task.num_bytes), rounded_route(task.route), frozenset(made.items()),
+            )  # fmt: skip
+            name = known.setdefault((says, reads), len(known))
+            self.names.append(name)
+            seen: Counter[Hashable] = Counter()
+            for each in task.makes:
+                what = each.device, rounded(each.num_bytes)
+                buffer_name[each] = (name, what, seen[what])
+                seen[what] += 1
+
+    def streams(self) -> dict[int, list[int]]:
+        """On each device the tasks that keep program order."""
+        found: dict[int, list[int]] = {}
+        for task, name in zip(self.tasks, self.names, strict=True):
+            if task.kind < FIRST_FREE_KIND:
+                found.setdefault(task.device, []).append(name)
+        return found
+
+
+def rounded(num_bytes: float) -> float:
+    """Bytes without the last digits, which depend on the order of products."""
+    return float(f"{num_bytes:.9g}")
+
+
+def rounded_route(route: Route | None) -> Hashable:
+    return route and (route.kind, route.devices, tuple(map(rounded, route.slices)))
+
+
+def assert_same(program: Program, graph: OpGraph, expected: Meaning) -> None:
+    """Tasks, what they wait for, buffers, buckets, resident bytes."""
+    known: dict[Hashable, int] = {}
+    slow = Named(expected.tasks, known)
+    fast = Named(in_objects(program, graph), known)
+    missing, extra = Counter(slow.names), Counter(fast.names)
+    missing, extra = missing - extra, extra - missing
+    for what, tasks in (("lacks", slow), ("has", fast)):
+        for task, name in zip(tasks.tasks, tasks.names, strict=True):
+            if name in (missing if what == "lacks" else extra):
+                print(f"the kernel {what}: {in_words(task)}")
+                break
+    assert not missing
+    assert not extra
+    assert fast.streams() == slow.streams()
+    bucket = {row: int(first) for row, first in enumerate(program.bucket) if first >= 0}
+    assert bucket == expected.bucket
+    np.testing.assert_allclose(program.resident_bytes, expected.resident_bytes, rtol=1e-12)
+    assert program.is_in_turn == expected.is_in_turn
+
+
+def in_words(task: Task) -> str:
+    """A task with what it reads and makes."""
+    reads = "".join(f"\n    reads {said(b)} of {short(b.maker)}" for b in task.reads)
+    makes = "".join(f"\n    makes {said(b)}" for b in task.makes)
+    return short(task) + reads + makes
+
+
+def said(buffer: Buffer) -> str:
+    return f"{buffer.num_bytes:g} bytes on {buffer.device}"
+
+
+def short(task: Task) -> str:
+    return (
+        f"{task.kind.name} {task.subject} on {task.device}, micro-batch {task.micro}, turn "
+        f"{task.turn}, {task.samples} samples, {task.num_bytes:g} bytes, {task.route}"
+    )
+
+
+# --- random strategies --------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    graph: OpGraph
+    cluster: Cluster
+    strategy: Strategy
+    num_steps: int
+
+
+@cache
+def model_of(name: str) -> OpGraph:
+    """A captured model: of those that ranks run in tests, or an encoder and a decoder."""
+    if name != "encoder and decoder":
+        return graph_of(name)
+    tokens = dict.fromkeys(("input_ids", "decoder_input_ids", "labels"), 32)
+    return capture(token_workload(name, lambda: Transformer(1), 8, VOCABULARY, tokens))
+
+
+MODELS = ("mlp", "normalised", "gpt", "moe", "encoder and decoder")
+
+
+def random_strategy_of(rng: Random, graph: OpGraph) -> Case:
+    """Any strategy of a graph, on some cluster; with turns at random where it has some."""
+    cluster = random_cluster(rng)
+    strategy = random_strategy(rng, graph, cluster)
+    if strategy.num_micro_batches > 1 and rng.random() < 0.3:
+        strategy = with_random_turns(rng, strategy, cluster.num_devices)
+    strategy.check(graph, cluster)
+    return Case(graph, cluster, strategy, 1 if strategy.step_barrier else rng.randint(2, 3))
+
+
+def with_random_turns(rng: Random, strategy: Strategy, num_devices: int) -> Strategy:
+    """Each device's turns in any order: most cannot be run, but all have a meaning."""
+    schedule = strategy.schedule
+    devices = [decision.devices for decision in strategy.decisions]
+    chunks = device_chunks(devices, num_devices, schedule.chunk_starts)
+    passes = list(Pass) if schedule.splits_backward else [Pass.FORWARD, Pass.BACKWARD]
+    samples = [set[int]() for _ in chunks]
+    for decision in set(strategy.decisions):
+        rows = micro_shares(
+            decision.shares, decision.devices, strategy.micro_batches, strategy.num_micro_batches
+        )
+        for device, counts in zip(decision.devices, rows.T, strict=True):
+            samples[device].update(map(int, counts.nonzero()[0]))
+    turns = [
+        [
+            Turn(micro, chunk, work)
+            for micro in sorted(own)
+            for chunk in range(len(chunks[device]))
+            for work in passes
+        ]
+        for device, own in enumerate(samples)
+    ]
+    for stated in turns:
+        rng.shuffle(stated)
+    return replace(strategy, schedule=replace(schedule, turns=tuple(map(tuple, turns))))
+
+
+def assert_lowered_alike(case: Case) -> None:
+    graph, cluster, strategy, num_steps = case
+    program = lower(graph, cluster, strategy, num_steps=num_steps)
+    assert_same(program, graph, meaning(graph, cluster, strategy, num_steps=num_steps))
+
+
+@pytest.mark.parametrize("number", range(NUM_RANDOM))
+def test_the_kernel_writes_what_a_strategy_means(number: int) -> None:
+    rng = Random(f"{SEED} graph {number}")
+    assert_lowered_alike(random_strategy_of(rng, random_graph(rng)))
+
+
+@pytest.mark.parametrize("number", range(NUM_RANDOM // 4))
+def test_on_models(number: int) -> None:
+    rng = Random(f"{SEED} model {number}")
+    assert_lowered_alike(random_strategy_of(rng, model_of(MODELS[number % len(MODELS)])))
+
+
+@pytest.mark.parametrize("number", range(NUM_RANDOM // 4))
+def test_under_rules_of_single_ops(number: int) -> None:
+    rng = Random(f"{SEED} rules {number}")
+    graph = model_of(MODELS[number % len(MODELS)])
+    case = random_strategy_of(rng, graph)
+    plain = replace(case.strategy, micro_batches=(), schedule=PipelineSchedule())
+    rules = random_rules(rng, graph)
+    assert_lowered_alike(case._replace(strategy=with_rules(graph, plain, rules)))
+
+
+@pytest.mark.parametrize("number", range(NUM_RANDOM // 2))
+def test_on_a_batch_of_another_size(number: int) -> None:
+    seed = f"{SEED} resized {number}"
+    rng = Random(seed)
+    planned = random_graph(rng)
+    case = random_strategy_of(rng, planned)
+    given = replace(random_graph(Random(seed), batch_size=rng.randint(1, 9)), grouped_like=planned)
+    strategy = case.strategy.resized(given)
+    program = lower_resized(given, case.cluster, strategy)
+    assert_same(program, given, meaning(given, case.cluster, strategy))
+
+
+def test_the_kernel_runs_uncompiled() -> None:
+    """As in a debugger, with the bounds of arrays checked: the same programs."""
+    few = {"NUMBA_DISABLE_JIT": "1", "HETEROG_RANDOM_STRATEGIES": "16"}
+    tests = [sys.executable, "-m", "pytest", "-n", "0", __file__, "-k", "means or size or ops[0]"]
+    done = subprocess.run(
+        tests, env=os.environ | few, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout
