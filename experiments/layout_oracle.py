@@ -127,7 +127,7 @@ def flops(model: Transformer, stage: Stage, team: Team, *, recompute: bool) -> f
 
     [N]'s 96 B s l h^2 (...) repeats the whole forward pass of a layer. Here it ends with the last
     value that the backward pass reads, as PyTorch's checkpoints do
-    (``set_checkpoint_early_stop``): the product behind the activation function (2 h w) is not
+    (``torch.utils.checkpoint``): the product behind the activation function (2 h w) is not
     repeated. Nor is, in a team, the output projection (2 h^2), because the sum over the team
     behind it is kept: see ``tensor_bytes``.
     """
