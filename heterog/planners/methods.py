@@ -71,6 +71,12 @@ METHODS = (
         what="one decision for the whole model, tuned, on the best machines",
     ),
     MethodNote(
+        name="megatron_grid",
+        stage="baseline",
+        what="uniform tensor, pipeline and data parallelism with ZeRO, the best of the grid",
+        needs="a batch that replicas divide; repeated layers for stages",
+    ),
+    MethodNote(
         name="agent",
         stage="zero_shot",
         what="a graph neural network's own answer, without search",

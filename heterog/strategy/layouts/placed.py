@@ -100,15 +100,30 @@ def sizes_of(layout: Layout, *, batch_size: int, num_devices: int) -> Sizes:
 
 
 def place_layout(
-    layout: Layout, graph: OpGraph, cluster: Cluster, *, step_barrier: bool = True
+    layout: Layout,
+    graph: OpGraph,
+    cluster: Cluster,
+    *,
+    devices: Sequence[int] = (),
+    step_barrier: bool = True,
 ) -> Given:
     """The strategy that a layout means for a graph on a cluster.
+
+    Args:
+        layout: as given.
+        graph: one training step.
+        cluster: the devices and links.
+        devices: that play the ranks, in this order; empty for all of the cluster.
+        step_barrier: whether a step ends with all updates.
 
     Raises:
         LayoutError: the layout does not fit the model, its batch, its optimizer or the cluster.
         StrategyError: its schedule is not one for these numbers.
     """
-    sizes = sizes_of(layout, batch_size=graph.batch_size, num_devices=cluster.num_devices)
+    ranks = tuple(devices) or tuple(range(cluster.num_devices))
+    sizes = sizes_of(layout, batch_size=graph.batch_size, num_devices=len(ranks))
+    if layout.tp > 1:
+        raise LayoutError(f"tp is {layout.tp}; tensor parallelism cannot be said yet, only tp=1.")
     if layout.zero and sizes.dp > 1 and graph.optimizer not in ELEMENTWISE_OPTIMIZERS:
         raise LayoutError(
             f"zero={layout.zero} updates slices of parameters, but {graph.optimizer} is not known "
@@ -121,7 +136,10 @@ def place_layout(
     pipeline = Pipeline(
         stages=stages,
         teams=tuple(
-            tuple(sizes.team(rank, replica) for replica in range(sizes.dp))
+            tuple(
+                tuple(ranks[member] for member in sizes.team(rank, replica))
+                for replica in range(sizes.dp)
+            )
             for rank in range(sizes.pp)
         ),
         micro_batches=(sizes.micro_batch * sizes.dp,) * sizes.num_micro,

@@ -1,0 +1,243 @@
+"""The best uniform layout by enumeration: what a careful person would tune by hand.
+
+Every tp x pp x dp that fills the machines, every micro-batch that divides, ZeRO, recomputation and
+the schedule of the pipeline, as Megatron-LM and FSDP offer them: all replicas alike, all stages
+with equal numbers of layers, even shares. On mixed clusters also on the faster kinds of machines
+alone. The grid of shapes and micro-batches is gone through first, those with the least estimated
+compute first and each in the leanest manner that it needs to fit into memory; then the manner of
+the best ones is varied. Cut short at any moment it hands over the best so far.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+from heterog.errors import StrategyError
+from heterog.graph.batch_plan import micro_batches_refused
+from heterog.planners.data_parallel import device_speeds
+from heterog.planners.model_parallel import activation_bytes, parameter_bytes
+from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluation
+from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
+from heterog.strategy.layouts.placed import Given, place_layout
+from heterog.strategy.layouts.stages import layers_of
+from heterog.strategy.strategy import split_evenly
+
+NUM_RETURNED = 3
+"""Strategies handed to the referee."""
+MOST_SHAPES = 48
+"""Shapes with a micro-batch that are tried, those with the least estimated compute first."""
+NUM_VARIED = 3
+"""Of the best ones the manner is varied."""
+LEAST_KEPT = 0.5
+"""Part of the activations that is surely held: what overflows with it is not simulated."""
+RECOMPUTED = 0.1
+"""The same where layers recompute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """A layout on some machines."""
+
+    layout: Layout
+    devices: tuple[int, ...]
+    num_micro: int
+
+
+class MegatronGrid:
+    """Uniform layouts, enumerated; see the module docstring."""
+
+    name = "megatron_grid"
+    stage = "baseline"
+
+    def plan(self, task: Task) -> PlanResult:
+        """Go through the grid, then vary the manner of the best points."""
+        begin = time.perf_counter()
+        spending = task.spend()
+        grid = _Grid(task, spending)
+        with spending.limits():
+            grid.search()
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=given.strategy, orders=tuple(Order))
+                for _, given in grid.best(NUM_RETURNED)
+            ),
+            num_evaluations=spending.evaluations,
+            search_seconds=time.perf_counter() - begin,
+            reason="" if grid.found else "no uniform layout divides the batch and the machines",
+            note=", ".join(str(given.layout) for _, given in grid.best(1)),
+        )
+
+
+class _Grid:
+    """The points of a task, and what they came to."""
+
+    def __init__(self, task: Task, spending: Spending) -> None:
+        self.task = task
+        self.spending = spending
+        evaluator = task.evaluator
+        self.graph, self.cluster = evaluator.graph, evaluator.cluster
+        self.speeds = device_speeds(evaluator)
+        self.num_layers = len(layers_of(self.graph).names)
+        self.parameters = float(parameter_bytes(evaluator).sum())
+        self.activations = float(activation_bytes(evaluator).sum()) / self.graph.batch_size
+        self.found: dict[_Point, tuple[Evaluation, Given]] = {}
+
+    def search(self) -> None:
+        """Shapes and micro-batches in the leanest manner that fits, then other manners."""
+        points = sorted(self._shapes(), key=self._estimate)
+        for point in points[:MOST_SHAPES]:
+            for manner in self._until_it_fits(point):
+                found = self._try(manner)
+                if found is None or found.is_ok:
+                    break
+        starts = sorted(self.found, key=lambda each: self.found[each][0].preference)
+        for start in starts[:NUM_VARIED]:
+            for point in self._varied(start):
+                self._try(point)
+
+    def best(self, count: int) -> list[tuple[Evaluation, Given]]:
+        """The best points so far, best first."""
+        return sorted(self.found.values(), key=lambda pair: pair[0].preference)[:count]
+
+    def _try(self, point: _Point) -> Evaluation | None:
+        """Simulate a point; ``None`` for one that makes no sense or comes too late."""
+        if point in self.found:
+            return self.found[point][0]
+        if self.found and self.spending.is_over:
+            return None
+        try:
+            given = place_layout(
+                point.layout,
+                self.graph,
+                self.cluster,
+                devices=point.devices,
+                step_barrier=self.task.step_barrier,
+            )
+            choice = self.task.evaluator.encode(given.strategy)
+            evaluation = self.task.evaluator.evaluate_choice(choice, Order.FIFO)
+        except (LayoutError, StrategyError):
+            return None
+        self.found[point] = evaluation, given
+        return evaluation
+
+    def _machines(self) -> Iterator[tuple[int, ...]]:
+        """All machines, then without the slowest kinds, whole hosts only."""
+        rates = sorted({round(speed, 9) for speed in self.speeds})
+        for least in rates:
+            fast = {d for d, speed in enumerate(self.speeds) if round(speed, 9) >= least}
+            hosts = [self.cluster.host_devices(host) for host in range(self.cluster.num_hosts)]
+            devices = tuple(d for host in hosts if set(host) <= fast for d in host)
+            if devices:
+                yield devices
+
+    def _shapes(self) -> Iterator[_Point]:
+        """Every division of some machines, with every micro-batch that divides a share."""
+        batch = self.graph.batch_size
+        for devices in dict.fromkeys(self._machines()):
+            for tp, pp in self._divisions(devices):
+                dp = len(devices) // (tp * pp)
+                share = batch // dp
+                if batch % dp or not share:
+                    continue
+                layers = split_evenly(self.num_layers, pp) if self.num_layers % pp else ()
+                for micro in _micro_batches(share):
+                    num_micro = share // micro
+                    if num_micro < pp > 1 or micro_batches_refused(self.graph, num_micro):
+                        continue
+                    layout = Layout(tp=tp, pp=pp, dp=dp, micro_batch=micro, layers=layers)
+                    yield _Point(layout=layout, devices=devices, num_micro=num_micro)
+
+    def _divisions(self, devices: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(tp, pp) for a number of devices; teams stay inside hosts."""
+        sizes = [
+            sum(self.cluster.host_of[device] == host for device in devices)
+            for host in {self.cluster.host_of[device] for device in devices}
+        ]
+        for tp in _divisors(gcd(*sizes)):
+            for pp in _divisors(len(devices) // tp):
+                if pp == 1 or pp <= self.num_layers:
+                    yield tp, pp
+
+    def _until_it_fits(self, point: _Point) -> Iterator[_Point]:
+        """A point in leaner and leaner manners, without those that cannot fit."""
+        manners = [(0, Recompute.NONE), (1, Recompute.NONE), (1, Recompute.FULL)]
+        if point.layout.pp == 1:
+            manners.append((3, Recompute.FULL))
+        made = [
+            replace(point, layout=replace(point.layout, zero=zero, recompute=recompute))
+            for zero, recompute in manners
+            if not zero or point.layout.dp > 1
+        ]
+        fitting = [each for each in made if self._least_bytes(each) <= self._room(each)]
+        yield from fitting or made[-1:]
+
+    def _varied(self, start: _Point) -> Iterator[_Point]:
+        """Other manners of a point: ZeRO, recomputation, the schedule."""
+        layout = start.layout
+        stages = [0, 1] if layout.pp > 1 else [0, 1, 2, 3]
+        for zero in stages if layout.dp > 1 else [0]:
+            for recompute in Recompute:
+                for schedule, chunks in _schedules(layout, start.num_micro, self.num_layers):
+                    varied = replace(
+                        layout,
+                        zero=zero,
+                        recompute=recompute,
+                        schedule=schedule,
+                        chunks=chunks,
+                        layers=() if chunks > 1 else layout.layers,
+                    )
+                    point = replace(start, layout=varied)
+                    if self._least_bytes(point) <= self._room(point):
+                        yield point
+
+    def _estimate(self, point: _Point) -> tuple[float, int]:
+        """Seconds of compute with the bubble, (m + p - 1)/m; then the shorter pipeline first."""
+        layout = point.layout
+        slowest = min(self.speeds[device] for device in point.devices)
+        samples = self.graph.batch_size / len(point.devices)
+        bubble = (layout.pp - 1) / point.num_micro
+        return samples / slowest * (1.0 + bubble), layout.tp * layout.pp
+
+    def _least_bytes(self, point: _Point) -> float:
+        """Bytes that a device holds at least, on average over the stages."""
+        layout = point.layout
+        parts = layout.tp * layout.pp
+        ratio = self.graph.optimizer_state_ratio
+        own = self.parameters / (2.0 + ratio) / parts
+        sliced = {0: 0.0, 1: ratio, 2: ratio + 1.0, 3: ratio + 2.0}[layout.zero]
+        static = own * (2.0 + ratio - sliced * (1.0 - 1.0 / layout.dp))
+        kept = RECOMPUTED if layout.recompute == Recompute.FULL else LEAST_KEPT
+        return static + kept * self.activations * layout.micro_batch / parts
+
+    def _room(self, point: _Point) -> float:
+        """Bytes of the roomiest device: what does not fit there fits nowhere."""
+        return max(self.cluster.devices[d].usable_memory_bytes for d in point.devices)
+
+
+def _schedules(layout: Layout, num_micro: int, num_layers: int) -> Iterator[tuple[str, int]]:
+    """(name, chunks) of the schedules that a pipeline can have."""
+    yield "", 0
+    if layout.pp > 1 and num_layers % (2 * layout.pp) == 0:
+        if num_micro % layout.pp == 0:
+            yield "interleaved", 2
+        yield "zero_bubble_v", 2
+
+
+def _micro_batches(share: int) -> Iterator[int]:
+    """Powers of two that divide a share, and the share itself."""
+    micro = 1
+    while micro < share:
+        if share % micro == 0:
+            yield micro
+        micro *= 2
+    yield share
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+register(MegatronGrid())

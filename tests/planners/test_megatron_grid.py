@@ -1,0 +1,58 @@
+"""The grid of uniform layouts: it contains what a person would write, and its best is the best."""
+
+import pytest
+
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture
+from heterog.planners.given import GivenLayout
+from heterog.planners.megatron_grid import MegatronGrid
+from heterog.planners.planner import Budget, Task
+from heterog.planners.portfolio import run_method
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.layout import parse_layout
+from heterog.zoo import build
+from tests.strategy.test_layouts import CLUSTER, GRAPH
+
+
+def task_of(evaluator: Evaluator, budget: str = "1000e") -> Task:
+    return Task(evaluator=evaluator, budget=Budget.parse(budget))
+
+
+@pytest.mark.parametrize(
+    "text", ["dp=8", "pp=2,micro_batch=1", "pp=4,micro_batch=2,zero=1", "micro_batch=2,zero=3"]
+)
+def test_no_layout_of_the_grid_beats_its_best(text: str) -> None:
+    evaluator = Evaluator(GRAPH, CLUSTER)
+    best = run_method(MegatronGrid(), task_of(evaluator))
+    given = run_method(GivenLayout(parse_layout(text)), task_of(evaluator))
+    assert best.outcome == given.outcome == "ok"
+    assert best.step_time_s is not None
+    assert given.step_time_s is not None
+    assert best.step_time_s <= given.step_time_s * (1 + 1e-9)
+    assert parse_layout(best.note).tp == 1
+
+
+def test_memory_is_kept_where_data_parallelism_has_none() -> None:
+    """GPT-2 with a large batch: whole shares do not fit, the grid finds what does."""
+    graph = capture(build("gpt2", batch_size=256))
+    evaluator = Evaluator(graph, Cluster.load("paper_8gpu"))
+    plain = run_method(GivenLayout(parse_layout("dp=8")), task_of(evaluator))
+    best = run_method(MegatronGrid(), task_of(evaluator))
+    assert plain.outcome == "out_of_memory"
+    assert best.outcome == "ok"
+
+
+def test_it_hands_over_what_it_has_when_time_is_up() -> None:
+    evaluator = Evaluator(GRAPH, CLUSTER)
+    cut = MegatronGrid().plan(task_of(evaluator, "3e"))
+    whole = MegatronGrid().plan(task_of(evaluator))
+    assert 0 < cut.num_evaluations <= 3 < whole.num_evaluations
+    assert cut.candidates
+
+
+def test_a_batch_that_nothing_divides_is_no_error() -> None:
+    graph = capture(build("gpt2", batch_size=7))
+    found = MegatronGrid().plan(task_of(Evaluator(graph, CLUSTER)))
+    assert not found.candidates or found.note
+    if not found.candidates:
+        assert "no uniform layout divides" in found.reason
