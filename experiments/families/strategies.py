@@ -19,7 +19,8 @@ from heterog.planners.planner import Candidate, MethodRow
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layer_shardings import layer_shardings
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync, split_evenly
+from heterog.strategy.layout import split_evenly
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.strategy.tensor_parallel import merge_rules
 
 ALL = (0, 1, 2)

@@ -20,15 +20,10 @@ import numpy as np
 from heterog.envs.coarse import CoarseEvaluator
 from heterog.planners.data_parallel import device_speeds
 from heterog.strategy.channels import balanced_slices
+from heterog.strategy.layout import split_evenly, split_in_proportion
 from heterog.strategy.program import FloatArray
 from heterog.strategy.space import device_sets
-from heterog.strategy.strategy import (
-    SLICED,
-    Decision,
-    Sync,
-    split_evenly,
-    split_in_proportion,
-)
+from heterog.strategy.strategy import SLICED, Decision, Sync
 
 MAX_CANDIDATES = 256
 """Rows of a table; singles come first, then device sets in the order of ``device_sets``. Where

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from heterog.graph.axis_plan import EVERYTHING
 from heterog.graph.grouping import CONSTANT_GROUP
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.strategy.program import FloatArray, IntArray
@@ -223,6 +224,8 @@ class _Merger:
             value_bytes_per_unit=per_sample,
             value_moved_fraction=np.where(moved > 0.0, moved, 1.0),
             value_is_outermost=outermost,
+            value_batch_kind=kinds,
+            value_batch_is_outermost=outermost,
             value_is_early=early,
             value_slot_start=np.searchsorted(
                 [slot[0] for slot in ordered], np.arange(num_values + 1)
@@ -237,13 +240,15 @@ class _Merger:
             parameter_last_value=np.where(done_in > made_in, value_start[done_in], -1).astype(
                 np.int32
             ),
-            gradient_is_partial=fine.gradient_is_partial[leaders],
+            gradient_domain=fine.gradient_domain[leaders],
             # Rows split the batch alone: no op has a rule of its own.
             reader_start=np.zeros(len(leaders) + 1, np.int32),
             reader_value=np.empty(0, np.int32),
             gradient_slot=_ints(
                 [
-                    number.get((int(value_of[fine.parameter_gradient[leader]]), group, 1), -1)
+                    number.get(
+                        (int(value_of[fine.parameter_gradient[leader]]), group, EVERYTHING), -1
+                    )
                     if fine.gradient_slot[leader] >= 0
                     else -1
                     for leader, group in zip(
@@ -283,7 +288,7 @@ class _Merger:
                 int(fine.parameter_group[row]),
                 int(made[row]),
                 int(done[row]),
-                int(fine.gradient_is_partial[row]),
+                int(fine.gradient_domain[row]),
             )
             if key not in numbers:
                 numbers[key] = len(members)

@@ -17,7 +17,8 @@ from heterog.envs.candidates import ModelMemory
 from heterog.envs.coarse import CoarseEvaluator
 from heterog.envs.merging import sums
 from heterog.strategy.channels import ChannelKind
-from heterog.strategy.strategy import SLICED, Decision, Sync, split_evenly
+from heterog.strategy.layout import split_evenly
+from heterog.strategy.strategy import SLICED, Decision, Sync
 
 OBSERVATION_VERSION = 2
 """Counts changes of meaning; a checkpoint of another version is refused."""

@@ -114,7 +114,10 @@ class Lowered:
         program = self.program
         units = np.zeros((len(self.tables.op_id), program.num_devices), np.int64)
         ops = program.kind == TaskKind.COMPUTE
-        np.add.at(units, (program.subject[ops], program.device[ops]), program.samples[ops])
+        where = program.subject[ops], program.device[ops]
+        ruled = program.units[ops] > 0  # the same in every micro-batch
+        np.add.at(units, where, np.where(ruled, 0, program.samples[ops]))
+        np.maximum.at(units, where, program.units[ops])
         return units
 
     @property
@@ -133,15 +136,7 @@ class Lowered:
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """Samples of the whole batch in each micro-batch."""
-        program, tables = self.program, self.tables
-        ops = np.flatnonzero(program.kind == TaskKind.COMPUTE)
-        rows = program.subject[ops]
-        by_batch = (tables.op_axis[rows] == BATCH_AXIS) & (tables.op_group[rows] >= 0)
-        if not by_batch.any():
-            return (self.graph.batch_size,)
-        mine = ops[by_batch & (rows == rows[by_batch][0])]
-        sizes = np.bincount(program.micro[mine], program.samples[mine]).astype(np.int64)
-        return tuple(sizes.tolist())
+        return self.strategy.micro_sizes or (self.graph.batch_size,)
 
     def splits(self, groups: range, devices: Sequence[int]) -> tuple[Split, ...]:
         """Along which axes the ops of consecutive groups are shared out, most work first.

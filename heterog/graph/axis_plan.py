@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from heterog.errors import StrategyError
-from heterog.graph.batch_plan import batch_plan, counts_known_labels, op_work
+from heterog.graph.batch_plan import BatchPlan, batch_plan, counts_known_labels, op_work
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules
@@ -22,6 +22,9 @@ from heterog.graph.sharding_rules import RuleResult, Special, propagate
 BATCH_AXIS = 0
 EVERYWHERE = 0
 """Units of the axis of ops whose rule splits nothing: each device with samples does all."""
+AS_MADE, IN_TEAM, EVERYTHING = 0, 1, 2
+"""How much of a value a reader needs: what lies where it runs, all that its team of devices has
+together, or all of it. With one team of all devices the last two are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,6 +32,7 @@ class AxisPlan:
     """Placements along the batch and other axes, and the work that follows from them.
 
     Attributes:
+        batch: placements along the batch; for ops with rules those between teams of devices.
         placements: of each tensor, as its producer leaves it.  # [num_tensors]
         needed: of each input of each op.  # [num_ops][num_inputs]
         specials: how each op must change to stay exact on a part.  # [num_ops]
@@ -40,8 +44,11 @@ class AxisPlan:
         flops_per_unit: FLOPs per unit of the local share.  # [num_ops]
         bytes_fixed: bytes moved whatever the share.  # [num_ops]
         bytes_per_unit: bytes moved per unit of the local share.  # [num_ops]
+        follows_batch: of ops with rules, which part of the FLOPs, of the fixed bytes and of the
+            bytes per unit grows with the samples of the team.  # [num_ops, 3]
     """
 
+    batch: BatchPlan
     placements: tuple[Placement, ...]
     needed: tuple[tuple[Placement, ...], ...]
     specials: tuple[str | None, ...]
@@ -53,6 +60,7 @@ class AxisPlan:
     flops_per_unit: FloatArray
     bytes_fixed: FloatArray
     bytes_per_unit: FloatArray
+    follows_batch: FloatArray
 
     def units(self, op: int) -> int:
         """Units of the axis that an op runs along."""
@@ -64,6 +72,39 @@ class AxisPlan:
         if given.kind == "S" and needed.kind == "S" and self.tensor_axis[tensor] != axis:
             return True
         return given.kind in "SP" and given != needed
+
+    def batch_placement(self, tensor: int) -> Placement:
+        """How a tensor lies along the batch: over devices, or over teams if a rule made it."""
+        is_ruled = self.tensor_axis[tensor] != BATCH_AXIS
+        return (self.batch.placements if is_ruled else self.placements)[tensor]
+
+    def batch_needed(self, op: int, position: int) -> Placement:
+        """How an op needs an input along the batch."""
+        is_ruled = self.op_axis[op] != BATCH_AXIS
+        return (self.batch.needed if is_ruled else self.needed)[op][position]
+
+    def whole_needed(self, op: int, position: int, tensor: int) -> int:
+        """How much of an input an op needs; see ``AS_MADE``, ``IN_TEAM`` and ``EVERYTHING``."""
+        axis = int(self.op_axis[op])
+        given = self.batch_placement(tensor)
+        if given.kind in "SP" and given != self.batch_needed(op, position):
+            return EVERYTHING
+        if not self.is_whole_needed(tensor, self.needed[op][position], axis):
+            return AS_MADE
+        return EVERYTHING if self.tensor_axis[tensor] == axis == BATCH_AXIS else IN_TEAM
+
+    def work(self, units: int, samples: int, batch_size: int) -> tuple[FloatArray, FloatArray]:
+        """(FLOPs, bytes moved) of each op on some units of its axis and samples of the batch.
+
+        Args:
+            units: of the op's own axis; for ops without a rule these are the samples.
+            samples: of the team; only ops with rules look at it.
+            batch_size: of the whole batch.
+        """
+        part = 1.0 + self.follows_batch * (samples / batch_size - 1.0)
+        flops = (self.flops_fixed + units * self.flops_per_unit) * part[:, 0]
+        fixed, split = self.bytes_fixed * part[:, 1], self.bytes_per_unit * part[:, 2]
+        return flops, fixed + units * split
 
 
 @lru_cache(maxsize=64)
@@ -80,6 +121,7 @@ def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
     batch = batch_plan(graph)
     if not op_rules:
         return AxisPlan(
+            batch=batch,
             placements=batch.placements,
             needed=batch.needed,
             specials=batch.specials,
@@ -91,6 +133,7 @@ def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
             flops_per_unit=batch.flops_per_sample,
             bytes_fixed=batch.bytes_fixed,
             bytes_per_unit=batch.bytes_per_sample,
+            follows_batch=np.zeros((graph.num_ops, 3)),
         )
     return _Propagation(graph, op_rules).run()
 
@@ -107,9 +150,15 @@ class _Propagation:
         }
         # Axes are told apart by their units alone: rules over 12 heads anywhere in the model share
         # one axis, so that what one op leaves split by heads the next one takes as it is.
-        units = [_axis_units(rule) for rule, _ in self.rules.values()]
-        self.axes = tuple(dict.fromkeys([graph.batch_size, *units]))
-        self.axis_of = {units: axis for axis, units in enumerate(self.axes)}
+        # An axis of as many units as the batch has samples is another one all the same.
+        units = {op: _axis_units(rule) for op, (rule, _) in self.rules.items()}
+        self.own_axis = {
+            op: (size, size == graph.batch_size and self._is_along_batch(op))
+            for op, size in units.items()
+        }
+        axes = dict.fromkeys([(graph.batch_size, True), *self.own_axis.values()])
+        self.axes = tuple(size for size, _ in axes)
+        self.axis_of = {key: axis for axis, key in enumerate(axes)}
         self.placements = list(graph.batch_placements)
         self.tensor_axis = [BATCH_AXIS] * graph.num_inputs
         self.needed: list[tuple[Placement, ...]] = []
@@ -130,7 +179,7 @@ class _Propagation:
                 self._add_view(index, given)
             elif index in self.rules:
                 rule, result = self.rules[index]
-                axis = self.axis_of[_axis_units(rule)]
+                axis = self.axis_of[self.own_axis[index]]
                 self._add(rule.inputs, rule.outputs, result.special, axis)
             else:
                 self._add_as_in_batch(index)
@@ -143,6 +192,7 @@ class _Propagation:
             np.float64,
         ).reshape(graph.num_ops, 4)
         return AxisPlan(
+            batch=self.batch,
             placements=tuple(self.placements),
             needed=tuple(self.needed),
             specials=tuple(self.specials),
@@ -154,6 +204,48 @@ class _Propagation:
             flops_per_unit=work[:, 1],
             bytes_fixed=work[:, 2],
             bytes_per_unit=work[:, 3],
+            follows_batch=np.array(list(map(self._follows_batch, range(graph.num_ops)))),
+        )
+
+    def _follows_batch(self, op: int) -> tuple[float, float, float]:
+        """Of an op with a rule, the parts of its work that grow with the samples of the batch."""
+        graph = self.graph
+        if self.op_axis[op] == BATCH_AXIS or graph.is_view[op]:
+            return 0.0, 0.0, 0.0
+        tensors = (*graph.ops[op].inputs, *graph.outputs(op))
+        places = (*self.needed[op], *(self.placements[tensor] for tensor in graph.outputs(op)))
+        in_batch = (
+            *self.batch.needed[op],
+            *(self.batch.placements[tensor] for tensor in graph.outputs(op)),
+        )
+        total, grown = [0.0, 0.0], [0.0, 0.0]  # bytes that are fixed, that follow the axis
+        for tensor, place, along in zip(tensors, places, in_batch, strict=True):
+            size = float(graph.tensor_bytes[tensor])
+            total[place.kind == "S"] += size
+            grown[place.kind == "S"] += size * (along.kind == "S")
+        follows = any(along.kind == "S" for along in in_batch)
+        moved = graph.ops[op].bytes_read + graph.ops[op].bytes_written
+        if follows and moved < 0.5 * sum(total):  # it touches a part of an input only (embedding)
+            return 1.0, 1.0, 1.0
+        fixed, split = (have / of if of else 0.0 for have, of in zip(grown, total, strict=True))
+        return float(follows), fixed, split
+
+    def _is_along_batch(self, op: int) -> bool:
+        """Whether a rule over as many units as there are samples may be one over the samples."""
+        graph, batch = self.graph, self.batch
+        rule, _ = self.rules[op]
+        parameters = {parameter for _, parameter, _ in graph.updates}
+        outputs = graph.outputs(op)
+        places = (
+            *zip(graph.ops[op].inputs, rule.inputs, batch.needed[op], strict=True),
+            *zip(outputs, rule.outputs, (batch.placements[t] for t in outputs), strict=True),
+        )
+        return not any(
+            place.kind == "S"
+            and (
+                int(graph.storage[tensor]) in parameters or (along.kind == "S" and along != place)
+            )
+            for tensor, place, along in places
         )
 
     def _units(self, op: int) -> int:
@@ -231,7 +323,7 @@ class _Propagation:
                 if self._all_need(parameter, place, size) and (
                     self._gradient(gradient, size) == place
                 ):
-                    found[parameter] = place, self.axis_of[size]
+                    found[parameter] = place, self.axis_of[size, False]
                     break
         return found
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 
 from heterog.cluster.topology import Cluster
+from heterog.strategy.layout import split_in_proportion
 from heterog.strategy.program import FloatArray
-from heterog.strategy.strategy import Decision, Strategy, Sync, split_in_proportion
+from heterog.strategy.strategy import Decision, Strategy, Sync
 
 
 def with_decisions(strategy: Strategy, changes: Mapping[int, Decision]) -> Strategy:

@@ -18,15 +18,8 @@ from heterog.graph.op_graph import Phase
 from heterog.planners.planner import Candidate, PlanResult, Task, best_of, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
-from heterog.strategy.strategy import (
-    DEFAULT_BUCKET_BYTES,
-    REPLICATED,
-    Decision,
-    Strategy,
-    Sync,
-    split_evenly,
-    split_in_proportion,
-)
+from heterog.strategy.layout import split_evenly, split_in_proportion
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
 
 def uniform_strategy(

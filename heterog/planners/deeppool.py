@@ -27,14 +27,8 @@ from heterog.planners.planner import Candidate, PlanResult, Task, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.channels import Channel, balanced_slices
-from heterog.strategy.strategy import (
-    DEFAULT_BUCKET_BYTES,
-    REPLICATED,
-    Decision,
-    Strategy,
-    Sync,
-    split_in_proportion,
-)
+from heterog.strategy.layout import split_in_proportion
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
 NUM_RETURNED = 6
 """Strategies handed to the referee."""

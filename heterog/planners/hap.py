@@ -30,14 +30,8 @@ from heterog.planners.tuned_uniform import machine_subsets
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
-from heterog.strategy.strategy import (
-    DEFAULT_BUCKET_BYTES,
-    Decision,
-    Strategy,
-    Sync,
-    split_evenly,
-    split_in_proportion,
-)
+from heterog.strategy.layout import split_evenly, split_in_proportion
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
 NUM_RETURNED = 4
 """Strategies handed to the referee."""

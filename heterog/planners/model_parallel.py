@@ -9,7 +9,8 @@ from heterog.graph.op_graph import FloatArray
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Candidate, PlanResult, Task, best_of, register
 from heterog.simulator.evaluator import Evaluation, Evaluator
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy, split_evenly
+from heterog.strategy.layout import split_evenly
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Micro-batch counts that the chain tries (GPipe order: forward and backward of each in turn)."""

@@ -16,10 +16,11 @@ from heterog.graph.grouping import alike_groups
 from heterog.planners.group_rules import GroupRules, Place, RuleRow
 from heterog.planners.planner import Task
 from heterog.simulator.engine import Order
+from heterog.strategy.layout import split_evenly
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import MicroBatches, StrategySpace
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, split_evenly
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
 

@@ -29,14 +29,10 @@ from heterog.planners.changes import (
 from heterog.planners.planner import Budget, Spending
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layout import split_evenly
 from heterog.strategy.lowering import resident_bytes
 from heterog.strategy.program import FloatArray, TaskKind
-from heterog.strategy.strategy import (
-    REPLICATED,
-    Strategy,
-    Sync,
-    split_evenly,
-)
+from heterog.strategy.strategy import REPLICATED, Strategy, Sync
 
 _MOST_ROUNDS = 8
 _MOST_MOVES = 6  # of samples, each time by what the last one has shown to be missing

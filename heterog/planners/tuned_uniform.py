@@ -15,14 +15,9 @@ from heterog.planners.planner import Candidate, PlanResult, Task, best_of, regis
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
+from heterog.strategy.layout import split_in_proportion
 from heterog.strategy.space import device_sets
-from heterog.strategy.strategy import (
-    DEFAULT_BUCKET_BYTES,
-    Decision,
-    Strategy,
-    Sync,
-    split_in_proportion,
-)
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
 NUM_RETURNED = 3
 """Strategies handed to the referee."""

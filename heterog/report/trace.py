@@ -154,6 +154,8 @@ def _event(timeline: Timeline, task: int, process: int, thread: int) -> dict[str
     }
     if program.samples[task] > 0:
         args["samples"] = int(program.samples[task])
+    if program.units[task] > 0:
+        args["units"] = int(program.units[task])
     if program.num_bytes[task] > 0:
         args["bytes"] = round(float(program.num_bytes[task]))
     return {

@@ -34,6 +34,7 @@ from heterog.runtime.slices import Slices
 from heterog.runtime.step_order import LOSS, NORM, StepOrder, Turn
 from heterog.runtime.values import Held, Values
 from heterog.strategy.program import Program, TaskKind
+from heterog.strategy.strategy import SLICED
 
 _RECOMPUTE = TaskKind.RECOMPUTE
 _Action = Callable[[int, int, int, StepUpdates], None]
@@ -412,6 +413,12 @@ def local_ops(captured: CapturedStep, plan: AxisPlan, device: torch.device) -> d
 def _check(part: RankProgram) -> None:
     """Refuse what cannot be executed as it stands."""
     refused = micro_batches_refused(part.graph, part.num_micro)
+    strategy = part.strategy
+    sliced = any(d.sync in SLICED and len(d.devices) > 1 for d in strategy.decisions)
+    if strategy.op_rules and (part.num_micro > 1 or sliced):
+        refused = "op rules cannot be executed with micro-batches or ZeRO yet; leave one out."
+    if any(decision.teams for decision in strategy.decisions):
+        refused = "teams cannot be executed yet; plan without them."
     if refused:
         raise StrategyError(refused)
 

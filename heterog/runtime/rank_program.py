@@ -11,9 +11,9 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Placement
 from heterog.runtime.slices import SlicedBucket, sliced_buckets
 from heterog.strategy.channels import Channel
-from heterog.strategy.lowering import axis_shares, batch_shares
+from heterog.strategy.layout import axis_shares, batch_shares, micro_shares
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
-from heterog.strategy.strategy import Strategy, micro_shares
+from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import graph_tables
 
 _KINDS = {int(kind): kind for kind in TaskKind}
@@ -85,11 +85,11 @@ def layouts_of_groups(strategy: Strategy, axes: Sequence[int] = (0,)) -> list[li
             if key in known:
                 continue
             if axis == BATCH_AXIS:
+                own = batch_shares(decision.shares, units) if units else decision.shares
                 shares = micro_shares(
-                    batch_shares(decision.shares, units) if units else decision.shares,
-                    decision.devices,
+                    decision.layout._replace(shares=own),
                     strategy.micro_batches,
-                    strategy.num_micro_batches,
+                    strategy.micro_sizes,
                 ).tolist()
             else:
                 shares = [axis_shares(units, decision.shares)]

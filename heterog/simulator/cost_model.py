@@ -84,7 +84,9 @@ class Prices(NamedTuple):
     type_of_device: IntArray
     op_seconds: FloatArray  # [num_types, batch_size + 1, num_compute_ops]
     has_rule: npt.NDArray[np.bool_]  # of each compute op
-    ruled_seconds: FloatArray  # of ops with a rule, each at its own share  # [num_devices, ops]
+    ruled_row: IntArray  # of ``Choice.shares``, for ops with a rule  # [num_compute_ops]
+    ruled_number: IntArray  # of its work on a device  # [num_rows, num_micro, num_devices]
+    ruled_seconds: FloatArray  # [numbers, num_compute_ops]
     update_seconds: FloatArray  # [num_types, num_parameters]
     parameter_bytes: FloatArray
     copy_fixed_s: FloatArray  # [num_types]

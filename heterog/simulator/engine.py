@@ -178,7 +178,9 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
         device_type = prices.type_of_device[task.device]
         if task.kind <= _RECOMPUTE:
             if prices.has_rule[task.subject]:
-                seconds[number] = prices.ruled_seconds[task.device, task.subject]
+                row = prices.ruled_row[task.subject]
+                work = prices.ruled_number[row, task.micro, task.device]
+                seconds[number] = prices.ruled_seconds[work, task.subject]
             else:
                 seconds[number] = prices.op_seconds[device_type, task.samples, task.subject]
         elif task.kind == _UPDATE:

@@ -11,7 +11,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import micro_batches_refused
-from heterog.graph.op_graph import FloatArray, OpGraph
+from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.cost_model import ChannelPrices, CostModel, Prices, price_channels
@@ -36,9 +36,9 @@ from heterog.strategy.lowering import (
     resident_bytes,
 )
 from heterog.strategy.lowering.tape import IN_TURN, NUM_BUFFERS, NUM_READS, NUM_TASKS, make_tape
-from heterog.strategy.program import Program
+from heterog.strategy.program import FloatArray, IntArray, Program
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
-from heterog.strategy.tables import GraphTables, graph_tables
+from heterog.strategy.tables import Domain, GraphTables, graph_tables
 from heterog.units import format_bytes
 
 UNROLLED_STEPS = 8
@@ -121,49 +121,52 @@ class _RuleSet:
         self.scratch = make_scratch(self.tables, num_devices)
         ruled = {op for op, _ in op_rules}
         self.has_rule = np.array([int(op) in ruled for op in self.tables.op_id], np.bool_)
-        self.rows = np.flatnonzero(self.has_rule)
-        self.no_seconds = np.zeros((num_devices, 0))
         self._plan = axis_plan(graph, op_rules)
         self._graph = graph
-        self._seconds: dict[tuple[int, int], FloatArray] = {}
+        self._seconds: dict[tuple[int, int, int], FloatArray] = {}
 
-    def seconds(self, choice: Choice, cluster: Cluster, cost_model: CostModel) -> FloatArray:
-        """Seconds of ops with rules on each device, at the shares of a choice.
+    def seconds(
+        self, choice: Choice, cluster: Cluster, cost_model: CostModel
+    ) -> tuple[IntArray, IntArray, FloatArray]:
+        """Seconds of ops with rules at the samples and units of a choice.
 
         Returns:
-            # [num_devices, num_compute_ops]
+            The row of ``choice.shares`` that each op with a rule looks at, -1 of others; the
+            number of what a row says of a device and micro-batch; and by these numbers seconds.
+            # [num_compute_ops], [num_rows, num_micro, num_devices], [numbers, num_compute_ops]
         """
-        if not len(self.rows):
-            return self.no_seconds
-        tables = self.tables
-        seconds = np.zeros((cluster.num_devices, len(tables.op_id)))
-        axes = tables.op_axis[self.rows]
-        num_layouts = len(choice.shares) // len(tables.axis_units)
-        layouts = choice.layout[tables.op_group[self.rows]] + num_layouts * axes
-        shares = choice.shares[layouts, 0]  # [num_ops_with_rules, num_devices]
-        for device in range(cluster.num_devices):
-            kind = cluster.type_index[device]
-            for axis, share in set(zip(axes.tolist(), shares[:, device].tolist(), strict=True)):
-                if share == 0:
-                    continue
-                mask = (axes == axis) & (shares[:, device] == share)
-                rows = self.rows[mask]
-                seconds[device, rows] = self._at(kind, share, cluster, cost_model)[rows]
-        return seconds
+        if not self.has_rule.any():
+            return _NO_ROWS, _NO_NUMBERS, _NO_SECONDS
+        tables, num_layouts = self.tables, len(choice.member)
+        row_of = choice.layout[tables.op_group] + num_layouts * tables.op_axis
+        row_of = np.where(self.has_rule, row_of, -1).astype(np.int32)
+        rows = np.unique(row_of[row_of >= 0])
+        units = choice.shares[rows]  # [num_used_rows, num_micro, num_devices]
+        samples = choice.teams.samples[rows % num_layouts] * (rows >= num_layouts)[:, None, None]
+        kinds = np.broadcast_to(np.array(cluster.type_index), units.shape)
+        works, number = np.unique(
+            np.stack([kinds, units, samples], axis=-1).reshape(-1, 3), axis=0, return_inverse=True
+        )
+        numbers = np.zeros(choice.shares.shape, np.int32)
+        numbers[rows] = number.reshape(units.shape)
+        seconds = np.stack([self._at(tuple(work), cluster, cost_model) for work in works.tolist()])
+        return row_of, numbers, seconds
 
-    def _at(self, kind: int, share: int, cluster: Cluster, cost_model: CostModel) -> FloatArray:
-        """Seconds of all compute ops with this share of their axis."""
-        key = (kind, share)
+    def _at(
+        self, key: tuple[int, int, int], cluster: Cluster, cost_model: CostModel
+    ) -> FloatArray:
+        """Seconds of all compute ops by device type, units of their axis, samples of the team."""
         if key not in self._seconds:
-            plan = self._plan
-            row = cost_model.work_seconds(
-                self._graph,
-                cluster.device_types[kind],
-                plan.flops_fixed + share * plan.flops_per_unit,
-                plan.bytes_fixed + share * plan.bytes_per_unit,
-            )
+            (kind, units, samples), batch = key, self._graph.batch_size
+            work = self._plan.work(units, samples or batch, batch)
+            row = cost_model.work_seconds(self._graph, cluster.device_types[kind], *work)
             self._seconds[key] = row[self.tables.op_id]
         return self._seconds[key]
+
+
+_NO_ROWS: IntArray = np.zeros(0, np.int32)
+_NO_NUMBERS: IntArray = np.zeros((0, 0, 0), np.int32)
+_NO_SECONDS: FloatArray = np.zeros((0, 0))
 
 
 class Evaluator:
@@ -219,7 +222,8 @@ class Evaluator:
         self._op_seconds = np.zeros((*shape, len(tables.op_id)))
         # Of each group's forward ops, and of all its ops.
         self._group_seconds = np.zeros((2, *shape, tables.num_groups))
-        reduced = np.where(tables.gradient_is_partial != 0, tables.parameter_bytes, 0.0)
+        is_added = tables.gradient_domain != Domain.NOBODY
+        reduced = np.where(is_added, tables.parameter_bytes, 0.0)
         self._reduced_bytes = np.bincount(tables.parameter_group, reduced, tables.num_groups)
 
     def warm_up(self) -> None:
@@ -308,12 +312,15 @@ class Evaluator:
         seconds = self._group_seconds[:, self._type_of_device, shares, groups].sum((1, 2))
         forward, whole = seconds  # [num_devices] each
         floor = whole.max()
-        reduced = np.flatnonzero((choice.first_channel >= 0) & (choice.sync <= Sync.ZERO1))
+        rings, everyone = choice.rings, Domain.ALL
+        ring = rings.first[:, everyone]
+        has_ring = ring < rings.end[:, everyone]
+        reduced = np.flatnonzero(has_ring & (choice.sync <= Sync.ZERO1))
         if len(reduced):
-            payload = self._reduced_bytes[reduced]
-            load = payload @ self._held[choice.first_channel[reduced]]
-            second = reduced[choice.second_channel[reduced] >= 0]
-            load += self._reduced_bytes[second] @ self._held[choice.second_channel[second]]
+            payload, ring = self._reduced_bytes[reduced], ring[reduced]
+            load = payload @ self._held[rings.first_channel[ring]]
+            second = np.flatnonzero(rings.second_channel[ring] >= 0)
+            load += payload[second] @ self._held[rings.second_channel[ring[second]]]
             member = choice.member[choice.layout[reduced[payload > 0.0]]]
             first = (member * forward).max(1).min(initial=np.inf)
             if np.isfinite(first):
@@ -520,11 +527,16 @@ class Evaluator:
         self._price_rows(choice)
         channel = self._price_channels()
         rules = self._rule_set(choice.rule_set)
+        ruled_row, ruled_number, ruled_seconds = rules.seconds(
+            choice, self.cluster, self.cost_model
+        )
         return Prices(
             type_of_device=self._type_of_device,
             op_seconds=self._op_seconds,
             has_rule=rules.has_rule,
-            ruled_seconds=rules.seconds(choice, self.cluster, self.cost_model),
+            ruled_row=ruled_row,
+            ruled_number=ruled_number,
+            ruled_seconds=ruled_seconds,
             update_seconds=self._update_seconds,
             parameter_bytes=self.tables.parameter_bytes,
             copy_fixed_s=self._copy_fixed_s,
@@ -563,10 +575,7 @@ class Evaluator:
 
     def _price_rows(self, choice: Choice) -> None:
         """Fill the rows of the op table for the shares of the batch in a choice."""
-        num_layouts = len(choice.shares)
-        if choice.rule_set:
-            num_layouts //= len(self.tables_of(choice).axis_units)
-        shares = choice.shares[:num_layouts]
+        shares = choice.shares[: len(choice.member)]  # along the batch
         if self._is_priced[self._type_of_device, shares].all():
             return
         for device in range(self.cluster.num_devices):

@@ -34,6 +34,8 @@ Report = Callable[[str, float], None]
 """Called with (name of the kernel that is compiled now, part of all kernels that is compiled)."""
 
 SOURCES = (
+    "strategy/layout.py",
+    "strategy/rings.py",
     "strategy/kernels.py",
     "strategy/lowering/*.py",
     "strategy/program.py",

@@ -68,8 +68,11 @@ class Program:
         micro: micro-batch.  # [num_tasks]
         turn: of a compute task, which turn of its device it belongs to; tasks of a turn keep
             program order.  # [num_tasks]
-        samples: local samples that an op computes on (units of the axis of its rule); of an update
-            the units of a sharded parameter, 0 for a whole one.  # [num_tasks]
+        samples: that an op computes on, or of the value that a task moves; of an op with a rule
+            those of its team.  # [num_tasks]
+        units: of the axis of an op's rule that it computes on; of the value that a task moves or
+            of the parameter that it steps, where these are cut along such an axis; otherwise 0.
+            # [num_tasks]
         channel: index into ``channels``; -1 for compute tasks.  # [num_tasks]
         num_bytes: payload of communication; bytes moved by copies and sums; of an update, bytes
             of the slice of the parameter that it steps, 0 for all of it.  # [num_tasks]
@@ -94,6 +97,7 @@ class Program:
     micro: IntArray
     turn: IntArray
     samples: IntArray
+    units: IntArray
     channel: IntArray
     num_bytes: FloatArray
     read_start: IntArray

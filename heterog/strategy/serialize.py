@@ -14,7 +14,7 @@ from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
 from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy, Sync
 
 SCHEMA_VERSION = 2
-"""Version 1 had no schedule; its files are read."""
+"""Version 1 had no schedule and no teams; its files are read."""
 
 
 def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
@@ -38,6 +38,8 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
                 "sync": decision.sync.name.lower(),
                 "slices": list(decision.slices),
                 "recompute": decision.recompute,
+                "teams": [list(team) for team in decision.teams],
+                "parts": list(decision.parts),
             }
             for decision in numbers
         ],
@@ -70,6 +72,8 @@ class _DecisionRecord(Record):
     sync: str
     slices: list[Int32]
     recompute: bool = False
+    teams: Many[Many[Int32]] = Field(default_factory=list)
+    parts: Many[Int32] = Field(default_factory=list)
 
 
 class _RuleRecord(Record):
@@ -169,6 +173,8 @@ def _decision(number: int, record: _DecisionRecord) -> Decision:
         sync=Sync[record.sync.upper()],
         slices=tuple(record.slices),
         recompute=record.recompute,
+        teams=tuple(map(tuple, record.teams)),
+        parts=tuple(record.parts),
     )
 
 

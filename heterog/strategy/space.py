@@ -14,10 +14,11 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
-from heterog.strategy.channels import ChannelTable, balanced_slices, slice_parts
-from heterog.strategy.lowering import Choice, axis_shares, encode_turns
+from heterog.strategy.channels import ChannelTable, balanced_slices
+from heterog.strategy.layout import split_evenly, split_in_proportion
+from heterog.strategy.lowering import Choice, Encoder
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
-from heterog.strategy.program import FloatArray, IntArray
+from heterog.strategy.program import IntArray
 from heterog.strategy.strategy import (
     ELEMENTWISE_OPTIMIZERS,
     REPLICATED,
@@ -25,15 +26,13 @@ from heterog.strategy.strategy import (
     Decision,
     Strategy,
     Sync,
-    micro_shares,
-    split_evenly,
-    split_in_proportion,
 )
 from heterog.strategy.tables import GraphTables, graph_tables
 
 MicroBatches = tuple[tuple[int, ...], ...]
 """Samples per micro-batch of each device, as in ``Strategy``; empty: in one go."""
 MAX_DEVICE_SETS = 256
+_MOST_ENCODERS = 64
 _CANDIDATES = tuple(sync for sync in Sync if sync not in (Sync.ZERO2, Sync.ZERO3))
 """ZeRO-1 saves memory and is seldom slower than all-reduce; the other stages communicate more and
 are for planners that want them (``poplar``)."""
@@ -105,18 +104,8 @@ class StrategySpace:
         self._channels = channels
         self.candidates: list[Decision] = []
         self._numbers: dict[Decision, int] = {}
-        self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-        self._layout_of: list[int] = []
-        self._layouts_by_number: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        self._member = np.zeros((16, cluster.num_devices), np.bool_)
-        self._reduce = np.full(16, -1, np.int32)
-        self._gather = np.full(16, -1, np.int32)
-        self._first: list[int] = []
-        self._second: list[int] = []
-        self._part: FloatArray = np.zeros((16, cluster.num_devices))
         self._homes: dict[tuple[int, ...], IntArray] = {}
-        self._cuts: dict[MicroBatches, dict[int, IntArray]] = {}
-        self._axis_rows: dict[tuple[int, int], IntArray] = {}
+        self._encoders: dict[int, tuple[GraphTables, Encoder]] = {}
         if decisions is None:
             decisions = [d for devices in device_sets(cluster) for d in self.decisions_on(devices)]
         for decision in decisions:
@@ -149,32 +138,12 @@ class StrategySpace:
         number = len(self.candidates)
         self.candidates.append(decision)
         self._numbers[decision] = number
-        key = (decision.devices, decision.shares)
-        if key not in self._layouts:
-            self._add_layout(decision)
-        self._layout_of.append(self._layouts[key])
-        first, second = self._channels.for_decision(decision)
-        self._first.append(first)
-        self._second.append(second)
-        if number >= len(self._part):
-            self._part = np.concatenate([self._part, np.zeros_like(self._part)])
-        if decision.sync in SLICED:
-            self._part[number, list(decision.devices)] = slice_parts(decision)
+        # Channels that all candidates may use are priced at once, not one by one in a search.
+        self._channels.for_decision(decision)
+        if len(decision.devices) > 1:
+            self._channels.value_reduce(decision.devices)
+            self._channels.all_gather(decision.devices, ())
         return number
-
-    def _add_layout(self, decision: Decision) -> None:
-        layout = len(self._layouts)
-        self._layouts[decision.devices, decision.shares] = layout
-        self._layouts_by_number.append((decision.devices, decision.shares))
-        if layout + 1 >= len(self._member):  # the last row is kept for constants
-            self._member = np.concatenate([self._member, np.zeros_like(self._member)])
-            self._reduce = np.concatenate([self._reduce, np.full_like(self._reduce, -1)])
-            self._gather = np.concatenate([self._gather, np.full_like(self._gather, -1)])
-        devices = list(decision.devices)
-        self._member[layout, devices] = True
-        if len(devices) > 1:
-            self._reduce[layout] = self._channels.value_reduce(decision.devices)
-            self._gather[layout] = self._channels.all_gather(decision.devices, ())
 
     def micro_batches(self, num_micro: int) -> MicroBatches:
         """``Strategy.micro_batches`` that cut the batch evenly, whatever the groups' shares."""
@@ -183,25 +152,6 @@ class StrategySpace:
         idle = (0,) * num_micro
         counts = split_evenly(self.graph.batch_size, num_micro)
         return (counts, *(idle for _ in range(self.cluster.num_devices - 1)))
-
-    def _shares(self, layout: int, micro_batches: MicroBatches) -> IntArray:
-        """Samples of a layout per micro-batch and device.  # [num_micro, num_devices]"""
-        known = self._cuts.setdefault(micro_batches, {})
-        if layout not in known:
-            devices, shares = self._layouts_by_number[layout]
-            num_micro = len(micro_batches[0]) if micro_batches else 1
-            table = np.zeros((num_micro, self.cluster.num_devices), np.int32)
-            table[:, list(devices)] = micro_shares(shares, devices, micro_batches, num_micro)
-            known[layout] = table
-        return known[layout]
-
-    def _on_axis(self, layout: int, units: int) -> IntArray:
-        """Units of another axis than the batch on each device.  # [1, num_devices]"""
-        key = (layout, units)
-        if key not in self._axis_rows:
-            whole = self._shares(layout, ())[0]
-            self._axis_rows[key] = np.array([axis_shares(units, tuple(whole.tolist()))], np.int32)
-        return self._axis_rows[key]
 
     def encode(
         self,
@@ -229,56 +179,25 @@ class StrategySpace:
         numbers, of_group = np.unique(row, return_inverse=True)
         decisions = [self.candidates[number] for number in numbers]
 
-        def by_group(values: Sequence[int]) -> IntArray:
-            return np.array([values[number] for number in numbers], np.int32)[of_group]
-
-        layouts = by_group(self._layout_of)
-        used = np.unique(layouts)
-        num_micro = len(micro_batches[0]) if micro_batches else 1
-        # Only the layouts in use, renumbered: the arrays that the kernel scans stay small.
-        shares = np.zeros((len(used) + 1, num_micro, self.cluster.num_devices), np.int32)
-        for position, number in enumerate(used):
-            shares[position] = self._shares(int(number), micro_batches)
-        member = np.concatenate([self._member[used], np.zeros_like(self._member[:1])])
-        shares[-1] = shares[:-1].sum(axis=0) > 0
-        member[-1] = shares[-1].any(axis=0)
-        reduce_channel = np.append(self._reduce[used], np.int32(-1))
-        gather_channel = np.append(self._gather[used], np.int32(-1))
-        layout = np.append(np.searchsorted(used, layouts), len(used)).astype(np.int32)
-        num_axes = len(tables.axis_units)
-        if num_axes > 1:
-            parts = [shares]
-            for units in tables.axis_units[1:].tolist():
-                parts += [self._on_axis(int(number), units)[None] for number in used]
-                constants = axis_shares(units, tuple(shares[-1, 0].tolist()))
-                parts.append(np.array([[constants]], np.int32))
-            shares = np.concatenate(parts)
-            member = np.tile(member, (num_axes, 1))
-            reduce_channel = np.tile(reduce_channel, num_axes)
-            gather_channel = np.tile(gather_channel, num_axes)
-        return Choice(
-            num_micro=num_micro,
-            num_steps=num_steps,
-            bucket_bytes=float(bucket_bytes),
-            layout=layout,
-            shares=shares,
-            member=member,
-            sync=np.array([int(each.sync) for each in decisions], np.int32)[of_group],
-            recompute=np.array([each.recompute for each in decisions], np.bool_)[of_group],
-            first_channel=by_group(self._first),
-            second_channel=by_group(self._second),
-            reduce_channel=reduce_channel,
-            gather_channel=gather_channel,
+        return self._encoder(tables).encode(
+            decisions,
+            of_group.astype(np.int32),
+            micro_batches=micro_batches,
+            schedule=schedule,
             home=self.homes(row, tables),
-            slice_part=self._part[row],
-            turns=encode_turns(
-                schedule,
-                tables,
-                [self.candidates[number].devices for number in row],
-                layout,
-                shares,
-            ),
+            bucket_bytes=bucket_bytes,
+            num_steps=num_steps,
         )
+
+    def _encoder(self, tables: GraphTables) -> Encoder:
+        """The encoder for some tables; few are kept."""
+        known = self._encoders.get(id(tables))
+        if known is None:
+            if len(self._encoders) > _MOST_ENCODERS:
+                self._encoders.clear()
+            # The tables are kept as well, so that no others get their id.
+            known = self._encoders[id(tables)] = tables, Encoder(tables, self._channels)
+        return known[1]
 
     def homes(self, row: IntArray, tables: GraphTables | None = None) -> IntArray:
         """Homes of the parameters: served ones balanced over their own group's devices.

@@ -7,9 +7,6 @@ about what the decisions *mean*; that is ``lowering`` alone.
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-import numpy as np
-import numpy.typing as npt
-
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
@@ -17,7 +14,9 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRule as OpRule
 from heterog.graph.op_rule import OpRules
+from heterog.strategy.layout import Layout, micro_shares, micro_sizes, split_in_proportion
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule, device_chunks
+from heterog.strategy.rings import gradient_rings
 
 REPLICATED = -1
 """Home of a parameter that every replica keeps and updates."""
@@ -73,6 +72,9 @@ class Decision:
             (2, 3: and of the gradients; 3: and of the parameters), 0 is allowed.
         recompute: what the group's forward ops made is let go after the forward pass; what its
             backward ops read of it is made again, from the values of other groups, just before.
+        teams: a partition of ``devices``; see ``layout``. Empty means one team of all of them.
+        parts: weight of each of ``devices`` when its team splits the units of a rule's axis;
+            empty means in proportion to the shares.
     """
 
     devices: tuple[int, ...]
@@ -80,6 +82,8 @@ class Decision:
     sync: Sync = Sync.RING
     slices: tuple[int, ...] = ()
     recompute: bool = False
+    teams: tuple[tuple[int, ...], ...] = ()
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.devices or list(self.devices) != sorted(set(self.devices)):
@@ -101,6 +105,34 @@ class Decision:
                 f"slices {self.slices} need one weight of at least 0 per device, not all 0, and "
                 "the synchronisation reduce_scatter_all_gather, zero1, zero2 or zero3."
             )
+        self._check_teams()
+
+    def _check_teams(self) -> None:
+        members = sorted(device for team in self.teams for device in team)
+        if self.teams and (members != list(self.devices) or not all(self.teams)):
+            raise StrategyError(
+                f"teams {self.teams} must hold each of the devices {self.devices} once."
+            )
+        if not self.parts:
+            return
+        if len(self.parts) != len(self.devices) or min(self.parts) < 0:
+            raise StrategyError(
+                f"parts {self.parts} need one weight of at least 0 for each of the devices "
+                f"{self.devices}."
+            )
+        weight = dict(zip(self.devices, zip(self.parts, self.shares, strict=True), strict=True))
+        for team in self.teams or (self.devices,):
+            parts, shares = zip(*(weight[device] for device in team), strict=True)
+            if sum(shares) and not sum(parts):
+                raise StrategyError(
+                    f"team {team} has {sum(shares)} samples, but no member has a part of what "
+                    "rules split; give at least one of them a part."
+                )
+
+    @property
+    def layout(self) -> Layout:
+        """Which samples and units each device has."""
+        return Layout(self.devices, self.shares, self.teams, self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +148,8 @@ class Strategy:
             device a home elsewhere means push and pull.
         micro_batches: samples per micro-batch for each device of the cluster, all tuples of one
             length; empty means the step runs in one go. A group whose shares are not these sums
-            splits its own shares in the same proportions.
+            splits its own shares in the same proportions. Replicas that are unlike have columns
+            of their own, padded with zeros.
         bucket_bytes: gradients are synchronised in buckets of up to this size; 0 means tensor by
             tensor.
         step_barrier: a step is done when every update is done; otherwise the next step's forward
@@ -141,13 +174,19 @@ class Strategy:
         """Number of micro-batches of the step."""
         return len(self.micro_batches[0]) if self.micro_batches else 1
 
+    @property
+    def micro_sizes(self) -> tuple[int, ...]:
+        """Samples of each micro-batch; empty if the step runs in one go."""
+        layouts = (decision.layout for decision in self.decisions)
+        return micro_sizes(self.micro_batches, layouts, sum(self.decisions[0].shares))
+
     def resized(self, graph: OpGraph) -> "Strategy":
         """The same decisions for the same step on another batch; see ``lower_resized``.
 
         Its micro-batches have the proportions of this one's, but none is empty. Shares stay as
         they are: they say in which proportions samples are shared out.
         """
-        sizes = tuple(map(sum, zip(*self.micro_batches, strict=True)))
+        sizes = self.micro_sizes
         counts = split_in_proportion(graph.batch_size, sizes) if sizes else ()
         counts = tuple(count for count in counts if count)
         idle = (0,) * len(counts)
@@ -190,10 +229,12 @@ class Strategy:
             raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
 
     def _check_slices(self, graph: OpGraph, names: tuple[str, ...]) -> None:
-        if graph.optimizer in ELEMENTWISE_OPTIMIZERS:
-            return
+        axes = axis_plan(graph, self.op_rules).axes[1:]
         for name, decision in zip(names, self.decisions, strict=True):
-            if decision.sync in SLICED and len(decision.devices) > 1:
+            if decision.sync in SLICED and decision.teams:
+                _check_rings(name, decision, axes)
+            is_known = graph.optimizer in ELEMENTWISE_OPTIMIZERS
+            if decision.sync in SLICED and len(decision.devices) > 1 and not is_known:
                 raise StrategyError(
                     f"group '{name}' is synchronised by {decision.sync.name.lower()}, which "
                     f"updates slices of parameters, but {graph.optimizer} is not known to treat "
@@ -202,17 +243,6 @@ class Strategy:
                 )
 
     def _check_rules(self, graph: OpGraph) -> None:
-        if self.op_rules and self.num_micro_batches > 1:
-            raise StrategyError(
-                f"{self.num_micro_batches} micro-batches cannot be combined with op rules yet; "
-                "give the strategy one or the other."
-            )
-        sliced = [d.sync for d in self.decisions if d.sync in SLICED and len(d.devices) > 1]
-        if self.op_rules and sliced:
-            raise StrategyError(
-                f"{sliced[0].name.lower()} cannot be combined with op rules yet; choose another "
-                "synchronisation or leave the rules out."
-            )
         axis_plan(graph, self.op_rules)
 
     def _check_homes(self, graph: OpGraph, cluster: Cluster) -> None:
@@ -249,9 +279,7 @@ class Strategy:
         chunks = device_chunks(devices, cluster.num_devices, self.schedule.chunk_starts)
         samples = [[0] * self.num_micro_batches for _ in chunks]
         for decision in dict.fromkeys(self.decisions):
-            cut = micro_shares(
-                decision.shares, decision.devices, self.micro_batches, self.num_micro_batches
-            )
+            cut = micro_shares(decision.layout, self.micro_batches, self.micro_sizes)
             for device, counts in zip(decision.devices, cut.T.tolist(), strict=True):
                 samples[device] = list(map(max, samples[device], counts))
         self.schedule.check(chunks, samples)
@@ -260,19 +288,37 @@ class Strategy:
         if not self.micro_batches:
             return
         lengths = {len(counts) for counts in self.micro_batches}
-        total = sum(map(sum, self.micro_batches))
         if (
             len(self.micro_batches) != cluster.num_devices
             or len(lengths) != 1
             or 0 in lengths
-            or total != graph.batch_size
+            or sum(self.micro_sizes) != graph.batch_size
             or min(map(min, self.micro_batches)) < 0
-            or min(map(sum, zip(*self.micro_batches, strict=True))) < 1
+            or min(self.micro_sizes) < 1
+            or any(
+                tuple(rows.sum(axis=1)) != self.micro_sizes
+                for rows in (
+                    micro_shares(decision.layout, self.micro_batches, self.micro_sizes)
+                    for decision in dict.fromkeys(self.decisions)
+                )
+            )
         ):
             raise StrategyError(
                 f"micro-batches {self.micro_batches} must be {cluster.num_devices} tuples of one "
-                f"length, without negative counts, that sum to the batch of {graph.batch_size} "
-                "with at least one sample in each micro-batch."
+                f"length, without negative counts, that sum to the batch of {graph.batch_size} on "
+                "all devices, or alike on those of each group, with at least one sample in each."
+            )
+
+
+def _check_rings(name: str, decision: Decision, axes: tuple[int, ...]) -> None:
+    for rings in gradient_rings(decision.layout, axes):
+        members = [device for ring in rings for device in ring.devices]
+        if len(members) != len(set(members)):
+            raise StrategyError(
+                f"group '{name}' is synchronised by {decision.sync.name.lower()} in teams "
+                f"{decision.teams} that cut parameters unlike each other; a slice of the "
+                "optimizer's state would belong to several rings. Choose teams of one size with "
+                "the same parts, or another synchronisation."
             )
 
 
@@ -287,70 +333,3 @@ def _check_decision(name: str, decision: Decision, batch_size: int, num_devices:
             f"group '{name}' has shares {decision.shares}, {sum(decision.shares)} samples in all; "
             f"the batch has {batch_size}."
         )
-
-
-def split_evenly(total: int, parts: int) -> tuple[int, ...]:
-    """Whole numbers as equal as possible, the larger ones first.
-
-    >>> split_evenly(10, 4)
-    (3, 3, 2, 2)
-    """
-    small, extra = divmod(total, parts)
-    return tuple(small + (index < extra) for index in range(parts))
-
-
-def split_in_proportion(total: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Whole numbers in proportion to weights, by largest remainder; ties go to the first.
-
-    >>> split_in_proportion(10, (2.0, 1.0, 1.0))
-    (5, 3, 2)
-    """
-    scale = total / sum(weights)
-    exact = [weight * scale for weight in weights]
-    counts = [int(value) for value in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
-    for index in by_remainder[: total - sum(counts)]:
-        counts[index] += 1
-    return tuple(counts)
-
-
-def micro_shares(
-    shares: tuple[int, ...],
-    devices: tuple[int, ...],
-    micro_batches: tuple[tuple[int, ...], ...],
-    num_micro: int,
-) -> npt.NDArray[np.int32]:
-    """Samples of each micro-batch on each of a group's devices.
-
-    The columns are the strategy's own micro-batches where they add up to the group's shares.
-    Otherwise each micro-batch, whose size is given, is cut in the proportions of what is left of
-    the group's shares, so that every row and column adds up.
-
-    Returns:
-        # [num_micro, num_devices of the group]
-    """
-    if not micro_batches:
-        return np.array([shares], np.int32)
-    own = np.array([micro_batches[device] for device in devices], np.int32).T
-    if tuple(own.sum(axis=0)) == shares:
-        return own
-    sizes = [sum(counts) for counts in zip(*micro_batches, strict=True)]
-    left = list(shares)
-    rows: list[tuple[int, ...]] = []
-    for size in sizes:
-        row = split_in_proportion(size, tuple(float(count) for count in left))
-        row = _within(row, left)
-        left = [count - taken for count, taken in zip(left, row, strict=True)]
-        rows.append(row)
-    return np.array(rows, np.int32)
-
-
-def _within(row: tuple[int, ...], left: list[int]) -> tuple[int, ...]:
-    """Move what exceeds a device's remaining samples to devices that still have some."""
-    counts = [min(count, limit) for count, limit in zip(row, left, strict=True)]
-    missing = sum(row) - sum(counts)
-    for index, limit in enumerate(left):
-        extra = min(missing, limit - counts[index])
-        counts[index] += extra
-        missing -= extra
-    return tuple(counts)

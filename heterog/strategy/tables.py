@@ -5,6 +5,8 @@ op. A *slot* is one way in which a value is needed somewhere else than where it 
 another group, along another axis, or whole although it was made in parts.
 """
 
+from collections.abc import Sequence
+from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.graph.axis_plan import AxisPlan, axis_plan
+from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM, AxisPlan, axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, Grouping, group_ops
 from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
 from heterog.strategy.recomputation import recomputations
 
@@ -24,6 +27,22 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 
 KIND_NUMBER = {"R": 0, "S": 1, "P": 2, "L": 3}
+
+
+class Domain(IntEnum):
+    """Over which devices the gradients of a parameter are added up."""
+
+    NOBODY = -1
+    """Each device has the whole gradient already."""
+    ALL = 0
+    """Each device has a part."""
+    PEERS = 1
+    """The members of a team have the same, each team has a part."""
+    TEAM = 2
+    """Each member of a team has a part, all teams have the same sum."""
+    SLICES = 3
+    """Each team has a part, of which its members hold slices along the first axis after the
+    batch; along the next axes the numbers after this one."""
 
 
 class GraphTables(NamedTuple):
@@ -57,13 +76,15 @@ class GraphTables(NamedTuple):
     value_bytes: FloatArray  # size where it does not depend on the share
     value_bytes_per_unit: FloatArray  # of its op's axis
     value_moved_fraction: FloatArray  # part of the value that other groups read
+    value_batch_kind: IntArray  # KIND_NUMBER along the batch: between teams if a rule made it
     value_is_outermost: IntArray  # 1 if units are contiguous in memory
+    value_batch_is_outermost: IntArray  # 1 if samples are
     value_is_early: IntArray  # 1 if it follows from the batch alone, before any op has run
     value_slot_start: IntArray  # slots of each value  # [num_values + 1]
     # Slots, sorted by value.
     slot_value: IntArray
     slot_group: IntArray
-    slot_whole: IntArray  # 1: the whole value is needed on every device
+    slot_whole: IntArray  # AS_MADE, IN_TEAM or EVERYTHING
     slot_axis: IntArray  # of the reader
     # Parameters, in the order of OpGraph.updates.
     parameter_group: IntArray
@@ -73,7 +94,7 @@ class GraphTables(NamedTuple):
     parameter_last_value: IntArray  # value made by an op that reads it after that, -1 if none
     reader_start: IntArray  # values made by readers of each parameter  # [num_parameters + 1]
     reader_value: IntArray  # listed only under op rules, where readers may run on other devices
-    gradient_is_partial: IntArray  # 0: every replica already has the whole gradient
+    gradient_domain: IntArray  # which devices' gradients are added up; see ``Domain``
     gradient_slot: IntArray  # where a gradient made in parts is whole, -1 if it need not be
     parameter_axis: IntArray  # of parameters that live in slices, -1 for whole ones
     parameter_units: FloatArray  # of that axis, 1 for whole ones
@@ -81,6 +102,7 @@ class GraphTables(NamedTuple):
     # Bytes that stay on a device: what every device holds, what comes with the batch.
     common_bytes: float
     input_bytes_per_sample: float
+    group_reads_team: IntArray  # 1: an op with a rule reads the samples of its team of the batch
     batch_is_whole: bool  # some op reads samples that its device has no share of
     state_ratio: float
 
@@ -92,7 +114,7 @@ def graph_tables(graph: OpGraph, op_rules: OpRules = ()) -> GraphTables:
 
 
 _Slot = tuple[int, int, int, int]
-"""(value, reading group, whether the whole is needed, the reader's axis)."""
+"""(value, reading group, how much of it is needed, the reader's axis)."""
 
 
 class _Builder:
@@ -114,17 +136,14 @@ class _Builder:
                 self.values.append(tensor)
         self.gathered = self._gathered_views()
 
-    def _gathered_views(self) -> list[bool]:
-        """Tensors seen through a view that needs the whole of a split or partial value."""
+    def _gathered_views(self) -> list[int]:
+        """How much of a value the views need through which each tensor looks at it."""
         graph, plan = self.graph, self.plan
-        gathered = [False] * len(graph.tensors)
+        gathered = [AS_MADE] * len(graph.tensors)
         for index, op in enumerate(graph.ops):
             if graph.is_view[index]:
                 source = op.inputs[0]
-                axis = int(plan.op_axis[index])
-                whole = gathered[source] or plan.is_whole_needed(
-                    source, plan.needed[index][0], axis
-                )
+                whole = max(gathered[source], plan.whole_needed(index, 0, source))
                 for tensor in graph.outputs(index):
                     gathered[tensor] = whole
         return gathered
@@ -239,11 +258,12 @@ class _Builder:
             value_moved_fraction=np.array(
                 [self._moved_fraction(tensor, outside) for tensor in self.values]
             ),
-            value_is_outermost=_ints(
-                [
-                    int(plan.placements[t].dim == 0 and plan.placements[t].outer == 1)
-                    for t in self.values
-                ]
+            value_batch_kind=_ints(
+                [KIND_NUMBER[plan.batch_placement(tensor).kind] for tensor in self.values]
+            ),
+            value_is_outermost=_ints([_is_outermost(plan.placements[t]) for t in self.values]),
+            value_batch_is_outermost=_ints(
+                [_is_outermost(plan.batch_placement(t)) for t in self.values]
             ),
             value_is_early=_ints([int(self._is_early(tensor)) for tensor in self.values]),
             value_slot_start=np.searchsorted(
@@ -260,9 +280,7 @@ class _Builder:
             parameter_workspace=workspace,
             parameter_gradient=_ints(gradient_values),
             parameter_last_value=_ints(last_values),
-            gradient_is_partial=_ints(
-                [int(kinds[value] == KIND_NUMBER["P"]) for value in gradient_values]
-            ),
+            gradient_domain=_ints(list(map(self._domain, gradient_values, parameter_axis))),
             reader_start=_starts([len(values) for values in readers]),
             reader_value=_ints([value for values in readers for value in values]),
             gradient_slot=_ints(gradient_slots),
@@ -285,6 +303,7 @@ class _Builder:
                     )
                 )
             ),
+            group_reads_team=self._groups_that_read_for_teams(),
             batch_is_whole=batch_whole,
             input_bytes_per_sample=0.0 if batch_whole else batch_bytes / graph.batch_size,
             state_ratio=graph.optimizer_state_ratio,
@@ -298,7 +317,7 @@ class _Builder:
         group, axis = int(self.grouping.group[index]), int(plan.op_axis[index])
         entries: dict[tuple[int, _Slot | None], None] = {}
         parameters: dict[int, None] = {}
-        for tensor, needed in zip(graph.ops[index].inputs, plan.needed[index], strict=True):
+        for position, tensor in enumerate(graph.ops[index].inputs):
             storage = int(graph.storage[tensor])
             if storage in parameter_row:
                 parameters.setdefault(parameter_row[storage])
@@ -307,14 +326,14 @@ class _Builder:
             value = self.value_of[storage]
             producer = int(graph.producer[storage])
             maker = int(self.grouping.group[producer])
-            whole = self.gathered[tensor] or plan.is_whole_needed(tensor, needed, axis)
+            whole = max(self.gathered[tensor], plan.whole_needed(index, position, tensor))
             if maker not in (group, CONSTANT_GROUP):
                 outside.setdefault(storage, set()).add(tensor)
-            as_made = maker == group and not whole and plan.op_axis[producer] == axis
+            as_made = maker == group and whole == AS_MADE and plan.op_axis[producer] == axis
             if maker == CONSTANT_GROUP or as_made:
                 entries.setdefault((value, None))
             else:
-                entries.setdefault((value, (value, group, int(whole), axis)))
+                entries.setdefault((value, (value, group, whole, axis)))
         return list(entries), list(parameters)
 
     def _makes_weights_only(
@@ -353,18 +372,41 @@ class _Builder:
             return None
         maker = int(self.graph.producer[storage])
         group, axis = int(self.grouping.group[maker]), int(self.plan.op_axis[maker])
-        return self.value_of[storage], group, 1, axis
+        whole = EVERYTHING if axis == BATCH_AXIS else IN_TEAM
+        return self.value_of[storage], group, whole, axis
+
+    def _domain(self, value: int, parameter_axis: int) -> int:
+        """The ``Domain`` of a gradient, by the value that holds it."""
+        plan, tensor = self.plan, self.values[value]
+        over_teams = plan.batch_placement(tensor).kind == "P"
+        if plan.tensor_axis[tensor] == BATCH_AXIS:
+            return Domain.ALL if over_teams else Domain.NOBODY
+        if plan.placements[tensor].kind == "P":
+            return Domain.ALL if over_teams else Domain.TEAM
+        if not over_teams:
+            return Domain.NOBODY
+        return Domain.SLICES + parameter_axis - 1 if parameter_axis >= 0 else Domain.PEERS
 
     def _batch_is_read_whole(self) -> bool:
         """Whether an op needs samples that it has no share of."""
         graph, plan = self.graph, self.plan
         inputs = set(graph.inputs_of_kind(TensorKind.BATCH))
         return any(
-            self.gathered[tensor] or plan.is_whole_needed(tensor, needed, int(plan.op_axis[index]))
+            max(self.gathered[tensor], plan.whole_needed(index, position, tensor)) == EVERYTHING
             for index in self.ops
-            for tensor, needed in zip(graph.ops[index].inputs, plan.needed[index], strict=True)
+            for position, tensor in enumerate(graph.ops[index].inputs)
             if int(graph.storage[tensor]) in inputs
         )
+
+    def _groups_that_read_for_teams(self) -> IntArray:
+        graph, plan = self.graph, self.plan
+        inputs = set(graph.inputs_of_kind(TensorKind.BATCH))
+        found = np.zeros(self.grouping.num_groups, np.int32)
+        for index in self.ops:
+            is_read = any(int(graph.storage[each]) in inputs for each in graph.ops[index].inputs)
+            if is_read and plan.op_axis[index] != BATCH_AXIS:
+                found[self.grouping.group[index]] = 1
+        return found
 
     def _is_early(self, tensor: int) -> bool:
         """Whether a value is the number of labels that count.
@@ -387,7 +429,11 @@ class _Builder:
         return min(seen / size, 1.0) if size and seen else 1.0
 
 
-def _ints(values: list[int]) -> IntArray:
+def _is_outermost(place: Placement) -> bool:
+    return place.dim == 0 and place.outer == 1
+
+
+def _ints(values: Sequence[int]) -> IntArray:
     return np.array(values, np.int32)
 
 

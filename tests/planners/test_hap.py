@@ -22,13 +22,8 @@ from heterog.planners.spmd.programs import data_parallel, op_rules, program_cost
 from heterog.planners.spmd.ratios import best_ratios
 from heterog.planners.spmd.theory import Theory, Triple, build_theory
 from heterog.simulator.evaluator import Evaluator, Outcome
-from heterog.strategy.strategy import (
-    DEFAULT_BUCKET_BYTES,
-    Decision,
-    Sync,
-    split_evenly,
-    split_in_proportion,
-)
+from heterog.strategy.layout import split_evenly, split_in_proportion
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 from heterog.zoo.attention import EncoderLayer
 from heterog.zoo.moe import MixtureOfExperts
 from tests.envs.cases import language_graph, mixed_cluster

@@ -29,7 +29,8 @@ from heterog.planners.poplar.curves import (
 from heterog.planners.portfolio import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
-from heterog.strategy.strategy import SLICED, Sync, split_evenly
+from heterog.strategy.layout import split_evenly
+from heterog.strategy.strategy import SLICED, Sync
 from tests.simulator.builders import cluster_of
 
 # --- allocations ---------------------------------------------------------------------------------

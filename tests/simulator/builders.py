@@ -557,12 +557,14 @@ class Tasks:
         reads = 0
         for number, (kind, device, channel, num_bytes) in enumerate(self._tasks):
             # One token per task; buffers are numbered like their makers.
-            tape.tasks[number] = (num_bytes, number, device, 0, 0, channel, reads, number, kind, 0)
+            tape.tasks[number] = (
+                num_bytes, number, device, 0, 0, channel, reads, number, kind, 0, 0
+            )  # fmt: skip
             tape.buffers[number] = (0.0, number, -1)
             for needed in self._after[number]:
                 tape.reads[reads] = needed
                 reads += 1
-        tape.tasks[count] = (0.0, 0, 0, 0, 0, 0, reads, count, 0, 0)
+        tape.tasks[count] = (0.0, 0, 0, 0, 0, 0, reads, count, 0, 0, 0)
         tape.counts[:] = (count, count, reads, 0, 0, 0)
         prices = self._prices()
         num_devices = self.cluster.num_devices
@@ -583,6 +585,8 @@ class Tasks:
             type_of_device=np.zeros(self.cluster.num_devices, np.int32),
             op_seconds=seconds[None],
             has_rule=np.zeros(len(self._seconds), np.bool_),
+            ruled_row=np.zeros(0, np.int32),
+            ruled_number=np.zeros((0, 0, 0), np.int32),
             ruled_seconds=np.zeros((self.cluster.num_devices, 0)),
             update_seconds=seconds,
             parameter_bytes=np.ones(seconds.shape[1]),

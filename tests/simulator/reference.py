@@ -92,9 +92,9 @@ def price(
             device_type = cluster.devices[device].type
             if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
                 share, op = int(program.samples[number]), int(op_id[subject])
+                units = int(program.units[number])
                 if op in ruled:
-                    flops = plan.flops_fixed + share * plan.flops_per_unit
-                    moved = plan.bytes_fixed + share * plan.bytes_per_unit
+                    flops, moved = plan.work(units or share, share, graph.batch_size)
                     seconds = float(model.work_seconds(graph, device_type, flops, moved)[op])
                 else:
                     seconds = float(model.op_seconds(graph, device_type, share)[op])

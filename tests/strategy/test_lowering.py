@@ -17,6 +17,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import P, R, S
 from heterog.strategy.channels import ChannelTable, slice_parts
+from heterog.strategy.layout import Layout, micro_shares, split_evenly, split_in_proportion
 from heterog.strategy.lowering import (
     encode,
     lower,
@@ -26,17 +27,8 @@ from heterog.strategy.lowering import (
 )
 from heterog.strategy.lowering.tape import make_tape
 from heterog.strategy.program import FIRST_FREE_KIND, Program, TaskKind
-from heterog.strategy.strategy import (
-    REPLICATED,
-    SLICED,
-    Decision,
-    Strategy,
-    Sync,
-    micro_shares,
-    split_evenly,
-    split_in_proportion,
-)
-from heterog.strategy.tables import graph_tables
+from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync
+from heterog.strategy.tables import Domain, graph_tables
 from tests.simulator.builders import (
     GraphBuilder,
     cluster_of,
@@ -444,7 +436,8 @@ def test_micro_shares_add_up(seed: int) -> None:
     devices = tuple(sorted(rng.sample(range(4), count)))
     shares = random_composition(rng, batch, count)
     micro = tuple(zip(*columns, strict=True))
-    rows = micro_shares(shares, devices, micro, num_micro)
+    sizes = tuple(map(sum, columns))
+    rows = micro_shares(Layout(devices, shares), micro, sizes)
     assert (rows >= 0).all()
     assert rows.sum(axis=0).tolist() == list(shares)
     assert rows.sum(axis=1).tolist() == [sum(column) for column in columns]
@@ -529,7 +522,7 @@ def test_updates_follow_every_gradient_and_every_reader(seed: int) -> None:
         home = strategy.homes[parameter]
         decision = strategy.decisions[group]
         replicas = set(decision.devices) | ({home} - {REPLICATED})
-        if is_sliced(decision) and tables.gradient_is_partial[parameter]:
+        if is_sliced(decision) and tables.gradient_domain[parameter] == Domain.ALL:
             parts = zip(decision.devices, slice_parts(decision), strict=True)
             replicas = {device for device, part in parts if part > 0}
             bucket = int(program.bucket[parameter])
@@ -543,7 +536,7 @@ def test_updates_follow_every_gradient_and_every_reader(seed: int) -> None:
         for task in mine:
             reading = {t.number for t in ops if t.subject in readers and t.device == task.device}
             assert reading <= before[task.number]
-            if tables.gradient_is_partial[parameter]:
+            if tables.gradient_domain[parameter] == Domain.ALL:
                 assert gradients <= before[task.number]
             # No op of the step sees the new weight.
             assert not any(task.number in before[op.number] for op in ops)

@@ -18,7 +18,8 @@ from heterog.graph.placement import L, R, S
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
-from heterog.strategy.lowering import axis_shares, lower
+from heterog.strategy.layout import axis_shares
+from heterog.strategy.lowering import lower
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, OpRule, Strategy, Sync
@@ -69,9 +70,9 @@ def test_columns_then_rows_by_hand() -> None:
     reduced = {names[program.subject[task]] for task in tasks(TaskKind.ALL_REDUCE)}
     assert reduced == {"2.bias", "4.weight", "4.bias"}
     slices = {
-        (names[program.subject[task]], int(program.device[task])): int(program.samples[task])
+        (names[program.subject[task]], int(program.device[task])): int(program.units[task])
         for task in tasks(TaskKind.UPDATE)
-        if program.samples[task]
+        if program.units[task]
     }
     assert slices == {
         (name, device): share
@@ -85,7 +86,7 @@ def test_columns_then_rows_by_hand() -> None:
     for device, share in enumerate((10, 4, 2)):
         assert program.resident_bytes[device] == 2 * (sharded * share / 16 + whole) + batch
     first = [t for t in tasks(TaskKind.COMPUTE) if tables.op_id[program.subject[t]] == 1]
-    assert program.samples[first].tolist() == [10, 4, 2]
+    assert program.units[first].tolist() == [10, 4, 2]
 
 
 def test_the_cost_of_a_part_is_that_of_its_columns() -> None:
@@ -138,12 +139,6 @@ def test_rules_that_are_not_legal(
 
 def test_what_cannot_be_combined_with_rules() -> None:
     graph, strategy = sharded_mlp()
-    micro = ((3, 2), (1, 1), (0, 1))
-    with pytest.raises(StrategyError, match="2 micro-batches cannot be combined with op rules"):
-        replace(strategy, micro_batches=micro).check(graph, THREE)
-    sliced = Decision(devices=(0, 1, 2), shares=(5, 2, 1), sync=Sync.ZERO1)
-    with pytest.raises(StrategyError, match="zero1 cannot be combined with op rules yet"):
-        replace(strategy, decisions=(sliced,) * len(strategy.decisions)).check(graph, THREE)
     served = Decision(devices=(0, 1, 2), shares=(5, 2, 1), sync=Sync.PARAMETER_SERVER)
     homes = (0,) * len(graph.updates)
     with pytest.raises(StrategyError, match=r"parameter '0.weight' has home 0, but by the rules"):
@@ -275,7 +270,7 @@ class _Follower:
         op = int(self.tables.op_id[row])
         group, axis = int(self.tables.op_group[row]), int(plan.op_axis[op])
         own = self.units(group, axis, device) if group >= 0 else range(1)
-        assert int(program.samples[task]) == len(own) > 0
+        assert int(program.units[task] or program.samples[task]) == len(own) > 0
         for tensor, needed in zip(graph.ops[op].inputs, plan.needed[op], strict=True):
             storage = int(graph.storage[tensor])
             if storage not in self.value_of:

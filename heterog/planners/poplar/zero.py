@@ -4,13 +4,8 @@ from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.planner import Task
 from heterog.planners.poplar.allocation import Allocation
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.strategy import (
-    DEFAULT_BUCKET_BYTES,
-    Decision,
-    Strategy,
-    Sync,
-    split_evenly,
-)
+from heterog.strategy.layout import split_evenly
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
 STAGES = (0, 1, 2, 3)
 

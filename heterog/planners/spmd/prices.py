@@ -20,7 +20,8 @@ from heterog.planners.spmd.forms import Form
 from heterog.planners.spmd.theory import Role, Row, Theory, Triple
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import ChannelTable
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, split_in_proportion
+from heterog.strategy.layout import split_in_proportion
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 IMPOSSIBLE = 1e9
 """Price of a conversion that does not exist; sums of a few stay far above any step."""

@@ -7,15 +7,16 @@ work; planners call it through the evaluator on buffers that are allocated once.
 What the kernel does, in program order, for each micro-batch (``walk``):
 
 1. Where an op reads a value that lies elsewhere (another group with other shares) or in parts, the
-   conversion first (``convert``): S to S moves the overlapping sample ranges, S to R gathers, P to
-   R reduces, R to R copies. Samples are numbered, and a group's devices own consecutive ranges of
-   them in device order, so neighbouring groups with similar shares move little.
+   conversion first (``convert``): S to S moves the overlapping ranges, S to R gathers, P to R
+   reduces, R to R copies. Samples are numbered, and a group's teams own consecutive ranges of them
+   (``layout``), so neighbouring groups with similar shares move little.
 2. One compute task on each device with samples, or with units of the axis that the op's rule names
    (``compute``). Before the first backward op of a group that recomputes, its forward ops once
    more (``recompute``).
 3. After the op that completes a gradient (in the last micro-batch): synchronisation and update,
-   tensor by tensor or when its bucket is full (``reduce``, ``serve``). Every replica holds a
-   full-size gradient, whatever its share (``gradients``), but for ZeRO (``slices``).
+   tensor by tensor or when its bucket is full (``reduce``, ``serve``), in rings of the devices
+   that hold parts of one sum. Every replica holds a full-size gradient, whatever its share
+   (``gradients``), but for ZeRO (``slices``).
 
 ``choice`` is a strategy in the kernel's flat arrays, ``scratch`` what the kernel remembers on its
 walk, ``tape`` what it writes, ``resident`` what stays on a device for the whole step. Each file
@@ -30,8 +31,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import Channel, ChannelTable
 from heterog.strategy.lowering.choice import Choice as Choice
-from heterog.strategy.lowering.choice import axis_shares as axis_shares
-from heterog.strategy.lowering.choice import batch_shares as batch_shares
+from heterog.strategy.lowering.choice import Encoder as Encoder
 from heterog.strategy.lowering.choice import encode as encode
 from heterog.strategy.lowering.resident import resident_bytes as resident_bytes
 from heterog.strategy.lowering.scratch import Scratch
@@ -134,6 +134,7 @@ def program_from_tape(
         turn=tasks["turn"].copy(),
         is_in_turn=bool(tape.counts[IN_TURN]),
         samples=tasks["samples"].copy(),
+        units=tasks["units"].copy(),
         channel=tasks["channel"].copy(),
         num_bytes=tasks["num_bytes"].copy(),
         read_start=tape.tasks["read_start"][: num_tasks + 1].copy(),

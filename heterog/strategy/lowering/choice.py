@@ -1,136 +1,357 @@
 """A strategy in flat arrays, as the lowering kernel takes it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from heterog.graph.axis_plan import EVERYWHERE
 from heterog.strategy.channels import ChannelTable, slice_parts
+from heterog.strategy.layout import Layout, LayoutCut, batch_shares, cut_layout, micro_sizes
 from heterog.strategy.lowering.turns import NO_SCHEDULE, Turns, encode_turns
+from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.program import FloatArray, IntArray
-from heterog.strategy.strategy import SLICED, Strategy, micro_shares, split_in_proportion
-from heterog.strategy.tables import GraphTables
+from heterog.strategy.rings import Ring, gradient_rings
+from heterog.strategy.strategy import SLICED, Decision, Strategy, Sync
+from heterog.strategy.tables import Domain, GraphTables
+
+BoolArray = npt.NDArray[np.bool_]
+MicroBatches = tuple[tuple[int, ...], ...]
+_MOST_TABLES = 256  # of micro-batches that an encoder remembers
+
+
+class Teams(NamedTuple):
+    """The teams of each layout; see ``layout``."""
+
+    number: IntArray  # of each device's team, -1 outside  # [num_layouts, num_devices]
+    position: IntArray  # of each device in its team  # [num_layouts, num_devices]
+    is_first: BoolArray  # the first member that computes  # [num_layouts, num_devices]
+    size: IntArray  # of each device's team  # [num_layouts, num_devices]
+    own_begin: IntArray  # first sample of each device  # [num_layouts, num_micro, num_devices]
+    samples: IntArray  # of each device's team  # [num_layouts, num_micro, num_devices]
+    begin: IntArray  # first of them  # [num_layouts, num_micro, num_devices]
+    units: IntArray  # along each axis but the batch  # [num_axes * num_layouts, num_devices]
+    unit_begin: IntArray  # first of them
+    reduce_channel: IntArray  # all-reduce inside a team, -1 if alone  # [num_layouts, num_devices]
+    gather_channel: IntArray  # all-gather inside a team  # [num_layouts, num_devices]
+
+
+class Rings(NamedTuple):
+    """Devices among which gradients are added up, for each group and ``Domain``."""
+
+    first: IntArray  # [num_groups, num_domains]
+    end: IntArray  # [num_groups, num_domains]
+    first_channel: IntArray  # all-reduce or reduce-scatter  # [num_rings]
+    second_channel: IntArray  # all-gather, -1 if there is none  # [num_rings]
+    part: FloatArray  # of each parameter that the ring adds up  # [num_rings]
+    member: BoolArray  # [num_rings, num_devices]
+    gives: BoolArray  # members that have a part of the sum  # [num_rings, num_devices]
+    is_whole: BoolArray  # members that hold no more of it than the ring adds up
+    slice_part: FloatArray  # under ZeRO, of the ring's part, that each owns
 
 
 class Choice(NamedTuple):
     """A strategy in flat arrays.
 
-    A *layout* is a device set with shares; groups share layouts. Layout ``l`` along axis ``a`` of
-    the tables is row ``a * num_layouts + l`` of the arrays over layouts.
+    Groups share *layouts*. Layout ``l`` along axis ``a`` of the tables is row
+    ``a * num_layouts + l`` of the arrays over rows.
     """
 
     num_micro: int
     num_steps: int
     bucket_bytes: float
     layout: IntArray  # of each group, the last entry for constants  # [num_groups + 1]
-    shares: IntArray  # [num_axes * num_layouts, num_micro, num_devices]
-    member: npt.NDArray[np.bool_]  # devices that hold a layout's parameters  # [rows, num_devices]
+    shares: IntArray  # samples, or units if the team has samples  # [rows, num_micro, num_devices]
+    member: BoolArray  # devices that hold a layout's parameters  # [num_layouts, num_devices]
+    teams: Teams
     sync: IntArray  # of each group
-    recompute: npt.NDArray[np.bool_]  # whether each group lets go what it made in the forward pass
-    first_channel: IntArray  # all-reduce or reduce-scatter of each group, -1 if none
-    second_channel: IntArray  # all-gather of each group, -1 if none
+    sync_class: IntArray  # groups whose gradients may share buckets have the same number
+    recompute: BoolArray  # whether each group lets go what it made in the forward pass
+    rings: Rings
     reduce_channel: IntArray  # utility all-reduce of each layout
     gather_channel: IntArray  # utility all-gather of each layout
     home: IntArray  # of each parameter
-    slice_part: FloatArray  # under ZeRO, that each device owns  # [num_groups, num_devices]
     rule_set: int = 0  # number of its op rules at the evaluator that encoded it
     turns: Turns = NO_SCHEDULE
+
+
+class LayoutRows(NamedTuple):
+    """One layout in flat arrays, on its way into ``Choice``."""
+
+    cut: LayoutCut
+    units: IntArray  # along every axis but the batch  # [num_axes - 1, num_devices]
+    unit_begin: IntArray  # [num_axes - 1, num_devices]
+    member: BoolArray  # [num_devices]
+    size: IntArray  # of each device's team  # [num_devices]
+    is_first: BoolArray
+    reduce_channel: int
+    gather_channel: int
+    team_reduce: IntArray  # [num_devices]
+    team_gather: IntArray  # [num_devices]
+
+
+class RingRows(NamedTuple):
+    """The rings of one decision in flat arrays, on their way into ``Choice``."""
+
+    counts: tuple[int, ...]  # rings of each domain
+    first_channel: list[int]
+    second_channel: list[int]
+    part: list[float]
+    member: BoolArray  # [num_rings, num_devices]
+    gives: BoolArray
+    is_whole: BoolArray
+    slice_part: FloatArray
+
+
+class Encoder:
+    """Turns decisions into the kernel's arrays, and remembers what it has turned.
+
+    Args:
+        tables: of the graph and its op rules.
+        channels: where the channels of layouts and rings are registered.
+    """
+
+    def __init__(self, tables: GraphTables, channels: ChannelTable) -> None:
+        self._tables = tables
+        self._channels = channels
+        self._num_devices = channels.cluster.num_devices
+        self._axes = tuple(int(units) for units in tables.axis_units[1:])
+        self._rings: dict[tuple[Layout, Sync, tuple[int, ...]], RingRows] = {}
+        self._rows: dict[MicroBatches, dict[Layout, LayoutRows]] = {}
+        self._classes: dict[tuple[Layout, Sync, tuple[int, ...]], int] = {}
+
+    def encode(
+        self,
+        decisions: Sequence[Decision],
+        of_group: IntArray,
+        *,
+        micro_batches: MicroBatches,
+        schedule: PipelineSchedule,
+        home: IntArray,
+        bucket_bytes: int,
+        num_steps: int,
+    ) -> Choice:
+        """The arrays of a strategy.
+
+        Args:
+            decisions: the different ones.
+            of_group: number of each group's decision.  # [num_groups]
+            micro_batches: see ``Strategy``.
+            schedule: see ``Strategy``.
+            home: of each parameter.
+            bucket_bytes: see ``Strategy``.
+            num_steps: training steps to unroll.
+        """
+        layouts: dict[Layout, int] = {}
+        of_decision = [layouts.setdefault(each.layout, len(layouts)) for each in decisions]
+        batch = self._tables.batch_size
+        sizes = micro_sizes(micro_batches, layouts, batch) if micro_batches else ()
+        if len(self._rows) > _MOST_TABLES:
+            self._rows.clear()
+        known = self._rows.setdefault(micro_batches, {})
+        for layout in layouts:
+            if layout not in known:
+                known[layout] = self._layout(layout, micro_batches, sizes)
+        rows = [known[layout] for layout in layouts]
+        rows.append(self._constants(rows))
+        shares = [row.cut.own for row in rows]
+        units = [np.zeros(self._num_devices, np.int32) for _ in rows]
+        unit_begin = list(units)
+        for axis in range(len(self._axes)):
+            shares += [row.units[axis] * (row.cut.team_samples > 0) for row in rows]
+            units += [row.units[axis] for row in rows]
+            unit_begin += [row.unit_begin[axis] for row in rows]
+        layout = np.append(np.array(of_decision)[of_group], len(layouts)).astype(np.int32)
+        all_shares = np.stack(shares).astype(np.int32)
+        return Choice(
+            num_micro=len(sizes) or 1,
+            num_steps=num_steps,
+            bucket_bytes=float(bucket_bytes),
+            layout=layout,
+            shares=all_shares,
+            member=np.stack([row.member for row in rows]),
+            teams=Teams(
+                number=np.stack([row.cut.team for row in rows]),
+                position=np.stack([row.cut.position for row in rows]),
+                is_first=np.stack([row.is_first for row in rows]),
+                size=np.stack([row.size for row in rows]),
+                own_begin=np.stack([row.cut.own_begin for row in rows]),
+                samples=np.stack([row.cut.team_samples for row in rows]),
+                begin=np.stack([row.cut.team_begin for row in rows]),
+                units=np.stack(units),
+                unit_begin=np.stack(unit_begin),
+                reduce_channel=np.stack([row.team_reduce for row in rows]),
+                gather_channel=np.stack([row.team_gather for row in rows]),
+            ),
+            sync=np.array([int(each.sync) for each in decisions], np.int32)[of_group],
+            sync_class=np.array([self._class(each) for each in decisions], np.int32)[of_group],
+            recompute=np.array([each.recompute for each in decisions], np.bool_)[of_group],
+            rings=self._all_rings(decisions, of_group),
+            reduce_channel=np.array([row.reduce_channel for row in rows], np.int32),
+            gather_channel=np.array([row.gather_channel for row in rows], np.int32),
+            home=home,
+            turns=encode_turns(
+                schedule,
+                self._tables,
+                [decisions[number].devices for number in of_group],
+                layout,
+                all_shares,
+            ),
+        )
+
+    def _class(self, decision: Decision) -> int:
+        key = (decision.layout, decision.sync, decision.slices)
+        return self._classes.setdefault(key, len(self._classes))
+
+    def _layout(
+        self, layout: Layout, micro_batches: MicroBatches, sizes: tuple[int, ...]
+    ) -> LayoutRows:
+        num_devices, channels = self._num_devices, self._channels
+        samples = layout._replace(shares=batch_shares(layout.shares, self._tables.batch_size))
+        cut = cut_layout(samples, num_devices, micro_batches, sizes)
+        units = np.zeros((len(self._axes), num_devices), np.int32)
+        begin = np.zeros_like(units)
+        size = np.zeros(num_devices, np.int32)
+        is_first = np.zeros(num_devices, np.bool_)
+        team_reduce = np.full(num_devices, -1, np.int32)
+        team_gather = np.full(num_devices, -1, np.int32)
+        weights = dict(zip(layout.devices, layout.parts or layout.shares, strict=True))
+        for team in layout.all_teams:
+            members = list(team)
+            size[members] = len(team)
+            is_first[next((device for device in team if weights[device]), team[0])] = True
+            if len(team) > 1:
+                ordered = tuple(sorted(team))
+                team_reduce[members] = channels.value_reduce(ordered)
+                team_gather[members] = channels.all_gather(ordered, ())
+        for axis, total in enumerate(self._axes):
+            for team, counts in zip(layout.all_teams, layout.units(total), strict=True):
+                units[axis, list(team)] = counts
+                begin[axis, list(team)] = np.cumsum(counts) - counts
+        several = len(layout.devices) > 1
+        return LayoutRows(
+            cut=cut,
+            units=units,
+            unit_begin=begin,
+            member=np.isin(np.arange(num_devices), layout.devices),
+            size=size,
+            is_first=is_first,
+            reduce_channel=channels.value_reduce(layout.devices) if several else -1,
+            gather_channel=channels.all_gather(layout.devices, ()) if several else -1,
+            team_reduce=team_reduce,
+            team_gather=team_gather,
+        )
+
+    def _constants(self, rows: Sequence[LayoutRows]) -> LayoutRows:
+        """Constants are computed on every device that computes anything."""
+        own = np.zeros_like(rows[0].cut.own)
+        for row in rows:
+            own |= row.cut.own > 0
+            if len(self._axes):  # a device without samples may own units of another axis
+                own |= (row.cut.team_samples > 0) & row.units.any(axis=0)
+        nothing = np.zeros(self._num_devices, np.int32)
+        units = np.tile(own.any(axis=0).astype(np.int32), (len(self._axes), 1))
+        none = np.full(self._num_devices, -1, np.int32)
+        return LayoutRows(
+            cut=LayoutCut(own, np.zeros_like(own), own, np.zeros_like(own), none, none),
+            units=units,
+            unit_begin=np.zeros_like(units),
+            member=np.asarray(own.any(axis=0)),
+            size=nothing,
+            is_first=np.asarray(own.any(axis=0)),
+            reduce_channel=-1,
+            gather_channel=-1,
+            team_reduce=none,
+            team_gather=none,
+        )
+
+    def _all_rings(self, decisions: Sequence[Decision], of_group: IntArray) -> Rings:
+        num_domains = Domain.SLICES + len(self._axes)
+        first = np.zeros((len(decisions), num_domains), np.int32)
+        end = np.zeros_like(first)
+        found = [self._rings_of(decision) for decision in decisions]
+        begin = 0
+        for number, rows in enumerate(found):
+            ends = begin + np.cumsum(rows.counts)
+            end[number] = ends
+            first[number] = ends - rows.counts
+            begin = int(ends[-1])
+        return Rings(
+            first=first[of_group],
+            end=end[of_group],
+            first_channel=np.array([c for rows in found for c in rows.first_channel], np.int32),
+            second_channel=np.array([c for rows in found for c in rows.second_channel], np.int32),
+            part=np.array([part for rows in found for part in rows.part], np.float64),
+            member=np.concatenate([rows.member for rows in found]),
+            gives=np.concatenate([rows.gives for rows in found]),
+            is_whole=np.concatenate([rows.is_whole for rows in found]),
+            slice_part=np.concatenate([rows.slice_part for rows in found]),
+        )
+
+    def _rings_of(self, decision: Decision) -> RingRows:
+        key = (decision.layout, decision.sync, decision.slices)
+        if key not in self._rings:
+            self._rings[key] = self._new_rings(decision)
+        return self._rings[key]
+
+    def _new_rings(self, decision: Decision) -> RingRows:
+        domains = gradient_rings(decision.layout, self._axes)
+        if decision.sync == Sync.PARAMETER_SERVER:
+            domains = tuple(
+                () if number < Domain.SLICES else rings for number, rings in enumerate(domains)
+            )
+        rings = [ring for rings in domains for ring in rings]
+        shape = (len(rings), self._num_devices)
+        member, gives, is_whole = (np.zeros(shape, np.bool_) for _ in range(3))
+        slice_part = np.zeros(shape)
+        channels = []
+        for number, ring in enumerate(rings):
+            member[number, list(ring.devices)] = True
+            gives[number, list(ring.givers)] = True
+            is_whole[number, list(ring.whole)] = True
+            synchronised = _ring_decision(ring, decision)
+            channels.append(self._channels.for_decision(synchronised))
+            if decision.sync in SLICED:
+                slice_part[number, list(ring.devices)] = slice_parts(synchronised)
+        return RingRows(
+            counts=tuple(map(len, domains)),
+            first_channel=[first for first, _ in channels],
+            second_channel=[second for _, second in channels],
+            part=[ring.part for ring in rings],
+            member=member,
+            gives=gives,
+            is_whole=is_whole,
+            slice_part=slice_part,
+        )
+
+
+def _ring_decision(ring: Ring, of: Decision) -> Decision:
+    """What the devices of a ring decide about their part."""
+    # Slices of a parameter have no home: servers would have nothing to bring together.
+    sync = Sync.RING if of.sync == Sync.PARAMETER_SERVER else of.sync
+    slices: tuple[int, ...] = ()
+    if of.slices:
+        slices = tuple(of.slices[of.devices.index(device)] for device in ring.devices)
+    return Decision(
+        devices=ring.devices,
+        shares=(0,) * len(ring.devices),
+        sync=sync,
+        slices=slices if any(slices) else (),  # who owns nothing elsewhere owns even parts here
+    )
 
 
 def encode(
     strategy: Strategy, tables: GraphTables, channels: ChannelTable, *, num_steps: int
 ) -> Choice:
     """A strategy as the kernel's flat arrays."""
-    num_devices = channels.cluster.num_devices
-    layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    layout = np.empty(tables.num_groups + 1, np.int32)
-    for group, decision in enumerate(strategy.decisions):
-        key = (decision.devices, decision.shares)
-        layout[group] = layouts.setdefault(key, len(layouts))
-    num_layouts = len(layouts) + 1
-    layout[-1] = num_layouts - 1
-    num_micro = strategy.num_micro_batches
-    shares = np.zeros((num_layouts, num_micro, num_devices), np.int32)
-    planned = np.zeros((num_layouts, 1, num_devices), np.int32)
-    member = np.zeros((num_layouts, num_devices), np.bool_)
-    reduce_channel = np.full(num_layouts, -1, np.int32)
-    gather_channel = np.full(num_layouts, -1, np.int32)
-    for (devices, counts), number in layouts.items():
-        member[number, list(devices)] = True
-        samples = batch_shares(counts, tables.batch_size)
-        shares[number][:, list(devices)] = micro_shares(
-            samples, devices, strategy.micro_batches, num_micro
-        )
-        planned[number, 0, list(devices)] = counts
-        if len(devices) > 1:
-            reduce_channel[number] = channels.value_reduce(devices)
-            gather_channel[number] = channels.all_gather(devices, ())
-    # Constants are computed on every device that computes anything.
-    active = shares[:-1].sum(axis=0) > 0
-    if len(tables.axis_units) > 1:  # a device without samples may own units of another axis
-        active |= planned[:-1].sum(axis=0) > 0
-        planned[-1] = active
-    shares[-1] = active
-    member[-1] = active.any(axis=0)
-    num_axes = len(tables.axis_units)
-    if num_axes > 1:
-        rows = [_axis_rows(planned, int(units)) for units in tables.axis_units[1:]]
-        shares = np.concatenate([shares, *rows])
-        member = np.tile(member, (num_axes, 1))
-        reduce_channel = np.tile(reduce_channel, num_axes)
-        gather_channel = np.tile(gather_channel, num_axes)
-    pairs = [channels.for_decision(decision) for decision in strategy.decisions]
-    slice_part = np.zeros((tables.num_groups, num_devices))
-    for group, decision in enumerate(strategy.decisions):
-        if decision.sync in SLICED:
-            slice_part[group, list(decision.devices)] = slice_parts(decision)
-    return Choice(
-        num_micro=num_micro,
-        num_steps=num_steps,
-        bucket_bytes=float(strategy.bucket_bytes),
-        layout=layout,
-        shares=shares,
-        member=member,
-        sync=np.array([int(decision.sync) for decision in strategy.decisions], np.int32),
-        recompute=np.array([decision.recompute for decision in strategy.decisions], np.bool_),
-        first_channel=np.array([first for first, _ in pairs], np.int32),
-        second_channel=np.array([second for _, second in pairs], np.int32),
-        reduce_channel=reduce_channel,
-        gather_channel=gather_channel,
+    numbers: dict[Decision, int] = {}
+    of_group = [numbers.setdefault(decision, len(numbers)) for decision in strategy.decisions]
+    return Encoder(tables, channels).encode(
+        list(numbers),
+        np.array(of_group, np.int32),
+        micro_batches=strategy.micro_batches,
+        schedule=strategy.schedule,
         home=np.array(strategy.homes, np.int32),
-        slice_part=slice_part,
-        turns=encode_turns(
-            strategy.schedule,
-            tables,
-            [decision.devices for decision in strategy.decisions],
-            layout,
-            shares,
-        ),
+        bucket_bytes=strategy.bucket_bytes,
+        num_steps=num_steps,
     )
-
-
-def batch_shares(shares: tuple[int, ...], batch_size: int) -> tuple[int, ...]:
-    """Samples of each device of a decision, in proportion to its shares on another batch.
-
-    >>> batch_shares((5, 2, 1), 8), batch_shares((5, 2, 1), 4)
-    ((5, 2, 1), (3, 1, 0))
-    """
-    return shares if sum(shares) == batch_size else split_in_proportion(batch_size, shares)
-
-
-def axis_shares(units: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-    """Units of an axis for each device of a decision, in proportion to its shares.
-
-    >>> axis_shares(16, (5, 2, 1)), axis_shares(EVERYWHERE, (5, 0, 3))
-    ((10, 4, 2), (1, 0, 1))
-    """
-    if units == EVERYWHERE:
-        return tuple(int(share > 0) for share in shares)
-    return split_in_proportion(units, shares)
-
-
-def _axis_rows(shares: IntArray, units: int) -> IntArray:
-    """Shares of every layout along another axis than the batch."""
-    assert shares.shape[1] == 1, "strategies with op rules have no micro-batches"
-    return np.array([[axis_shares(units, tuple(map(int, row[0])))] for row in shares], np.int32)

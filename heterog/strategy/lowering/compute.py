@@ -5,9 +5,10 @@ from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, OVERFLOW, Tape
 from heterog.strategy.program import TaskKind
-from heterog.strategy.tables import GraphTables
+from heterog.strategy.tables import KIND_NUMBER, GraphTables
 
 _COMPUTE = int(TaskKind.COMPUTE)
+_S = KIND_NUMBER["S"]
 
 
 @part
@@ -21,6 +22,8 @@ def compute_op(
     tape in registers, instead of through ``write_task``.
     """
     num_devices = choice.member.shape[1]
+    axis = tables.op_axis[op]
+    plain = layout - axis * len(choice.member)
     first_read, last_read = tables.read_start[op], tables.read_start[op + 1]
     first_ready = tables.parameter_read_start[op]
     last_ready = tables.parameter_read_start[op + 1]
@@ -40,9 +43,13 @@ def compute_op(
         tape.counts[OVERFLOW] = 1
         return
     for device in range(num_devices):
-        samples = choice.shares[layout, micro, device]
-        if samples == 0:
+        share = choice.shares[layout, micro, device]
+        if share == 0:
             continue
+        samples, part = share, 1.0
+        if axis > 0:  # on all samples of the team, and on the own units
+            samples = choice.teams.samples[plain, micro, device]
+            part = samples / tables.batch_size
         task = tape.tasks[number]
         task.kind = _COMPUTE
         task.turn = tape.turn[device]
@@ -50,6 +57,7 @@ def compute_op(
         task.device = device
         task.micro = micro
         task.samples = samples
+        task.units = share if axis > 0 else 0
         task.channel = -1
         task.num_bytes = 0.0
         task.read_start = read
@@ -72,9 +80,10 @@ def compute_op(
             buffer = tape.buffers[made]
             buffer.maker = number
             buffer.device = device
-            buffer.num_bytes = (
-                tables.value_bytes[value] + tables.value_bytes_per_unit[value] * samples
-            )
+            size = tables.value_bytes[value] + tables.value_bytes_per_unit[value] * share
+            if axis > 0 and tables.value_batch_kind[value] == _S:
+                size *= part
+            buffer.num_bytes = size
             scratch.value_buffer[value, device] = made
             made += 1
         if is_capped and group >= 0:

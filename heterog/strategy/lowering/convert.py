@@ -1,5 +1,13 @@
-"""Conversions: a value as it was made becomes what a reader elsewhere needs."""
+"""Conversions: a value as it was made becomes what a reader elsewhere needs.
 
+What a device holds of a value is a box: an interval of samples (its own, or all of its team's) and
+an interval of units of the axis of the rule that made it, and it may be a part of a sum. A
+conversion makes the value whole inside teams where it has to (a gather, a reduction), then brings
+boxes from where they lie to where they are needed, piece by piece from the nearest that has it,
+and gathers or reduces over all devices what is needed whole.
+"""
+
+from heterog.graph.axis_plan import AS_MADE, EVERYTHING, IN_TEAM
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.scratch import Scratch
@@ -7,6 +15,7 @@ from heterog.strategy.lowering.tape import (
     NUM_BUFFERS,
     NUM_TASKS,
     Tape,
+    set_units,
     write_buffer,
     write_read,
     write_task,
@@ -14,7 +23,7 @@ from heterog.strategy.lowering.tape import (
 from heterog.strategy.lowering.turns import BY_MICRO_BATCH, turn_of, work_of
 from heterog.strategy.pipeline_schedule import Pass
 from heterog.strategy.program import TaskKind
-from heterog.strategy.tables import GraphTables
+from heterog.strategy.tables import KIND_NUMBER, GraphTables
 
 # Plain integers, because numba freezes enum members into slow objects.
 _SPLIT = int(TaskKind.SPLIT)
@@ -24,7 +33,11 @@ _REDUCE_VALUE = int(TaskKind.REDUCE_VALUE)
 _GATHER_VALUE = int(TaskKind.GATHER_VALUE)
 _BACKWARD = int(Pass.BACKWARD)
 _WEIGHTS = int(Pass.WEIGHTS)
-_R, _S, _P = 0, 1, 2
+_S, _P = KIND_NUMBER["S"], KIND_NUMBER["P"]
+_OWN, _TEAMS, _FIRSTS = 0, 1, 2
+"""What a target device gets: its own samples, those of its team, or these for one of the team."""
+_ALL, _FIRST, _FIRST_TEAM = 0, 1, 2
+"""Who gets a copy of a whole value: everybody, or whose part of a sum it becomes."""
 
 
 @helper
@@ -42,46 +55,134 @@ def convert(
 ) -> None:
     """Make a value available the way a slot needs it."""
     value = tables.slot_value[slot]
+    maker = tables.value_op[value]
+    source = choice.layout[tables.op_group[maker]]
+    target = choice.layout[tables.slot_group[slot]]
+    scratch.slot_done[slot] = 1
+    if _is_there(tables, choice, scratch, slot, source, target):
+        return
+    for device in range(choice.member.shape[1]):
+        scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
+    if tables.op_axis[maker] == 0:
+        _convert_along_batch(tables, choice, scratch, tape, slot, source, target, micro)
+    else:
+        _convert_ruled(tables, choice, scratch, tape, slot, source, target, micro)
+
+
+@helper
+def _is_there(
+    tables: GraphTables, choice: Choice, scratch: Scratch, slot: int, source: int, target: int
+) -> bool:
+    """Take what another slot of the same value has brought to the same layout, if one has."""
+    value = tables.slot_value[slot]
     whole = tables.slot_whole[slot]
     kind = tables.value_kind[value]
-    maker = tables.value_op[value]
-    num_layouts = len(choice.shares) // len(tables.axis_units)
-    first_row = num_layouts * tables.op_axis[maker]
-    source = choice.layout[tables.op_group[maker]] + first_row
-    reading = choice.layout[tables.slot_group[slot]]
-    # Units move along their own axis; whatever else is read is wanted where the reader runs.
-    target = reading + (first_row if kind == _S else num_layouts * tables.slot_axis[slot])
-    scratch.slot_done[slot] = 1
-    num_devices = choice.member.shape[1]
-    same_devices = source == reading + first_row
     # Gathers and reductions leave the whole on every device of a layout.
-    in_layout = kind == _S or (kind == _P and whole == 1 and same_devices)
-    # Another slot of the same value may have brought it to the same layout already.
+    in_layout = kind == _S or (kind == _P and whole != AS_MADE and source == target)
     for other in range(tables.value_slot_start[value], tables.value_slot_start[value + 1]):
         if (
             other != slot
             and scratch.slot_done[other] == 1
             and tables.slot_whole[other] == whole
-            and choice.layout[tables.slot_group[other]] == reading
+            and choice.layout[tables.slot_group[other]] == target
             and (in_layout or tables.slot_axis[other] == tables.slot_axis[slot])
         ):
-            for device in range(num_devices):
+            for device in range(choice.member.shape[1]):
                 scratch.slot_buffer[slot, device] = scratch.slot_buffer[other, device]
-            return
-    for device in range(num_devices):
-        scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
+            return True
+    return False
+
+
+@helper
+def _convert_along_batch(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    target: int, micro: int,
+) -> None:  # fmt: skip
+    """A value of an op that follows the batch: each device has its own samples of it."""
+    kind = tables.value_kind[tables.slot_value[slot]]
+    whole = tables.slot_whole[slot]
+    reader = target + len(choice.member) * tables.slot_axis[slot]
     if kind == _S:
         if source != target:
-            _move_samples(tables, choice, scratch, tape, slot, source, target, micro)
-        if whole == 1:
+            _bring(tables, choice, scratch, tape, slot, source, target, micro)
+        if whole == IN_TEAM:
+            _gather_in_teams(tables, choice, scratch, tape, slot, target, target, micro)
+        elif whole == EVERYTHING:
             _gather(tables, choice, scratch, tape, slot, target, micro)
     elif kind == _P:
-        if whole == 1 or not (same_devices and _covers(choice, source, target, micro)):
-            _reduce(tables, choice, scratch, tape, slot, source, micro)
-            if whole == 0 or not same_devices:
-                _copy_whole(tables, choice, scratch, tape, slot, source, target, micro, whole == 0)
-    elif source != target:
-        _copy_whole(tables, choice, scratch, tape, slot, source, target, micro, False)
+        if whole == IN_TEAM and source == target:
+            _reduce_in_teams(tables, choice, scratch, tape, slot, source, source, micro)
+        elif whole != AS_MADE or source != target or not _covers(choice, source, reader, micro):
+            _reduce(tables, choice, scratch, tape, slot, source, source, micro, False)
+            if whole == AS_MADE or source != target:
+                who = _FIRST if whole == AS_MADE else _FIRST_TEAM if whole == IN_TEAM else _ALL
+                _copy_whole(tables, choice, scratch, tape, slot, source, reader, micro, who)
+    elif source != reader:
+        _copy_whole(tables, choice, scratch, tape, slot, source, reader, micro, _ALL)
+
+
+@helper
+def _convert_ruled(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    target: int, micro: int,
+) -> None:  # fmt: skip
+    """A value of an op with a rule: each device has all samples of its team of it.
+
+    Along the axis of the rule it has its units (S), a part of a sum (P) or all (R).
+    """
+    value = tables.slot_value[slot]
+    kind, over_teams = tables.value_kind[value], tables.value_batch_kind[value]
+    whole = tables.slot_whole[slot]
+    num_layouts = len(choice.member)
+    row = source + num_layouts * tables.op_axis[tables.value_op[value]]
+    reader_axis = tables.slot_axis[slot]
+    reader = target + num_layouts * reader_axis
+    same = source == target
+    if kind == _P:
+        if whole == AS_MADE and same and _covers(choice, row, reader, micro):
+            return
+        if over_teams == _P and (whole != IN_TEAM or not same):
+            _reduce(tables, choice, scratch, tape, slot, source, row, micro, False)
+            if whole == AS_MADE or not same:
+                who = _FIRST if whole == AS_MADE else _FIRST_TEAM if whole == IN_TEAM else _ALL
+                _copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
+            return
+        _reduce_in_teams(tables, choice, scratch, tape, slot, source, row, micro)
+    elif kind == _S:
+        arrived = target + row - source
+        if same and whole != AS_MADE:
+            _gather_in_teams(tables, choice, scratch, tape, slot, target, arrived, micro)
+        elif not same and over_teams == _S:
+            _bring(tables, choice, scratch, tape, slot, row, arrived, micro)
+            if whole != AS_MADE:
+                _gather_in_teams(tables, choice, scratch, tape, slot, target, arrived, micro)
+        elif not same:
+            _gather_in_teams(tables, choice, scratch, tape, slot, source, row, micro)
+        if whole == AS_MADE and (same or over_teams == _S):
+            return
+        if not same and over_teams == _S:
+            if whole == EVERYTHING:
+                _gather(tables, choice, scratch, tape, slot, target, micro)
+            return
+    # Now each member of a source team has all that the team has.
+    if over_teams == _S:
+        wanted = _OWN if reader_axis == 0 and whole != IN_TEAM else _TEAMS
+        if kind == _P and whole == AS_MADE:
+            wanted = _FIRSTS
+        if whole == EVERYTHING:
+            wanted = _OWN
+        _bring_whole(tables, choice, scratch, tape, slot, row, reader, target, micro, wanted)
+        if whole == EVERYTHING:
+            _gather(tables, choice, scratch, tape, slot, target, micro)
+    elif over_teams == _P:
+        if whole == EVERYTHING or not same:
+            _reduce(tables, choice, scratch, tape, slot, source, row, micro, True)
+            if not same:
+                who = _ALL if whole == EVERYTHING else _FIRST_TEAM
+                _copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
+        # Otherwise each member keeps it, and for a reader of parts it is zero on all but one.
+    elif row != reader:
+        _copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, _ALL)
 
 
 @helper
@@ -94,72 +195,228 @@ def _covers(choice: Choice, source: int, target: int, micro: int) -> bool:
 
 
 @helper
-def _move_samples(
+def _bytes_of(tables: GraphTables, value: int, samples: int, units: int) -> float:
+    """Bytes of some samples and units of a value that is split along the batch.
+
+    Args:
+        tables: of the graph.
+        value: the value.
+        samples: of the batch.
+        units: of the axis of the rule that made it; -1 for all of them.
+    """
+    if tables.op_axis[tables.value_op[value]] == 0:
+        return float(samples * tables.value_bytes_per_unit[value])
+    per_unit = tables.value_bytes_per_unit[value]
+    if units < 0:
+        units = tables.axis_units[tables.op_axis[tables.value_op[value]]]
+    return float((tables.value_bytes[value] + units * per_unit) * samples / tables.batch_size)
+
+
+@helper
+def _bring(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
 ) -> None:  # fmt: skip
-    """S to S: each device gets its range of samples from the devices whose ranges overlap it."""
+    """Each target device gets its box from the devices whose boxes overlap it.
+
+    Args:
+        tables: of the graph.
+        choice: the strategy.
+        scratch: its ``slot_buffer`` is written.
+        tape: is written.
+        slot: that is filled.
+        source: row of the maker.
+        target: row of the same axis in the layout of the reader.
+        micro: the micro-batch.
+    """
     value = tables.slot_value[slot]
     num_devices = choice.member.shape[1]
-    per_unit = tables.value_bytes_per_unit[value] * tables.value_moved_fraction[value]
-    contiguous = tables.value_is_outermost[value] == 1
-    turns, maker = choice.turns, tables.value_op[value]
-    work = work_of(tables, turns, maker)
-    begin = 0
+    num_layouts = len(choice.member)
+    axis = tables.op_axis[tables.value_op[value]]
+    from_layout, to_layout = source - axis * num_layouts, target - axis * num_layouts
+    teams = choice.teams
+    fraction = tables.value_moved_fraction[value]
     for device in range(num_devices):
         count = choice.shares[target, micro, device]
         if count == 0:
             continue
-        end = begin + count
-        # First the pieces that must travel, then one task that joins all of them.
-        parts = 0
-        low = 0
+        begin, units, unit_begin = teams.own_begin[to_layout, micro, device], -1, 0
+        if axis > 0:
+            units, unit_begin = count, teams.unit_begin[target, device]
+            begin = teams.begin[to_layout, micro, device]
+            count = teams.samples[to_layout, micro, device]
         first_piece = tape.counts[NUM_BUFFERS]
+        parts = 0
         local = -1
         for other in range(num_devices):
             owned = choice.shares[source, micro, other]
-            high = low + owned
-            overlap = min(end, high) - max(begin, low)
-            low = high
+            if owned == 0:
+                continue
+            low, owned_units = teams.own_begin[from_layout, micro, other], -1
+            overlap_units = -1
+            if axis > 0:
+                owned_units, low = owned, teams.begin[from_layout, micro, other]
+                owned = teams.samples[from_layout, micro, other]
+                other_begin = teams.unit_begin[source, other]
+                overlap_units = min(unit_begin + units, other_begin + owned_units) - max(
+                    unit_begin, other_begin
+                )
+                if overlap_units <= 0:
+                    continue
+            overlap = min(begin + count, low + owned) - max(begin, low)
             if overlap <= 0:
                 continue
             parts += 1
             mine = scratch.value_buffer[value, other]
-            size = overlap * per_unit
             if other == device:
                 local = mine
-                if overlap == owned and overlap == count:
-                    break
                 continue
-            if overlap < owned and not contiguous:
-                write_task(tape, _SPLIT, slot, other, micro, overlap, -1, 2.0 * size)
-                if turns.rule != BY_MICRO_BATCH:  # it follows what it cuts
-                    cut = tape.tasks[tape.counts[NUM_TASKS] - 1]
-                    group = tables.op_group[maker]
-                    cut.turn = turn_of(turns, tape, group, work, other, micro)
-                write_read(tape, mine)
-                mine = write_buffer(tape, other, size)
-            write_task(
-                tape, _SEND, slot, device, micro, overlap, other * num_devices + device, size
-            )
-            write_read(tape, mine)
-            scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
-        if parts > 1:
-            pieces = tape.counts[NUM_BUFFERS]
-            write_task(tape, _CONCAT, slot, device, micro, count, -1, 2.0 * count * per_unit)
-            if turns.rule != BY_MICRO_BATCH and work != _WEIGHTS:
-                # The first reader may be of the weights, and others wait for it before those.
-                group = tables.slot_group[slot]
-                joined = tape.tasks[tape.counts[NUM_TASKS] - 1]
-                joined.turn = min(
-                    joined.turn, turn_of(turns, tape, group, _BACKWARD, device, micro)
-                )
-            write_read(tape, local)
-            for piece in range(first_piece, pieces):
-                if tape.buffers[piece].device == device:
-                    write_read(tape, piece)
-            scratch.slot_buffer[slot, device] = write_buffer(tape, device, count * per_unit)
-        begin = end
+            _send(
+                tables, choice, scratch, tape, slot, mine, other, device, micro, overlap,
+                overlap_units, owned, owned_units, fraction,
+            )  # fmt: skip
+        _join(
+            tables, choice, scratch, tape, slot, device, micro, parts, local, first_piece, count,
+            units, fraction,
+        )  # fmt: skip
+
+
+@helper
+def _bring_whole(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    reader: int, target: int, micro: int, wanted: int,
+) -> None:  # fmt: skip
+    """Each target device gets its samples of a value that all members of a source team hold.
+
+    From itself if it is one of them, otherwise from the member with its own position in the team.
+    """
+    value = tables.slot_value[slot]
+    num_devices = choice.member.shape[1]
+    axis = tables.op_axis[tables.value_op[value]]
+    from_layout = source - axis * len(choice.member)
+    teams = choice.teams
+    fraction = tables.value_moved_fraction[value]
+    for device in range(num_devices):
+        scratch.holder_buffer[device] = scratch.slot_buffer[slot, device]
+    for device in range(num_devices):
+        if choice.shares[reader, micro, device] == 0:
+            continue
+        if wanted == _OWN:
+            begin = teams.own_begin[target, micro, device]
+            count = choice.shares[target, micro, device]
+        else:
+            begin, count = teams.begin[target, micro, device], teams.samples[target, micro, device]
+        if wanted == _FIRSTS and not teams.is_first[target, device]:
+            scratch.slot_buffer[slot, device] = -1
+            continue
+        if count == 0:
+            continue
+        first_piece = tape.counts[NUM_BUFFERS]
+        parts = 0
+        local = -1
+        for other in range(num_devices):
+            if choice.shares[source, micro, other] == 0:
+                continue
+            low = teams.begin[from_layout, micro, other]
+            owned = teams.samples[from_layout, micro, other]
+            overlap = min(begin + count, low + owned) - max(begin, low)
+            place = teams.position[target, device]
+            if overlap <= 0 or not _sends(
+                choice, source, from_layout, micro, other, device, place
+            ):
+                continue
+            parts += 1
+            mine = scratch.holder_buffer[other]
+            if other == device:
+                local = mine
+                continue
+            _send(
+                tables, choice, scratch, tape, slot, mine, other, device, micro, overlap, -1,
+                owned, -1, fraction,
+            )  # fmt: skip
+        _join(
+            tables, choice, scratch, tape, slot, device, micro, parts, local, first_piece, count,
+            -1, fraction,
+        )  # fmt: skip
+
+
+@helper
+def _sends(
+    choice: Choice, row: int, layout: int, micro: int, other: int, device: int, place: int
+) -> bool:
+    """Whether a device is the one of its team from which another gets what all members hold."""
+    teams = choice.teams
+    team = teams.number[layout, other]
+    if teams.number[layout, device] == team and choice.shares[row, micro, device] > 0:
+        return other == device
+    wanted = max(place, 0) % teams.size[layout, other]
+    if teams.position[layout, other] == wanted:
+        return True
+    if not teams.is_first[layout, other]:
+        return False
+    for member in range(choice.member.shape[1]):  # the first, if the one that is wanted has none
+        if teams.number[layout, member] == team and teams.position[layout, member] == wanted:
+            return bool(choice.shares[row, micro, member] == 0)
+    return False
+
+
+@helper
+def _send(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, mine: int,
+    other: int, device: int, micro: int, overlap: int, units: int, owned: int, owned_units: int,
+    fraction: float,
+) -> None:  # fmt: skip
+    """Send a piece of a value, cut out before where it does not lie in one."""
+    value = tables.slot_value[slot]
+    maker = tables.value_op[value]
+    turns = choice.turns
+    size = _bytes_of(tables, value, overlap, units) * fraction
+    if tables.op_axis[maker] == 0:
+        contiguous = tables.value_is_outermost[value] == 1
+    elif units == owned_units:
+        contiguous = tables.value_batch_is_outermost[value] == 1
+    else:
+        contiguous = overlap == owned and tables.value_is_outermost[value] == 1
+    if (overlap < owned or units < owned_units) and not contiguous:
+        write_task(tape, _SPLIT, slot, other, micro, overlap, -1, 2.0 * size)
+        set_units(tape, max(units, 0))
+        if turns.rule != BY_MICRO_BATCH:  # it follows what it cuts
+            cut = tape.tasks[tape.counts[NUM_TASKS] - 1]
+            group, work = tables.op_group[maker], work_of(tables, turns, maker)
+            cut.turn = turn_of(turns, tape, group, work, other, micro)
+        write_read(tape, mine)
+        mine = write_buffer(tape, other, size)
+    channel = other * choice.member.shape[1] + device
+    write_task(tape, _SEND, slot, device, micro, overlap, channel, size)
+    set_units(tape, max(units, 0))
+    write_read(tape, mine)
+    scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
+
+
+@helper
+def _join(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, device: int,
+    micro: int, parts: int, local: int, first_piece: int, count: int, units: int, fraction: float,
+) -> None:  # fmt: skip
+    """Join the pieces of a value that a device has got, if there are several."""
+    if parts < 2:
+        return
+    value = tables.slot_value[slot]
+    turns = choice.turns
+    size = _bytes_of(tables, value, count, units) * fraction
+    pieces = tape.counts[NUM_BUFFERS]
+    write_task(tape, _CONCAT, slot, device, micro, count, -1, 2.0 * size)
+    set_units(tape, max(units, 0))
+    if turns.rule != BY_MICRO_BATCH and work_of(tables, turns, tables.value_op[value]) != _WEIGHTS:
+        # The first reader may be of the weights, and others wait for it before those.
+        joined = tape.tasks[tape.counts[NUM_TASKS] - 1]
+        group = tables.slot_group[slot]
+        joined.turn = min(joined.turn, turn_of(turns, tape, group, _BACKWARD, device, micro))
+    write_read(tape, local)
+    for piece in range(first_piece, pieces):
+        if tape.buffers[piece].device == device:
+            write_read(tape, piece)
+    scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
 
 
 @helper
@@ -167,7 +424,7 @@ def _gather(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
     micro: int,
 ) -> None:  # fmt: skip
-    """S to R inside a layout: a padded all-gather to every member."""
+    """The samples of all devices: a padded all-gather to every member of a layout."""
     channel = choice.gather_channel[layout]
     if channel < 0:
         return
@@ -181,63 +438,162 @@ def _gather(
         total += count
         largest = max(largest, count)
         members += 1 if choice.member[layout, device] else 0
-    per_unit = tables.value_bytes_per_unit[value]
-    write_task(tape, _GATHER_VALUE, slot, -1, micro, total, channel, members * largest * per_unit)
+    size = members * _bytes_of(tables, value, largest, -1)
+    write_task(tape, _GATHER_VALUE, slot, -1, micro, total, channel, size)
     for device in range(num_devices):
         if choice.shares[layout, micro, device] > 0:
             write_read(tape, scratch.slot_buffer[slot, device])
     for device in range(num_devices):
         if choice.member[layout, device]:
-            scratch.slot_buffer[slot, device] = write_buffer(tape, device, total * per_unit)
+            whole = _bytes_of(tables, value, total, -1)
+            scratch.slot_buffer[slot, device] = write_buffer(tape, device, whole)
+
+
+@helper
+def _gather_in_teams(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
+    row: int, micro: int,
+) -> None:  # fmt: skip
+    """All that the members of each team have together: a padded all-gather inside it.
+
+    Samples if the row is the layout itself, units of the row's axis otherwise.
+    """
+    value = tables.slot_value[slot]
+    teams = choice.teams
+    num_devices = choice.member.shape[1]
+    for first in range(num_devices):
+        channel = teams.gather_channel[layout, first]
+        samples = teams.samples[layout, micro, first]
+        if teams.position[layout, first] != 0 or channel < 0 or samples == 0:
+            continue
+        number = teams.number[layout, first]
+        total = 0
+        largest = 0
+        for device in range(num_devices):
+            if teams.number[layout, device] == number:
+                total += choice.shares[row, micro, device]
+                largest = max(largest, choice.shares[row, micro, device])
+        units = -1 if row == layout else total
+        if row == layout:
+            whole = _bytes_of(tables, value, total, -1)
+            size = teams.size[layout, first] * _bytes_of(tables, value, largest, -1)
+        else:
+            per_unit = tables.value_bytes_per_unit[value]
+            if tables.value_batch_kind[value] == _S:
+                per_unit *= samples / tables.batch_size
+            whole, size = total * per_unit, teams.size[layout, first] * largest * per_unit
+        write_task(tape, _GATHER_VALUE, slot, -1, micro, samples, channel, size)
+        set_units(tape, max(units, 0))
+        for device in range(num_devices):
+            if teams.number[layout, device] == number and choice.shares[row, micro, device] > 0:
+                write_read(tape, scratch.slot_buffer[slot, device])
+        for device in range(num_devices):
+            if teams.number[layout, device] == number:
+                scratch.slot_buffer[slot, device] = write_buffer(tape, device, whole)
 
 
 @helper
 def _reduce(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
-    micro: int,
+    row: int, micro: int, only_firsts: bool,
 ) -> None:  # fmt: skip
-    """P to R inside a layout: an all-reduce over every member."""
+    """P to R: an all-reduce over every member of a layout.
+
+    Args:
+        tables: of the graph.
+        choice: the strategy.
+        scratch: its ``slot_buffer`` is written.
+        tape: is written.
+        slot: that is filled.
+        layout: of the maker.
+        row: of the maker; it says who has a part.
+        micro: the micro-batch.
+        only_firsts: members of a team have the same part, which is added once.
+    """
     channel = choice.reduce_channel[layout]
     if channel < 0:
         return
     value = tables.slot_value[slot]
     size = tables.value_bytes[value]
+    if tables.value_kind[value] == _S:
+        size = (
+            tables.value_bytes_per_unit[value]
+            * tables.axis_units[tables.op_axis[tables.value_op[value]]]
+        )
     num_devices = choice.member.shape[1]
     write_task(tape, _REDUCE_VALUE, slot, -1, micro, 0, channel, size)
     for device in range(num_devices):
-        if choice.shares[layout, micro, device] > 0 and tables.value_is_early[value] == 0:
-            write_read(tape, scratch.value_buffer[value, device])
+        if (
+            choice.shares[row, micro, device] > 0
+            and tables.value_is_early[value] == 0
+            and (not only_firsts or choice.teams.is_first[layout, device])
+        ):
+            write_read(tape, scratch.slot_buffer[slot, device])
     for device in range(num_devices):
         if choice.member[layout, device]:
             scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
 
 
 @helper
+def _reduce_in_teams(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
+    row: int, micro: int,
+) -> None:  # fmt: skip
+    """P to R inside each team: an all-reduce over its members."""
+    value = tables.slot_value[slot]
+    teams = choice.teams
+    num_devices = choice.member.shape[1]
+    for first in range(num_devices):
+        channel = teams.reduce_channel[layout, first]
+        samples = teams.samples[layout, micro, first]
+        if teams.position[layout, first] != 0 or channel < 0 or samples == 0:
+            continue
+        number = teams.number[layout, first]
+        size = tables.value_bytes[value]
+        in_batch = row != layout and tables.value_batch_kind[value] == _S
+        if in_batch:
+            size *= samples / tables.batch_size
+        write_task(tape, _REDUCE_VALUE, slot, -1, micro, samples if in_batch else 0, channel, size)
+        for device in range(num_devices):
+            if teams.number[layout, device] == number and choice.shares[row, micro, device] > 0:
+                write_read(tape, scratch.slot_buffer[slot, device])
+        for device in range(num_devices):
+            if teams.number[layout, device] == number:
+                scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
+
+
+@helper
 def _copy_whole(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
-    target: int, micro: int, only_first: bool,
+    target: int, micro: int, who: int,
 ) -> None:  # fmt: skip
     """R to R: send a copy to every target device that has none.
 
-    With ``only_first`` the value goes to the target's first device alone and counts as zero on the
-    others: a whole value seen as a partial sum.
+    With ``_FIRST`` the value goes to the target's first device alone and counts as zero on the
+    others, with ``_FIRST_TEAM`` to its first team: a whole value seen as a partial sum.
     """
     value = tables.slot_value[slot]
-    size = (tables.value_bytes[value]) * tables.value_moved_fraction[value]
+    axis = tables.op_axis[tables.value_op[value]]
+    size = tables.value_bytes[value] + (
+        tables.value_bytes_per_unit[value] * tables.axis_units[axis]
+    )
+    size *= tables.value_moved_fraction[value]
     num_devices = choice.member.shape[1]
+    layout = target % len(choice.member)
     sender = -1
     for device in range(num_devices):
-        if choice.shares[source, micro, device] > 0:
+        if choice.shares[source, micro, device] > 0 and scratch.slot_buffer[slot, device] >= 0:
             sender = device
             break
-    seen = False
+    seen = -1
     for device in range(num_devices):
         if choice.shares[target, micro, device] == 0:
             continue
-        if only_first and seen:
+        team = choice.teams.number[layout, device]
+        if (who == _FIRST and seen >= 0) or (who == _FIRST_TEAM and 0 <= seen != team):
             scratch.slot_buffer[slot, device] = -1
             continue
-        seen = True
+        seen = max(team, 0)
         if scratch.slot_buffer[slot, device] < 0:
             write_task(tape, _SEND, slot, device, micro, 0, sender * num_devices + device, size)
             write_read(tape, scratch.slot_buffer[slot, sender])

@@ -5,17 +5,18 @@ from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.convert import needed_buffer
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.slices import gather_parameters, note_reader
-from heterog.strategy.lowering.tape import Tape, write_buffer, write_read, write_task
+from heterog.strategy.lowering.tape import Tape, set_units, write_buffer, write_read, write_task
 from heterog.strategy.lowering.turns import BY_MICRO_BATCH, take_turns, work_of
 from heterog.strategy.pipeline_schedule import Pass
 from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Sync
-from heterog.strategy.tables import GraphTables
+from heterog.strategy.tables import KIND_NUMBER, GraphTables
 
 # Plain integers, because numba freezes enum members into slow objects.
 _RECOMPUTE = int(TaskKind.RECOMPUTE)
 _BACKWARD = int(Pass.BACKWARD)
 _ZERO3 = int(Sync.ZERO3)
+_S = KIND_NUMBER["S"]
 
 
 @helper
@@ -29,7 +30,7 @@ def recompute_group(
     otherwise hold what it makes again for as long as if it had kept it.
     """
     group = tables.op_group[reader]
-    num_layouts = len(choice.shares) // len(tables.axis_units)
+    num_layouts = len(choice.member)
     num_devices = choice.member.shape[1]
     turns = choice.turns
     if turns.rule != BY_MICRO_BATCH:  # also where the reader is one of the ops that come later
@@ -42,10 +43,15 @@ def recompute_group(
         if choice.sync[group] == _ZERO3:
             gathers = gather_parameters(tables, choice, scratch, tape, op, layout, micro, 1)
         for device in range(num_devices):
-            samples = choice.shares[layout, micro, device]
-            if samples == 0:
+            share = choice.shares[layout, micro, device]
+            if share == 0:
                 continue
+            samples = share
+            if tables.op_axis[op] > 0:
+                samples = choice.teams.samples[choice.layout[group], micro, device]
             write_task(tape, _RECOMPUTE, op, device, micro, samples, -1, 0.0)
+            if tables.op_axis[op] > 0:
+                set_units(tape, share)
             for entry in range(tables.read_start[op], tables.read_start[op + 1]):
                 write_read(tape, needed_buffer(tables, scratch, entry, device))
             for entry in range(
@@ -57,7 +63,9 @@ def recompute_group(
                     if tables.op_is_backward[tables.value_op[tables.read_value[entry]]] == 1:
                         write_read(tape, needed_buffer(tables, scratch, entry, device))
             for value in range(tables.value_start[op], tables.value_start[op + 1]):
-                size = tables.value_bytes[value] + tables.value_bytes_per_unit[value] * samples
+                size = tables.value_bytes[value] + tables.value_bytes_per_unit[value] * share
+                if tables.op_axis[op] > 0 and tables.value_batch_kind[value] == _S:
+                    size *= samples / tables.batch_size
                 scratch.value_buffer[value, device] = write_buffer(tape, device, size)
         if gathers and tables.value_start[op] < tables.value_start[op + 1]:
             note_reader(choice, scratch, tables.value_start[op], layout, micro)

@@ -2,16 +2,13 @@
 
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
-from heterog.strategy.lowering.gradients import read_gradient
+from heterog.strategy.lowering.gradients import num_rings, own_part, read_gradient
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.serve import serve
 from heterog.strategy.lowering.slices import finish_gradient
 from heterog.strategy.lowering.tape import (
-    NUM_BUFFERS,
-    NUM_READS,
-    NUM_TASKS,
-    OVERFLOW,
     Tape,
+    set_units,
     write_buffer,
     write_read,
     write_task,
@@ -32,18 +29,14 @@ _ZERO3 = int(Sync.ZERO3)
 
 
 @helper
-def number_buckets(tables: GraphTables, choice: Choice, scratch: Scratch) -> None:
+def number_buckets(choice: Choice, scratch: Scratch) -> None:
     """Groups whose gradients may share a bucket get the same key: the first such group."""
-    for group in range(tables.num_groups):
+    for group in range(len(choice.sync)):
         scratch.bucket_key[group] = group
+        if choice.sync[group] == _ZERO3:  # gathers a bucket for the ops of one group
+            continue
         for other in range(group):
-            if (
-                choice.layout[group] == choice.layout[other]
-                and choice.first_channel[group] == choice.first_channel[other]
-                and choice.second_channel[group] == choice.second_channel[other]
-                and choice.sync[group] == choice.sync[other]
-                and choice.sync[group] != _ZERO3  # gathers a bucket for the ops of one group
-            ):
+            if choice.sync_class[group] == choice.sync_class[other]:
                 scratch.bucket_key[group] = other
                 break
 
@@ -54,29 +47,12 @@ def synchronise(
 ) -> None:
     """Aggregate a finished gradient and update, or put it into its bucket."""
     group = tables.parameter_group[parameter]
-    layout = choice.layout[group]
-    num_devices = choice.member.shape[1]
-    if tables.parameter_axis[parameter] >= 0:
-        row = layout + tables.parameter_axis[parameter] * (
-            len(choice.shares) // len(tables.axis_units)
-        )
-        for device in range(num_devices):
-            share = choice.shares[row, 0, device]
-            if share > 0:
-                size = tables.parameter_bytes[parameter]
-                part = share * size / tables.parameter_units[parameter]
-                write_task(tape, _UPDATE, parameter, device, 0, share, -1, part)
-                read_gradient(scratch, tape, parameter, device)
-                write_read(tape, scratch.last_read[parameter, device])
-                scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)
-        return
     if choice.home[parameter] >= 0:
         serve(tables, choice, scratch, tape, parameter)
         return
-    if choice.first_channel[group] < 0 or tables.gradient_is_partial[parameter] == 0:
-        for device in range(num_devices):
-            if choice.member[layout, device]:
-                write_task(tape, _UPDATE, parameter, device, 0, 0, -1, 0.0)
+    if num_rings(tables, choice, parameter) == 0:
+        for device in range(choice.member.shape[1]):
+            if _begin_update(tables, choice, scratch, tape, parameter, device):
                 read_gradient(scratch, tape, parameter, device)
                 write_read(tape, scratch.last_read[parameter, device])
                 scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)
@@ -84,7 +60,8 @@ def synchronise(
     if choice.sync[group] >= _ZERO1:
         finish_gradient(tables, choice, scratch, tape, parameter, choice.num_micro - 1)
         return
-    key = scratch.bucket_key[group]
+    num_domains = choice.rings.first.shape[1]
+    key = scratch.bucket_key[group] * num_domains + tables.gradient_domain[parameter]
     size = tables.parameter_bytes[parameter]
     if scratch.open_first[key] < 0:
         scratch.open_first[key] = parameter
@@ -99,109 +76,144 @@ def synchronise(
 
 
 @helper
+def _begin_update(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, device: int
+) -> bool:
+    """Begin the optimizer step of what a device has of a parameter; ``False`` if of nothing."""
+    units = own_part(tables, choice, parameter, device)
+    if units == 0:
+        return False
+    if tables.parameter_axis[parameter] < 0:
+        write_task(tape, _UPDATE, parameter, device, 0, 0, -1, 0.0)
+    else:
+        part = units * tables.parameter_bytes[parameter] / tables.parameter_units[parameter]
+        write_task(tape, _UPDATE, parameter, device, 0, 0, -1, part)
+        set_units(tape, units)
+    return True
+
+
+@helper
 def close_bucket(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, key: int
 ) -> None:
-    """All-reduce (or reduce-scatter and all-gather) a bucket, then update its parameters.
+    """All-reduce (or reduce-scatter and all-gather) a bucket in its rings, then update.
 
     The bucket is named by its first parameter. A bucket of one tensor is synchronised in place; a
-    larger one is first copied together on each device.
+    larger one is first copied together on each device, and so is the part of a tensor that one of
+    several rings adds up.
     """
     first = scratch.open_first[key]
     size = scratch.open_bytes[key]
     scratch.open_first[key] = -1
-    layout = choice.layout[key]
-    num_devices = choice.member.shape[1]
-    single = scratch.next_in_bucket[first] < 0
+    num_domains = choice.rings.first.shape[1]
+    group, domain = key // num_domains, key % num_domains
     parameter = first
     while parameter >= 0:
         tape.bucket[parameter] = first
         parameter = scratch.next_in_bucket[parameter]
-    scratch.flat_buffer[:] = -1
-    if not single:
-        for device in range(num_devices):
-            if choice.member[layout, device]:
-                last = choice.num_micro - 1
-                write_task(tape, _FLATTEN, first, device, last, 0, -1, 2.0 * size)
-                parameter = first
-                while parameter >= 0:
-                    read_gradient(scratch, tape, parameter, device)
-                    parameter = scratch.next_in_bucket[parameter]
-                follow_gradients(choice.turns, tape)
-                scratch.flat_buffer[device] = write_buffer(tape, device, size)
-    two_phases = choice.second_channel[key] >= 0
-    kind = _REDUCE_SCATTER if two_phases else _ALL_REDUCE
-    write_task(tape, kind, first, -1, 0, 0, choice.first_channel[key], size)
-    for device in range(num_devices):
-        if choice.member[layout, device]:
-            if single:
-                read_gradient(scratch, tape, first, device)
-            else:
-                write_read(tape, scratch.flat_buffer[device])
-    for device in range(num_devices):
-        # A replica without samples has no gradient of its own: it receives one.
-        missing = single and scratch.gradient_buffer[first, device] < 0
-        if choice.member[layout, device] and missing:
-            scratch.gradient_buffer[first, device] = write_buffer(tape, device, size)
-    token = write_buffer(tape, -1, 0.0)
-    if two_phases:
-        write_task(tape, _ALL_GATHER, first, -1, 0, 0, choice.second_channel[key], size)
-        write_read(tape, token)
-        for device in range(num_devices):
-            if choice.member[layout, device]:
-                if single:
-                    read_gradient(scratch, tape, first, device)
-                else:
-                    write_read(tape, scratch.flat_buffer[device])
-        token = write_buffer(tape, -1, 0.0)
-    # The updates, written out like the ops: an optimizer step of each parameter on each replica.
-    # In a bucket the gradient is a view of the flat copy.
-    number, made, read = tape.counts[NUM_TASKS], tape.counts[NUM_BUFFERS], tape.counts[NUM_READS]
+    first_ring, end_ring = choice.rings.first[group, domain], choice.rings.end[group, domain]
+    for ring in range(first_ring, end_ring):
+        _add_up(tables, choice, scratch, tape, first, ring, ring - first_ring, size)
     parameter = first
     while parameter >= 0:
-        if (
-            number + num_devices >= len(tape.tasks) - 2
-            or made + num_devices >= len(tape.buffers) - 256
-            or read + 4 * num_devices >= len(tape.reads)
-        ):
-            tape.counts[OVERFLOW] = 1
-            number, made, read = 0, 0, 0
-        for device in range(num_devices):
-            if not choice.member[layout, device]:
-                continue
-            task = tape.tasks[number]
-            task.kind = _UPDATE
-            task.turn = tape.turn[device]
-            task.subject = parameter
-            task.device = device
-            task.micro = 0
-            task.samples = 0
-            task.channel = -1
-            task.num_bytes = 0.0
-            task.read_start = read
-            task.buffer_start = made
-            tape.reads[read] = token
-            read += 1
-            if scratch.last_read[parameter, device] >= 0:
-                tape.reads[read] = scratch.last_read[parameter, device]
-                read += 1
-            if single:
-                tape.reads[read] = scratch.gradient_buffer[parameter, device]
-                read += 1
-                if scratch.gradient_token[parameter, device] >= 0:
-                    tape.reads[read] = scratch.gradient_token[parameter, device]
-                    read += 1
-            else:
-                tape.reads[read] = scratch.flat_buffer[device]
-                read += 1
-            buffer = tape.buffers[made]
-            buffer.maker = number
-            buffer.device = device
-            buffer.num_bytes = 0.0
-            scratch.next_ready_buffer[parameter, device] = made
-            made += 1
-            number += 1
+        _update_replicas(tables, choice, scratch, tape, parameter, first, first_ring, end_ring)
         parameter = scratch.next_in_bucket[parameter]
-    tape.counts[NUM_TASKS] = number
-    tape.counts[NUM_BUFFERS] = made
-    tape.counts[NUM_READS] = read
+
+
+@helper
+def _add_up(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int,
+    number: int, size: float,
+) -> None:  # fmt: skip
+    """Add up a bucket's gradients in one ring.
+
+    Args:
+        tables: of the graph.
+        choice: the strategy.
+        scratch: its ``flat_buffer`` and ``ring_token`` are written.
+        tape: is written.
+        first: names the bucket.
+        ring: row of ``choice.rings``.
+        number: of the ring among those of the bucket.
+        size: bytes of the whole bucket.
+    """
+    rings = choice.rings
+    num_devices = choice.member.shape[1]
+    size *= rings.part[ring]
+    single = scratch.next_in_bucket[first] < 0
+    scratch.flat_buffer[number, :] = -1
+    for device in range(num_devices):
+        in_place = single and (rings.is_whole[ring, device] or not rings.gives[ring, device])
+        if not rings.member[ring, device] or in_place:
+            continue
+        last = choice.num_micro - 1
+        write_task(tape, _FLATTEN, first, device, last, 0, -1, 2.0 * size)
+        parameter = first
+        while parameter >= 0:
+            if rings.gives[ring, device]:
+                read_gradient(scratch, tape, parameter, device)
+            parameter = scratch.next_in_bucket[parameter]
+        follow_gradients(choice.turns, tape)
+        scratch.flat_buffer[number, device] = write_buffer(tape, device, size)
+    two_phases = rings.second_channel[ring] >= 0
+    kind = _REDUCE_SCATTER if two_phases else _ALL_REDUCE
+    write_task(tape, kind, first, -1, 0, 0, rings.first_channel[ring], size)
+    _read_parts(choice, scratch, tape, first, ring, number)
+    for device in range(num_devices):
+        # A replica without samples has no gradient of its own: it receives one.
+        if rings.member[ring, device] and scratch.flat_buffer[number, device] < 0:
+            if scratch.gradient_buffer[first, device] < 0 or not rings.gives[ring, device]:
+                scratch.gradient_buffer[first, device] = write_buffer(tape, device, size)
+    token = write_buffer(tape, -1, 0.0)
+    if two_phases:
+        write_task(tape, _ALL_GATHER, first, -1, 0, 0, rings.second_channel[ring], size)
+        write_read(tape, token)
+        for device in range(num_devices):
+            if rings.member[ring, device]:
+                if scratch.flat_buffer[number, device] >= 0:
+                    write_read(tape, scratch.flat_buffer[number, device])
+                else:
+                    read_gradient(scratch, tape, first, device)
+        token = write_buffer(tape, -1, 0.0)
+    scratch.ring_token[number] = token
+
+
+@helper
+def _read_parts(
+    choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int, number: int
+) -> None:
+    """A collective reads what each member of its ring has."""
+    for device in range(choice.member.shape[1]):
+        if not choice.rings.member[ring, device]:
+            continue
+        if scratch.flat_buffer[number, device] >= 0:
+            write_read(tape, scratch.flat_buffer[number, device])
+        elif choice.rings.gives[ring, device]:
+            read_gradient(scratch, tape, first, device)
+
+
+@helper
+def _update_replicas(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, first: int,
+    first_ring: int, end_ring: int,
+) -> None:  # fmt: skip
+    """An optimizer step of a parameter on each device that has some of it.
+
+    In a bucket the gradient is a view of the flat copy.
+    """
+    rings = choice.rings
+    for device in range(choice.member.shape[1]):
+        if not _begin_update(tables, choice, scratch, tape, parameter, device):
+            continue
+        for ring in range(first_ring, end_ring):
+            if rings.member[ring, device]:
+                write_read(tape, scratch.ring_token[ring - first_ring])
+        write_read(tape, scratch.last_read[parameter, device])
+        for ring in range(first_ring, end_ring):
+            if rings.member[ring, device]:
+                flat = scratch.flat_buffer[ring - first_ring, device]
+                if flat >= 0:
+                    write_read(tape, flat)
+                else:
+                    read_gradient(scratch, tape, first, device)
+        scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)

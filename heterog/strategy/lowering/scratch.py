@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from heterog.strategy.program import FloatArray, IntArray
-from heterog.strategy.tables import GraphTables
+from heterog.strategy.tables import Domain, GraphTables
 
 
 class Scratch(NamedTuple):
@@ -20,18 +20,20 @@ class Scratch(NamedTuple):
     ready_buffer: IntArray  # token: the parameter of this step has arrived
     next_ready_buffer: IntArray  # token: the parameter of the next step has arrived
     next_in_bucket: IntArray
-    open_first: IntArray  # first parameter of the open bucket of each group's channel
+    open_first: IntArray  # first parameter of an open bucket  # [num_groups * num_domains]
     open_last: IntArray
     open_bytes: FloatArray
-    bucket_key: IntArray  # of each group: groups with the same layout and channel share it
-    flat_buffer: IntArray  # [num_devices]
+    bucket_key: IntArray  # of each group: the first whose gradients may share its buckets
+    flat_buffer: IntArray  # by ring of a domain  # [num_devices, num_devices]
+    ring_token: IntArray  # its collective is done  # [num_devices]
+    holder_buffer: IntArray  # what a conversion begins with  # [num_devices]
     # Under ZeRO, by the first parameter of a bucket; see ``slices``.
     bucket_bytes: FloatArray
     bucket_count: IntArray  # its parameters
     unfinished: IntArray  # those whose gradients are not there yet
     gathered: IntArray  # micro-batch and phase for which it was gathered last
     slice_buffer: IntArray  # summed slices of gradients  # [num_parameters, num_devices]
-    slice_token: IntArray  # the last reduce-scatter is done
+    slice_token: IntArray  # the last reduce-scatter is done  # [num_parameters, num_devices]
     # Of the last reduce-scatter and the one before: what it received, what it was given, its end.
     received_buffer: IntArray  # [2, num_devices]
     scattered_buffer: IntArray  # [2, num_devices]
@@ -48,6 +50,7 @@ class Scratch(NamedTuple):
 def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
     """Working memory for one graph and cluster."""
     num_parameters = len(tables.parameter_bytes)
+    num_keys = tables.num_groups * (Domain.SLICES + len(tables.axis_units) - 1)
 
     def per_device(rows: int) -> IntArray:
         return np.empty((rows, num_devices), np.int32)
@@ -62,17 +65,19 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
         ready_buffer=per_device(num_parameters),
         next_ready_buffer=per_device(num_parameters),
         next_in_bucket=np.empty(num_parameters, np.int32),
-        open_first=np.empty(tables.num_groups, np.int32),
-        open_last=np.empty(tables.num_groups, np.int32),
-        open_bytes=np.empty(tables.num_groups, np.float64),
+        open_first=np.empty(num_keys, np.int32),
+        open_last=np.empty(num_keys, np.int32),
+        open_bytes=np.empty(num_keys, np.float64),
         bucket_key=np.empty(tables.num_groups, np.int32),
-        flat_buffer=np.empty(num_devices, np.int32),
+        flat_buffer=per_device(num_devices),
+        ring_token=np.empty(num_devices, np.int32),
+        holder_buffer=np.empty(num_devices, np.int32),
         bucket_bytes=np.empty(num_parameters, np.float64),
         bucket_count=np.empty(num_parameters, np.int32),
         unfinished=np.empty(num_parameters, np.int32),
         gathered=np.empty(num_parameters, np.int32),
         slice_buffer=per_device(num_parameters),
-        slice_token=np.empty(num_parameters, np.int32),
+        slice_token=per_device(num_parameters),
         received_buffer=per_device(2),
         scattered_buffer=per_device(2),
         scattered_token=per_device(2),

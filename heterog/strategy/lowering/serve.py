@@ -2,17 +2,26 @@
 
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
-from heterog.strategy.lowering.gradients import read_gradient
+from heterog.strategy.lowering.gradients import is_whole_everywhere, read_gradient
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import NUM_BUFFERS, Tape, write_buffer, write_read, write_task
 from heterog.strategy.program import TaskKind
-from heterog.strategy.tables import GraphTables
+from heterog.strategy.tables import Domain, GraphTables
 
 # Plain integers, because numba freezes enum members into slow objects.
 _SUM = int(TaskKind.SUM)
 _UPDATE = int(TaskKind.UPDATE)
 _PUSH = int(TaskKind.PUSH)
 _PULL = int(TaskKind.PULL)
+_PEERS, _TEAM = int(Domain.PEERS), int(Domain.TEAM)
+
+
+@helper
+def _gives(choice: Choice, layout: int, domain: int, device: int) -> bool:
+    """Whether a device has a part of a sum of gradients that no other has."""
+    if domain == _PEERS:
+        return bool(choice.teams.is_first[layout, device])
+    return domain != _TEAM or choice.teams.number[layout, device] == 0
 
 
 @helper
@@ -24,7 +33,8 @@ def serve(
     layout = choice.layout[tables.parameter_group[parameter]]
     size = tables.parameter_bytes[parameter]
     num_devices = choice.member.shape[1]
-    partial = tables.gradient_is_partial[parameter] == 1
+    domain = tables.gradient_domain[parameter]
+    partial = not is_whole_everywhere(tables, choice, parameter)
     first_received = tape.counts[NUM_BUFFERS]
     received = 0
     for device in range(num_devices):
@@ -32,12 +42,16 @@ def serve(
             continue
         if not partial and (received > 0 or scratch.gradient_buffer[parameter, home] >= 0):
             break  # every replica has the same gradient: one is enough
+        if not _gives(choice, layout, domain, device):
+            continue
         write_task(tape, _PUSH, parameter, home, 0, 0, device * num_devices + home, size)
         read_gradient(scratch, tape, parameter, device)
         write_buffer(tape, home, size)
         received += 1
     last_received = tape.counts[NUM_BUFFERS]
-    own = scratch.gradient_buffer[parameter, home] >= 0
+    own = scratch.gradient_buffer[parameter, home] >= 0 and (
+        not partial or not choice.member[layout, home] or _gives(choice, layout, domain, home)
+    )
     token = -1
     if received + (1 if own else 0) > 1:
         terms = received + (1 if own else 0)

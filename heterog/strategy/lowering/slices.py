@@ -18,6 +18,7 @@ A parameter whose gradient every replica has whole already is updated everywhere
 
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
+from heterog.strategy.lowering.gradients import fresh_gradient, num_rings
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import (
     NUM_BUFFERS,
@@ -44,13 +45,19 @@ _ZERO3 = int(Sync.ZERO3)
 
 @helper
 def is_sliced(tables: GraphTables, choice: Choice, parameter: int) -> bool:
-    """Whether each device updates a slice of a parameter."""
+    """Whether each device updates a slice of a parameter, or of what it has of it."""
     group = tables.parameter_group[parameter]
-    return bool(
-        choice.sync[group] >= _ZERO1
-        and choice.first_channel[group] >= 0
-        and tables.gradient_is_partial[parameter] == 1
-    )
+    return bool(choice.sync[group] >= _ZERO1 and num_rings(tables, choice, parameter) > 0)
+
+
+@helper
+def owned_part(tables: GraphTables, choice: Choice, parameter: int, device: int) -> float:
+    """The part of a sliced parameter that a device updates."""
+    group, domain = tables.parameter_group[parameter], tables.gradient_domain[parameter]
+    owned = 0.0
+    for ring in range(choice.rings.first[group, domain], choice.rings.end[group, domain]):
+        owned += choice.rings.part[ring] * choice.rings.slice_part[ring, device]
+    return owned
 
 
 @helper
@@ -66,7 +73,8 @@ def number_sliced_buckets(
         parameter = tables.finished_parameter[entry]
         if not is_sliced(tables, choice, parameter):
             continue
-        key = scratch.bucket_key[tables.parameter_group[parameter]]
+        group, domain = tables.parameter_group[parameter], tables.gradient_domain[parameter]
+        key = scratch.bucket_key[group] * choice.rings.first.shape[1] + domain
         first = scratch.open_first[key]
         if first < 0:
             first = parameter
@@ -127,29 +135,37 @@ def gather_parameters(
         any_gathered = True
         updated = scratch.gathered[first] == 0
         scratch.gathered[first] = turn
-        size = scratch.bucket_bytes[first]
-        if not _has_room(tape, (num_devices + 1) * (scratch.bucket_count[first] + 1)):
-            return any_gathered
-        write_task(
-            tape, _GATHER_PARAMETERS, first, -1, micro, 0, choice.second_channel[group], size
-        )
-        member = first
-        while updated and member >= 0:  # every slice is of the step before
-            for device in range(num_devices):
-                write_read(tape, scratch.ready_buffer[member, device])
-            member = scratch.next_in_bucket[member]
-        for device in range(num_devices):
-            if choice.shares[layout, micro, device] > 0:
-                write_read(tape, scratch.anchor[1, device])
-        for device in range(num_devices):
-            if choice.shares[layout, micro, device] == 0:
-                continue
-            whole = write_buffer(tape, device, size)
+        domain = tables.gradient_domain[parameter]
+        for ring in range(choice.rings.first[group, domain], choice.rings.end[group, domain]):
+            size = scratch.bucket_bytes[first] * choice.rings.part[ring]
+            if not _has_room(tape, (num_devices + 1) * (scratch.bucket_count[first] + 1)):
+                return any_gathered
+            channel = choice.rings.second_channel[ring]
+            write_task(tape, _GATHER_PARAMETERS, first, -1, micro, 0, channel, size)
             member = first
-            while member >= 0:
-                scratch.ready_buffer[member, device] = whole
+            while updated and member >= 0:  # every slice is of the step before
+                for device in range(num_devices):
+                    if choice.rings.member[ring, device]:
+                        write_read(tape, scratch.ready_buffer[member, device])
                 member = scratch.next_in_bucket[member]
+            for device in range(num_devices):
+                if _reads(choice, ring, layout, micro, device):
+                    write_read(tape, scratch.anchor[1, device])
+            for device in range(num_devices):
+                if not _reads(choice, ring, layout, micro, device):
+                    continue
+                whole = write_buffer(tape, device, size)
+                member = first
+                while member >= 0:
+                    scratch.ready_buffer[member, device] = whole
+                    member = scratch.next_in_bucket[member]
     return any_gathered
+
+
+@helper
+def _reads(choice: Choice, ring: int, layout: int, micro: int, device: int) -> bool:
+    """Whether a member of a ring runs the op that reads its parameters."""
+    return bool(choice.rings.member[ring, device] and choice.shares[layout, micro, device] > 0)
 
 
 @helper
@@ -163,35 +179,41 @@ def finish_gradient(
     if scratch.unfinished[first] > 0:
         return
     scratch.unfinished[first] = scratch.bucket_count[first]
-    _scatter(tables, choice, scratch, tape, first, micro)
+    group, domain = tables.parameter_group[first], tables.gradient_domain[first]
+    for ring in range(choice.rings.first[group, domain], choice.rings.end[group, domain]):
+        _scatter(tables, choice, scratch, tape, first, ring, micro)
     if micro == choice.num_micro - 1:
-        _update(tables, choice, scratch, tape, first)
+        for ring in range(choice.rings.first[group, domain], choice.rings.end[group, domain]):
+            _update(tables, choice, scratch, tape, first, ring)
 
 
 @helper
 def _scatter(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, micro: int
-) -> None:
-    """Reduce-scatter a bucket's gradients from the devices that have some.
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int,
+    micro: int,
+) -> None:  # fmt: skip
+    """Reduce-scatter a bucket's gradients from the devices of a ring that have some.
 
     In stages 2 and 3 a device goes on when all but the last reduce-scatter are done: one that ran
     ahead of its links would keep all gradients.
     """
     num_devices = choice.member.shape[1]
     group = tables.parameter_group[first]
-    layout = choice.layout[group]
-    size = scratch.bucket_bytes[first]
+    rings = choice.rings
+    size = scratch.bucket_bytes[first] * rings.part[ring]
     by_micro = choice.sync[group] >= _ZERO2
     single = scratch.next_in_bucket[first] < 0
-    scratch.flat_buffer[:] = -1
+    for device in range(num_devices):
+        if rings.member[ring, device]:
+            scratch.flat_buffer[0, device] = -1
     num_senders = 0
     for device in range(num_devices):
         own = _own_gradient(tables, scratch, first, device, by_micro)
-        if own < 0:
+        if own < 0 or not rings.gives[ring, device]:
             continue
         num_senders += 1
         if single:
-            scratch.flat_buffer[device] = own
+            scratch.flat_buffer[0, device] = own
             if not by_micro:
                 continue
         copied = 0.0 if single else 2.0 * size
@@ -208,7 +230,7 @@ def _scatter(
             member = scratch.next_in_bucket[member]
         follow_gradients(choice.turns, tape)
         if not single:
-            scratch.flat_buffer[device] = write_buffer(tape, device, size)
+            scratch.flat_buffer[0, device] = write_buffer(tape, device, size)
         if choice.sync[group] == _ZERO2:
             # The next micro-batch does not begin while this one waits for its scatters: it would
             # keep activations of both. Stage 3 has its gathers for that.
@@ -217,39 +239,51 @@ def _scatter(
             while member >= 0:
                 scratch.ready_buffer[member, device] = flattened
                 member = scratch.next_in_bucket[member]
-    write_task(tape, _REDUCE_SCATTER, first, -1, micro, 0, choice.first_channel[group], size)
-    write_read(tape, scratch.slice_token[first])
+    write_task(tape, _REDUCE_SCATTER, first, -1, micro, 0, rings.first_channel[ring], size)
+    leader = _first_member(choice, ring)
+    write_read(tape, scratch.slice_token[first, leader])
     for device in range(num_devices):
-        write_read(tape, scratch.flat_buffer[device])
+        if not rings.member[ring, device]:
+            continue
+        write_read(tape, scratch.flat_buffer[0, device])
         if single and not by_micro:
             write_read(tape, scratch.gradient_token[first, device])
-        if by_micro and choice.member[layout, device]:
+        if by_micro:
             write_read(tape, scratch.slice_buffer[first, device])
-            if scratch.flat_buffer[device] < 0:
+            if scratch.flat_buffer[0, device] < 0:
                 write_read(tape, scratch.received_buffer[0, device])
             scratch.scattered_buffer[1, device] = scratch.scattered_buffer[0, device]
             scratch.received_buffer[1, device] = scratch.received_buffer[0, device]
             scratch.scattered_token[1, device] = scratch.scattered_token[0, device]
-            scratch.scattered_buffer[0, device] = scratch.flat_buffer[device]
+            scratch.scattered_buffer[0, device] = scratch.flat_buffer[0, device]
             scratch.received_buffer[0, device] = -1
     for device in range(num_devices):
-        part = choice.slice_part[group, device]
+        part = rings.slice_part[ring, device]
         if part == 0.0:
             continue
-        others = num_senders - (1 if scratch.flat_buffer[device] >= 0 else 0)
+        others = num_senders - (1 if scratch.flat_buffer[0, device] >= 0 else 0)
         received = write_buffer(tape, device, others * part * size)
         if by_micro:
             scratch.received_buffer[0, device] = received
             if scratch.slice_buffer[first, device] < 0:
                 scratch.slice_buffer[first, device] = write_buffer(tape, device, part * size)
-        elif scratch.flat_buffer[device] < 0:
+        elif scratch.flat_buffer[0, device] < 0:
             # Elsewhere it is added to the own slice of the flat gradients, and let go.
             scratch.slice_buffer[first, device] = received
-    scratch.slice_token[first] = write_buffer(tape, -1, 0.0)
-    if by_micro:
-        for device in range(num_devices):
-            if choice.member[layout, device]:
-                scratch.scattered_token[0, device] = scratch.slice_token[first]
+    done = write_buffer(tape, -1, 0.0)
+    for device in range(num_devices):
+        if rings.member[ring, device]:
+            scratch.slice_token[first, device] = done
+            if by_micro:
+                scratch.scattered_token[0, device] = done
+
+
+@helper
+def _first_member(choice: Choice, ring: int) -> int:
+    for device in range(choice.member.shape[1]):
+        if choice.rings.member[ring, device]:
+            return device
+    return -1
 
 
 @helper
@@ -258,44 +292,46 @@ def _own_gradient(
 ) -> int:
     """A device's gradient of this micro-batch, or of all of them; -1 if it has no samples."""
     if by_micro:
-        return int(scratch.value_buffer[tables.parameter_gradient[parameter], device])
+        return fresh_gradient(tables, scratch, parameter, device)
     return int(scratch.gradient_buffer[parameter, device])
 
 
 @helper
-def _update(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int) -> None:
-    """Step the slices; in stages 1 and 2 gather the parameters."""
+def _update(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int
+) -> None:
+    """Step the slices of a ring; in stages 1 and 2 gather the parameters."""
+    rings = choice.rings
     num_devices = choice.member.shape[1]
     group = tables.parameter_group[first]
-    layout = choice.layout[group]
     by_micro = choice.sync[group] >= _ZERO2
     parameter = first
     while parameter >= 0:
         for device in range(num_devices):
-            part = choice.slice_part[group, device]
+            part = rings.part[ring] * rings.slice_part[ring, device]
             if part == 0.0:
                 continue
             num_bytes = part * tables.parameter_bytes[parameter]
             write_task(tape, _UPDATE, parameter, device, 0, 0, -1, num_bytes)
-            write_read(tape, scratch.slice_token[first])
+            write_read(tape, scratch.slice_token[first, device])
             write_read(tape, scratch.last_read[parameter, device])
             write_read(tape, scratch.slice_buffer[first, device])
             if not by_micro:
-                write_read(tape, scratch.flat_buffer[device])
+                write_read(tape, scratch.flat_buffer[0, device])
             scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)
         parameter = scratch.next_in_bucket[parameter]
     if choice.sync[group] == _ZERO3:
         return
     if not _has_room(tape, 2 * (num_devices + 1) * (scratch.bucket_count[first] + 1)):
         return
-    size = scratch.bucket_bytes[first]
-    write_task(tape, _GATHER_PARAMETERS, first, -1, 0, 0, choice.second_channel[group], size)
+    size = scratch.bucket_bytes[first] * rings.part[ring]
+    write_task(tape, _GATHER_PARAMETERS, first, -1, 0, 0, rings.second_channel[ring], size)
     parameter = first
     while parameter >= 0:
         for device in range(num_devices):
-            if choice.slice_part[group, device] > 0.0:
+            if rings.slice_part[ring, device] > 0.0:
                 write_read(tape, scratch.next_ready_buffer[parameter, device])
-            if choice.member[layout, device]:
+            if rings.member[ring, device]:
                 # Its own ops must be done with the old weights.
                 write_read(tape, scratch.last_read[parameter, device])
         parameter = scratch.next_in_bucket[parameter]
@@ -303,7 +339,7 @@ def _update(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, f
     parameter = first
     while parameter >= 0:
         for device in range(num_devices):
-            if choice.member[layout, device]:
+            if rings.member[ring, device]:
                 scratch.next_ready_buffer[parameter, device] = arrived
         parameter = scratch.next_in_bucket[parameter]
 

@@ -20,6 +20,7 @@ TASK = np.dtype(
         ("buffer_start", np.int32),
         ("kind", np.int32),
         ("turn", np.int32),
+        ("units", np.int32),
     ],
     align=True,
 )
@@ -82,11 +83,18 @@ def write_task(
     task.device = device
     task.micro = micro
     task.samples = samples
+    task.units = 0
     task.channel = channel
     task.num_bytes = num_bytes
     task.read_start = tape.counts[NUM_READS]
     task.buffer_start = tape.counts[NUM_BUFFERS]
     tape.counts[NUM_TASKS] = number + 1
+
+
+@helper
+def set_units(tape: Tape, units: int) -> None:
+    """The task that was begun last is about some units of an axis."""
+    tape.tasks[tape.counts[NUM_TASKS] - 1].units = units
 
 
 @helper

@@ -4,7 +4,13 @@ from heterog.strategy.kernels import helper, kernel, part
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.compute import compute_op
 from heterog.strategy.lowering.convert import convert
-from heterog.strategy.lowering.gradients import accumulate, share_whole_gradient
+from heterog.strategy.lowering.gradients import (
+    accumulate,
+    fresh_gradient,
+    is_whole_everywhere,
+    num_rings,
+    share_whole_gradient,
+)
 from heterog.strategy.lowering.recompute import recompute_group
 from heterog.strategy.lowering.reduce import close_bucket, number_buckets, synchronise
 from heterog.strategy.lowering.scratch import Scratch
@@ -12,7 +18,6 @@ from heterog.strategy.lowering.slices import (
     begin_sliced_step,
     finish_gradient,
     gather_parameters,
-    is_sliced,
     note_reader,
     number_sliced_buckets,
 )
@@ -37,11 +42,11 @@ _ZERO3 = int(Sync.ZERO3)
 @kernel
 def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> bool:
     """Write the program of a choice to a tape; ``False`` if the tape is too short."""
-    num_layouts = len(choice.shares) // len(tables.axis_units)
+    num_layouts = len(choice.member)
     tape.counts[:] = 0
     tape.bucket[:] = -1
     scratch.next_ready_buffer[:] = -1
-    number_buckets(tables, choice, scratch)
+    number_buckets(choice, scratch)
     has_slices, has_gathers = False, False
     for group in range(tables.num_groups):
         if choice.sync[group] >= _ZERO1:
@@ -86,7 +91,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                 if tape.counts[OVERFLOW] != 0:
                     return False
         last_turns(turns, tape, choice.num_micro)
-        for key in range(tables.num_groups):
+        for key in range(len(scratch.open_first)):
             if scratch.open_first[key] >= 0:
                 close_bucket(tables, choice, scratch, tape, key)
     end = tape.tasks[tape.counts[NUM_TASKS]]
@@ -116,7 +121,7 @@ def _bring_inputs(
     micro: int,
 ) -> None:  # fmt: skip
     """Convert what an op reads and nobody has converted yet."""
-    num_layouts = len(choice.shares) // len(tables.axis_units)
+    num_layouts = len(choice.member)
     for read in range(tables.read_start[op], tables.read_start[op + 1]):
         slot = tables.read_slot[read]
         if slot < 0 or scratch.slot_done[slot] == 1:
@@ -155,26 +160,19 @@ def _finish_parameter(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
 ) -> None:
     """A micro-batch's gradient of a parameter is made: keep it, add it up, synchronise."""
-    num_devices = choice.member.shape[1]
     slot = tables.gradient_slot[parameter]
-    if slot >= 0:
-        # Made in parts of a parameter that is whole (never in micro-batches).
-        if scratch.slot_done[slot] == 0:
-            convert(tables, choice, scratch, tape, slot, micro)
-        for device in range(num_devices):
-            scratch.gradient_buffer[parameter, device] = scratch.slot_buffer[slot, device]
-        synchronise(tables, choice, scratch, tape, parameter)
-        return
-    if tables.gradient_is_partial[parameter] == 0 and tables.parameter_axis[parameter] < 0:
-        share_whole_gradient(tables, choice, scratch, tape, parameter, micro)
+    if slot >= 0 and scratch.slot_done[slot] == 0:  # made in parts of a parameter that is whole
+        convert(tables, choice, scratch, tape, slot, micro)
+    whole = slot < 0 and tables.parameter_axis[parameter] < 0
+    if num_rings(tables, choice, parameter) == 0:
+        if whole and is_whole_everywhere(tables, choice, parameter):
+            share_whole_gradient(tables, choice, scratch, tape, parameter, micro)
     elif choice.sync[tables.parameter_group[parameter]] >= _ZERO2:
-        if is_sliced(tables, choice, parameter):
-            finish_gradient(tables, choice, scratch, tape, parameter, micro)
-            return
+        finish_gradient(tables, choice, scratch, tape, parameter, micro)
+        return
     if micro == 0:
-        gradient = tables.parameter_gradient[parameter]
-        for device in range(num_devices):
-            fresh = scratch.value_buffer[gradient, device]
+        for device in range(choice.member.shape[1]):
+            fresh = fresh_gradient(tables, scratch, parameter, device)
             scratch.gradient_buffer[parameter, device] = fresh
     else:
         accumulate(tables, choice, scratch, tape, parameter, micro)

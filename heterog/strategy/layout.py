@@ -1,0 +1,194 @@
+"""Layouts: which samples of the batch, and which units of other axes, each device of a group has.
+
+A group's devices are cut into *teams*. A team takes one range of the batch, in the order of the
+teams. Inside a team, ops that follow the batch split the team's samples over its members, in the
+members' order; an op with a rule (``OpRule``) is done by every member on all samples of the team,
+each on its own units of the rule's axis. One team of all devices is plain data parallelism or
+plain tensor parallelism, teams of one device are data parallelism alone, and both together are
+what Megatron-LM calls a grid (Narayanan et al. 2021, section 3).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.graph.axis_plan import EVERYWHERE
+
+IntArray = npt.NDArray[np.int32]
+
+
+class Layout(NamedTuple):
+    """Devices with their shares, teams and parts, as in ``Decision``; groups share layouts."""
+
+    devices: tuple[int, ...]
+    shares: tuple[int, ...]
+    teams: tuple[tuple[int, ...], ...] = ()
+    parts: tuple[int, ...] = ()
+
+    @property
+    def all_teams(self) -> tuple[tuple[int, ...], ...]:
+        """The teams; without any, one of all devices."""
+        return self.teams or (self.devices,)
+
+    def units(self, units: int) -> list[tuple[int, ...]]:
+        """Units of an axis for each member of each team, in proportion to parts or shares."""
+        weights = dict(zip(self.devices, self.parts or self.shares, strict=True))
+        return [
+            axis_shares(units, tuple(weights[device] for device in team))
+            for team in self.all_teams
+        ]
+
+
+class LayoutCut(NamedTuple):
+    """The samples of one layout, by micro-batch and device; ranges count from a micro-batch's 0.
+
+    Devices that are not of the layout have zeros, and -1 as team and position.
+    """
+
+    own: IntArray  # samples of each device  # [num_micro, num_devices]
+    own_begin: IntArray  # [num_micro, num_devices]
+    team_samples: IntArray  # of each device's team  # [num_micro, num_devices]
+    team_begin: IntArray  # [num_micro, num_devices]
+    team: IntArray  # number of each device's team  # [num_devices]
+    position: IntArray  # of each device in its team  # [num_devices]
+
+
+def cut_layout(
+    layout: Layout,
+    num_devices: int,
+    micro_batches: tuple[tuple[int, ...], ...],
+    sizes: tuple[int, ...],
+) -> LayoutCut:
+    """Cut the micro-batches among the devices of a layout.
+
+    Args:
+        layout: its shares add up to the batch.
+        num_devices: of the cluster.
+        micro_batches: as in ``Strategy``; empty: the step runs in one go.
+        sizes: samples of each micro-batch; ``Strategy.micro_sizes``.
+    """
+    own = np.zeros((max(len(sizes), 1), num_devices), np.int32)
+    own[:, list(layout.devices)] = micro_shares(layout, micro_batches, sizes)
+    own_begin, team_samples, team_begin = (np.zeros_like(own) for _ in range(3))
+    team = np.full(num_devices, -1, np.int32)
+    position = np.full(num_devices, -1, np.int32)
+    begin = np.zeros(len(own), np.int32)
+    for number, members in enumerate(layout.all_teams):
+        total = own[:, members].sum(axis=1)
+        for place, device in enumerate(members):
+            own_begin[:, device] = begin + own[:, members[:place]].sum(axis=1)
+            team_begin[:, device] = begin
+            team_samples[:, device] = total
+            team[device], position[device] = number, place
+        begin += total
+    return LayoutCut(own, own_begin, team_samples, team_begin, team, position)
+
+
+def micro_shares(
+    layout: Layout, micro_batches: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]
+) -> IntArray:
+    """Samples of each micro-batch on each device of a layout.
+
+    The columns are the strategy's own micro-batches where they add up to the layout's shares.
+    Otherwise each micro-batch is cut in the proportions of what is left of the shares, so that
+    every row and column adds up: among the teams first, then inside each.
+
+    Returns:
+        # [num_micro, devices of the layout]
+    """
+    devices, shares = layout.devices, layout.shares
+    if not micro_batches:
+        return np.array([shares], np.int32)
+    own = np.array([micro_batches[device] for device in devices], np.int32).T
+    if tuple(own.sum(axis=0)) == shares:
+        return own
+    place = {device: index for index, device in enumerate(devices)}
+    columns = [[place[device] for device in team] for team in layout.all_teams]
+    left = np.array(shares, np.int32)
+    rows = np.zeros((len(sizes), len(devices)), np.int32)
+    for row, size in zip(rows, sizes, strict=True):
+        of_teams = _taken(size, [int(left[team].sum()) for team in columns])
+        for team, count in zip(columns, of_teams, strict=True):
+            if count:
+                row[team] = _taken(count, left[team].tolist())
+        left -= row
+    return rows
+
+
+def micro_sizes(
+    micro_batches: tuple[tuple[int, ...], ...], layouts: Iterable[Layout], batch_size: int
+) -> tuple[int, ...]:
+    """Samples of each micro-batch of a step; nothing if it runs in one go.
+
+    The table may say of each device what it takes, also where several layouts have the whole
+    batch each; then the first layout whose devices' samples add up to its shares counts.
+    """
+    sizes = tuple(map(sum, zip(*micro_batches, strict=True)))
+    if not sizes or sum(sizes) == batch_size:
+        return sizes
+    for layout in layouts:
+        own = np.array([micro_batches[device] for device in layout.devices], np.int32).T
+        if tuple(own.sum(axis=0)) == layout.shares:
+            return tuple(own.sum(axis=1).tolist())
+    return sizes
+
+
+def batch_shares(shares: tuple[int, ...], batch_size: int) -> tuple[int, ...]:
+    """Samples of each device of a decision, in proportion to its shares on another batch.
+
+    >>> batch_shares((5, 2, 1), 8), batch_shares((5, 2, 1), 4)
+    ((5, 2, 1), (3, 1, 0))
+    """
+    return shares if sum(shares) == batch_size else split_in_proportion(batch_size, shares)
+
+
+def axis_shares(units: int, weights: tuple[int, ...]) -> tuple[int, ...]:
+    """Units of an axis for each device, in proportion to weights.
+
+    >>> axis_shares(16, (5, 2, 1)), axis_shares(EVERYWHERE, (5, 0, 3)), axis_shares(4, (0, 0))
+    ((10, 4, 2), (1, 0, 1), (0, 0))
+    """
+    if units == EVERYWHERE:
+        return tuple(int(weight > 0) for weight in weights)
+    if not any(weights):
+        return (0,) * len(weights)
+    return split_in_proportion(units, weights)
+
+
+def split_evenly(total: int, parts: int) -> tuple[int, ...]:
+    """Whole numbers as equal as possible, the larger ones first.
+
+    >>> split_evenly(10, 4)
+    (3, 3, 2, 2)
+    """
+    small, extra = divmod(total, parts)
+    return tuple(small + (index < extra) for index in range(parts))
+
+
+def split_in_proportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers in proportion to weights, by largest remainder; ties go to the first.
+
+    >>> split_in_proportion(10, (2.0, 1.0, 1.0))
+    (5, 3, 2)
+    """
+    scale = total / sum(weights)
+    exact = [weight * scale for weight in weights]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
+    return tuple(counts)
+
+
+def _taken(size: int, left: list[int]) -> tuple[int, ...]:
+    """Cut a size in proportion to what is left; what exceeds it goes to others that have some."""
+    row = split_in_proportion(size, left)
+    counts = [min(count, limit) for count, limit in zip(row, left, strict=True)]
+    missing = size - sum(counts)
+    for index, limit in enumerate(left):
+        extra = min(missing, limit - counts[index])
+        counts[index] += extra
+        missing -= extra
+    return tuple(counts)
