@@ -20,10 +20,10 @@ from heterog.planners.model_parallel import activation_bytes, parameter_bytes
 from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
+from heterog.strategy.layout import split_evenly
 from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
 from heterog.strategy.layouts.placed import Given, place_layout
 from heterog.strategy.layouts.stages import layers_of
-from heterog.strategy.strategy import split_evenly
 
 NUM_RETURNED = 3
 """Strategies handed to the referee."""

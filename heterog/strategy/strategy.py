@@ -14,7 +14,13 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRule as OpRule
 from heterog.graph.op_rule import OpRules
-from heterog.strategy.layout import Layout, micro_shares, micro_sizes, split_in_proportion
+from heterog.strategy.layout import (
+    Layout,
+    cut_layout,
+    micro_shares,
+    micro_sizes,
+    split_in_proportion,
+)
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule, device_chunks
 from heterog.strategy.rings import gradient_rings
 
@@ -279,9 +285,13 @@ class Strategy:
         chunks = device_chunks(devices, cluster.num_devices, self.schedule.chunk_starts)
         samples = [[0] * self.num_micro_batches for _ in chunks]
         for decision in dict.fromkeys(self.decisions):
-            cut = micro_shares(decision.layout, self.micro_batches, self.micro_sizes)
-            for device, counts in zip(decision.devices, cut.T.tolist(), strict=True):
-                samples[device] = list(map(max, samples[device], counts))
+            cut = cut_layout(
+                decision.layout, cluster.num_devices, self.micro_batches, self.micro_sizes
+            )
+            # Ops with rules run on all samples of their team.
+            counts = cut.team_samples if self.op_rules else cut.own
+            for device in decision.devices:
+                samples[device] = list(map(max, samples[device], counts[:, device].tolist()))
         self.schedule.check(chunks, samples)
 
     def _check_micro_batches(self, graph: OpGraph, cluster: Cluster) -> None:

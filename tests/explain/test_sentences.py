@@ -73,7 +73,8 @@ class Counted:
                 self.updated_on[subject].add(device)
             elif kind == TaskKind.COMPUTE:
                 op = int(self.tables.op_id[subject])
-                self.op_units[op, device] += int(program.samples[task])
+                units = program.units[task] or program.samples[task]
+                self.op_units[op, device] += int(units)
                 self.sizes[op][int(program.micro[task])] += int(program.samples[task])
             elif kind == TaskKind.RECOMPUTE:
                 self.again.add(int(group_ops(graph).group[self.tables.op_id[subject]]))

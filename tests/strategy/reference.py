@@ -19,10 +19,11 @@ from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRules
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
 from heterog.strategy.channels import ChannelKind
+from heterog.strategy.layout import split_in_proportion
 from heterog.strategy.pipeline_schedule import Pass, device_chunks
 from heterog.strategy.program import FIRST_FREE_KIND, TaskKind
 from heterog.strategy.recomputation import recomputations
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync, split_in_proportion
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 # --- what a program is made of ------------------------------------------------------------------
 

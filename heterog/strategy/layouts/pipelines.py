@@ -8,18 +8,12 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.strategy.layout import split_evenly
 from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
-from heterog.strategy.strategy import (
-    DEFAULT_BUCKET_BYTES,
-    REPLICATED,
-    Decision,
-    Strategy,
-    Sync,
-    split_evenly,
-)
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
 _ZERO = (Sync.RING, Sync.ZERO1, Sync.ZERO2, Sync.ZERO3)
 
