@@ -161,13 +161,13 @@ class Encoder:
             shares += [row.units[axis] * (row.cut.team_samples > 0) for row in rows]
             units += [row.units[axis] for row in rows]
             unit_begin += [row.unit_begin[axis] for row in rows]
-        layout = np.append(np.array(of_decision)[of_group], len(layouts)).astype(np.int32)
+        row_of_group = np.append(np.array(of_decision)[of_group], len(layouts)).astype(np.int32)
         all_shares = np.stack(shares).astype(np.int32)
         return Choice(
             num_micro=len(sizes) or 1,
             num_steps=num_steps,
             bucket_bytes=float(bucket_bytes),
-            layout=layout,
+            layout=row_of_group,
             shares=all_shares,
             member=np.stack([row.member for row in rows]),
             teams=Teams(
@@ -194,7 +194,7 @@ class Encoder:
                 schedule,
                 self._tables,
                 [decisions[number].devices for number in of_group],
-                layout,
+                row_of_group,
                 all_shares,
             ),
         )
@@ -309,7 +309,7 @@ class Encoder:
             member[number, list(ring.devices)] = True
             gives[number, list(ring.givers)] = True
             is_whole[number, list(ring.whole)] = True
-            synchronised = _ring_decision(ring, decision)
+            synchronised = ring_decision(ring, decision)
             channels.append(self._channels.for_decision(synchronised))
             if decision.sync in SLICED:
                 slice_part[number, list(ring.devices)] = slice_parts(synchronised)
@@ -325,7 +325,7 @@ class Encoder:
         )
 
 
-def _ring_decision(ring: Ring, of: Decision) -> Decision:
+def ring_decision(ring: Ring, of: Decision) -> Decision:
     """What the devices of a ring decide about their part."""
     # Slices of a parameter have no home: servers would have nothing to bring together.
     sync = Sync.RING if of.sync == Sync.PARAMETER_SERVER else of.sync

@@ -1,0 +1,153 @@
+"""Who has which samples and units, as ranks look it up while they run."""
+
+from collections.abc import Sequence
+
+from heterog.graph.axis_plan import BATCH_AXIS
+from heterog.strategy import layout as strategy_layout
+from heterog.strategy.layout import batch_shares, cut_layout
+from heterog.strategy.strategy import Strategy
+
+Span = tuple[int, int]
+"""(first, number) of some samples or units."""
+
+
+class Layout:
+    """Which samples of the batch and units of one axis each device of a group has.
+
+    Samples count from the begin of their micro-batch.
+
+    Args:
+        layout: of the group.
+        axis: number of the axis; 0 is the batch.
+        units: of the axis.
+        batch_size: of the step, which may be another one than the layout was made for.
+        micro_batches: see ``Strategy``.
+        sizes: samples of each micro-batch.
+
+    Attributes:
+        devices: of the group, ascending.
+        axis: number of the axis; 0 is the batch.
+        units: of the whole axis.
+        num_teams: teams of the group.
+        shares: what each device works on, per micro-batch: samples of the batch, or units.
+    """
+
+    def __init__(
+        self,
+        layout: strategy_layout.Layout,
+        *,
+        axis: int,
+        units: int,
+        batch_size: int,
+        micro_batches: tuple[tuple[int, ...], ...],
+        sizes: tuple[int, ...],
+    ) -> None:
+        self.devices = layout.devices
+        self.axis = axis
+        self.units = max(units, 1)
+        teams = layout.all_teams
+        self.num_teams = len(teams)
+        samples = layout._replace(shares=batch_shares(layout.shares, batch_size))
+        cut = cut_layout(samples, max(layout.devices) + 1, micro_batches, sizes)
+        self._team = {device: number for number, team in enumerate(teams) for device in team}
+        weights = dict(zip(layout.devices, layout.parts or layout.shares, strict=True))
+        self._speakers = frozenset(
+            next((device for device in team if weights[device]), team[0]) for team in teams
+        )
+        self._units: dict[int, Span] = {}
+        if axis != BATCH_AXIS:
+            for team, counts in zip(teams, layout.units(units), strict=True):
+                for place, device in enumerate(team):
+                    self._units[device] = sum(counts[:place]), counts[place]
+        by_device = range(len(cut.own))
+        self._own: list[dict[int, Span]] = [
+            {d: (int(cut.own_begin[m, d]), int(cut.own[m, d])) for d in self.devices}
+            for m in by_device
+        ]
+        self._of_team: list[dict[int, Span]] = [
+            {d: (int(cut.team_begin[m, d]), int(cut.team_samples[m, d])) for d in self.devices}
+            for m in by_device
+        ]
+        self.shares = [
+            {device: self.range(micro, device)[1] for device in self.devices}
+            for micro in by_device
+        ]
+
+    def range(self, micro: int, device: int) -> Span:
+        """What a device works on: its own samples, or its units if its team has samples."""
+        if self.axis == BATCH_AXIS:
+            return self.own_samples(micro, device)
+        begin, count = self._units.get(device, (0, 0))
+        return begin, count if self.team_samples(micro, device)[1] else 0
+
+    def samples(self, micro: int, device: int) -> Span:
+        """The samples that an op works on: the device's own, or with a rule all of its team."""
+        if self.axis == BATCH_AXIS:
+            return self.own_samples(micro, device)
+        return self.team_samples(micro, device)
+
+    def own_samples(self, micro: int, device: int) -> Span:
+        """A device's own samples."""
+        return self._own[micro].get(device, (0, 0))
+
+    def team_samples(self, micro: int, device: int) -> Span:
+        """The samples of a device's team."""
+        return self._of_team[micro].get(device, (0, 0))
+
+    def size(self, micro: int) -> int:
+        """Samples of a whole micro-batch."""
+        return sum(count for _, count in self._own[micro].values())
+
+    def units_of(self, device: int) -> Span:
+        """A device's units of the axis, whether its team has samples or not."""
+        return self._units.get(device, (0, 0))
+
+    def first(self, micro: int) -> int:
+        """First device that works on something."""
+        return next(device for device, count in self.shares[micro].items() if count)
+
+    def is_in_first_team(self, micro: int, device: int) -> bool:
+        """Whether a device belongs to the team of the first one that works on something."""
+        return self._team.get(device) == self._team[self.first(micro)]
+
+    def speaks(self, device: int) -> bool:
+        """Whether a device gives what all members of its team have alike."""
+        return device in self._speakers
+
+    def speaker(self, device: int) -> int:
+        """The device that gives what all members of a device's team have alike."""
+        return next(each for each in self._speakers if self._team[each] == self._team[device])
+
+    def are_together(self, one: int, other: int) -> bool:
+        """Whether two devices belong to one team."""
+        return self._team.get(one) == self._team.get(other)
+
+    def first_team(self) -> list[int]:
+        """Members of the first team."""
+        return [device for device, team in self._team.items() if team == 0]
+
+
+def layouts_of_groups(strategy: Strategy, axes: Sequence[int]) -> list[list[Layout]]:
+    """Layout of each group along each axis; groups that are alike have the same object.
+
+    Args:
+        strategy: with a decision for every group.
+        axes: units of each axis; the batch first.
+    """
+    known: dict[tuple[strategy_layout.Layout, int], Layout] = {}
+    sizes = strategy.micro_sizes
+    for decision in strategy.decisions:
+        for axis, units in enumerate(axes):
+            if (decision.layout, axis) not in known:
+                known[decision.layout, axis] = Layout(
+                    decision.layout,
+                    axis=axis,
+                    units=units,
+                    batch_size=axes[BATCH_AXIS],
+                    micro_batches=strategy.micro_batches,
+                    sizes=sizes,
+                )
+    return [
+        [known[decision.layout, axis] for decision in strategy.decisions]
+        for axis in range(len(axes))
+    ]
