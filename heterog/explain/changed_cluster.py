@@ -208,7 +208,8 @@ def _joined(
         or len(changed[int(group_of[op])].devices) == 1 else REPLICATED
         for (op, _, _), home in zip(evaluator.graph.updates, strategy.homes, strict=True)
     )  # fmt: skip
-    return replace(moved(strategy, evaluator.cluster), decisions=tuple(changed), homes=homes)
+    changed_strategy = moved(strategy, evaluator.cluster).with_decisions(tuple(changed))
+    return replace(changed_strategy, homes=homes)
 
 
 def _with_devices(

@@ -105,7 +105,7 @@ class Lowered:
         self.program = program
         self.strategy = strategy
         self.graph = graph
-        self.tables: GraphTables = graph_tables(graph, program.op_rules)
+        self.tables: GraphTables = graph_tables(graph, program.op_rules, program.blocks)
         self.plan: AxisPlan = axis_plan(graph, program.op_rules)
 
     @cached_property

@@ -16,7 +16,7 @@ def with_decisions(strategy: Strategy, changes: Mapping[int, Decision]) -> Strat
     decisions = list(strategy.decisions)
     for group, decision in changes.items():
         decisions[group] = decision
-    changed = replace(strategy, decisions=tuple(decisions))
+    changed = strategy.with_decisions(tuple(decisions))
     if any(
         decision.devices != strategy.decisions[group].devices
         for group, decision in changes.items()

@@ -31,6 +31,8 @@ MOST_SHAPES = 48
 """Shapes with a micro-batch that are tried, those with the least estimated compute first."""
 NUM_VARIED = 3
 """Of the best ones the manner is varied."""
+MOST_TASKS = 2_000_000
+"""Of a program that is worth its second: more micro-batches than that are left out."""
 LEAST_KEPT = 0.5
 """Part of the activations that is surely held: what overflows with it is not simulated."""
 RECOMPUTED = 0.1
@@ -81,6 +83,7 @@ class _Grid:
         self.graph, self.cluster = evaluator.graph, evaluator.cluster
         self.speeds = device_speeds(evaluator)
         self.num_layers = len(layers_of(self.graph).names)
+        self.num_ops = len(evaluator.tables.op_id)
         self.parameters = float(parameter_bytes(evaluator).sum())
         self.activations = float(activation_bytes(evaluator).sum()) / self.graph.batch_size
         self.found: dict[_Point, tuple[Evaluation, Given]] = {}
@@ -145,7 +148,10 @@ class _Grid:
                 layers = split_evenly(self.num_layers, pp) if self.num_layers % pp else ()
                 for micro in _micro_batches(share):
                     num_micro = share // micro
-                    if num_micro < pp > 1 or micro_batches_refused(self.graph, num_micro):
+                    num_tasks = num_micro * self.num_ops * tp * dp
+                    if num_micro < pp > 1 or (num_micro > 1 and num_tasks > MOST_TASKS):
+                        continue
+                    if micro_batches_refused(self.graph, num_micro):
                         continue
                     layout = Layout(tp=tp, pp=pp, dp=dp, micro_batch=micro, layers=layers)
                     yield _Point(layout=layout, devices=devices, num_micro=num_micro)

@@ -145,7 +145,7 @@ class RankProgram:
         self.strategy = strategy
         self.program = program
         self.plan = axis_plan(graph, strategy.op_rules)
-        self.tables = graph_tables(graph, strategy.op_rules)
+        self.tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
         self.num_micro = strategy.num_micro_batches
         self._group = group_ops(graph).group
         self._layouts = layouts_of_groups(strategy, self.plan.axes)

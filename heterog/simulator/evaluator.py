@@ -115,9 +115,12 @@ def given_up(seconds: float, order: Order) -> Evaluation:
 class _RuleSet:
     """What the evaluator knows about a graph whose ops run by some rules."""
 
-    def __init__(self, graph: OpGraph, op_rules: OpRules, num_devices: int) -> None:
+    def __init__(
+        self, graph: OpGraph, op_rules: OpRules, blocks: tuple[int, ...], num_devices: int
+    ) -> None:
         self.op_rules = op_rules
-        self.tables = graph_tables(graph, op_rules)
+        self.blocks = blocks
+        self.tables = graph_tables(graph, op_rules, blocks)
         self.scratch = make_scratch(self.tables, num_devices)
         ruled = {op for op, _ in op_rules}
         self.has_rule = np.array([int(op) in ruled for op in self.tables.op_id], np.bool_)
@@ -195,9 +198,9 @@ class Evaluator:
         self.channels = ChannelTable(cluster)
         self.num_evaluations = 0
         self.poll: Callable[[], None] = lambda: None
-        self._rule_numbers: dict[OpRules, int] = {(): 0}
-        self._rules_by_number: list[OpRules] = [()]
-        self._rule_sets: dict[int, _RuleSet] = {0: _RuleSet(graph, (), cluster.num_devices)}
+        self._rule_numbers: dict[tuple[OpRules, tuple[int, ...]], int] = {((), ()): 0}
+        self._rules_by_number: list[tuple[OpRules, tuple[int, ...]]] = [((), ())]
+        self._rule_sets: dict[int, _RuleSet] = {0: _RuleSet(graph, (), (), cluster.num_devices)}
         self._schedule = make_schedule(1, 1, 1, 1)
         self._usable = np.array([device.usable_memory_bytes for device in cluster.devices])
         types = cluster.device_types
@@ -261,17 +264,18 @@ class Evaluator:
         """A strategy as flat arrays, checked."""
         strategy.check(self.graph, self.cluster)
         steps = 1 if strategy.step_barrier else UNROLLED_STEPS
-        number = self.rule_number(strategy.op_rules)
+        number = self.rule_number(strategy.op_rules, strategy.blocks)
         tables = self._rule_set(number).tables
         choice = encode(strategy, tables, self.channels, num_steps=steps)
         return choice._replace(rule_set=number)
 
-    def rule_number(self, op_rules: OpRules) -> int:
-        """The number by which a ``Choice`` names op rules, 0 if there are none."""
-        if op_rules not in self._rule_numbers:
-            self._rule_numbers[op_rules] = len(self._rules_by_number)
-            self._rules_by_number.append(op_rules)
-        return self._rule_numbers[op_rules]
+    def rule_number(self, op_rules: OpRules, blocks: tuple[int, ...] = ()) -> int:
+        """The number by which a ``Choice`` names op rules and blocks, 0 if there are none."""
+        key = op_rules, blocks
+        if key not in self._rule_numbers:
+            self._rule_numbers[key] = len(self._rules_by_number)
+            self._rules_by_number.append(key)
+        return self._rule_numbers[key]
 
     def rule_tables(self, number: int) -> GraphTables:
         """The graph's tables under the op rules of a number.
@@ -289,8 +293,8 @@ class Evaluator:
         """The rule set of a choice; few are kept at once, those used last."""
         found = self._rule_sets.pop(number, None)
         if found is None:
-            rules = self._rules_by_number[number]
-            found = _RuleSet(self.graph, rules, self.cluster.num_devices)
+            op_rules, blocks = self._rules_by_number[number]
+            found = _RuleSet(self.graph, op_rules, blocks, self.cluster.num_devices)
             if len(self._rule_sets) >= MAX_RULE_SETS:
                 del self._rule_sets[next(other for other in self._rule_sets if other != 0)]
         self._rule_sets[number] = found
@@ -612,6 +616,7 @@ class Evaluator:
             tuple(self.channels.channels),
             self.cluster.num_devices,
             op_rules=rules.op_rules,
+            blocks=rules.blocks,
         )
 
     def schedule(self, choice: Choice, order: Order) -> tuple[Program, FloatArray, FloatArray]:

@@ -160,7 +160,7 @@ class Timeline:
         self.finish = finish
         self.cluster = cluster
         self.graph = graph
-        self._tables: GraphTables = graph_tables(graph, program.op_rules)
+        self._tables: GraphTables = graph_tables(graph, program.op_rules, program.blocks)
         # As lists, because single elements are looked up often.
         self._kind: list[int] = program.kind.tolist()
         self._subject: list[int] = program.subject.tolist()

@@ -87,6 +87,7 @@ class Program:
         is_in_turn: a device finishes a turn before it begins the next; otherwise the earliest turn
             that can go on does.
         op_rules: of the strategy; subjects are numbered in the tables of the graph under them.
+        blocks: of the strategy, likewise.
     """
 
     num_devices: int
@@ -110,6 +111,7 @@ class Program:
     channels: tuple[Channel, ...]
     is_in_turn: bool = False
     op_rules: OpRules = ()
+    blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):

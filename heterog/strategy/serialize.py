@@ -63,6 +63,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
             "turns": [[list(map(int, turn)) for turn in own] for own in strategy.schedule.turns],
             "chunk_starts": list(strategy.schedule.chunk_starts),
         },
+        "blocks": list(strategy.blocks),
     }
 
 
@@ -107,6 +108,7 @@ class _StrategyRecord(Record):
     rules: Many[_RuleRecord] = Field(default_factory=list)
     op_rules: Many[_Pair] = Field(default_factory=list)
     schedule: _ScheduleRecord = Field(default_factory=_ScheduleRecord)
+    blocks: Many[Int32] = Field(default_factory=list)
 
 
 def strategy_from_dict(record: object) -> Strategy:
@@ -141,6 +143,7 @@ def strategy_from_dict(record: object) -> Strategy:
         step_barrier=found.step_barrier,
         op_rules=tuple((op, _entry(rules, number, "op_rules")) for op, number in found.op_rules),
         schedule=_schedule(found.schedule),
+        blocks=tuple(found.blocks),
     )
 
 

@@ -163,6 +163,10 @@ class Strategy:
         op_rules: (graph op index, rule) of the ops that do not follow the batch, ascending; see
             ``OpRule``.
         schedule: in what order devices work through the micro-batches.
+        blocks: first groups of runs of groups that recompute together: what the groups of a block
+            read of each other is made again as well, so that only what other blocks read is kept.
+            The groups of a block have one decision. Ascending from 0; empty means each group is
+            a block of its own.
     """
 
     graph: str
@@ -174,6 +178,15 @@ class Strategy:
     step_barrier: bool = True
     op_rules: OpRules = ()
     schedule: PipelineSchedule = AS_IT_COMES
+    blocks: tuple[int, ...] = ()
+
+    def with_decisions(self, decisions: tuple[Decision, ...]) -> "Strategy":
+        """The same with other decisions; a block ends where they no longer agree."""
+        blocks = self.blocks
+        if blocks:
+            cuts = {g for g in range(1, len(decisions)) if decisions[g] != decisions[g - 1]}
+            blocks = tuple(sorted({*blocks, *cuts}))
+        return replace(self, decisions=decisions, blocks=blocks)
 
     @property
     def num_micro_batches(self) -> int:
@@ -231,6 +244,7 @@ class Strategy:
         self._check_homes(graph, cluster)
         self._check_micro_batches(graph, cluster)
         self._check_schedule(cluster)
+        self._check_blocks(grouping.names)
         if self.bucket_bytes < 0:
             raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
 
@@ -277,6 +291,23 @@ class Strategy:
                     f"parameter '{name}' has home {home}, but its group is synchronised by "
                     f"{decision.sync.name.lower()}; only a parameter server has a home."
                 )
+
+    def _check_blocks(self, names: tuple[str, ...]) -> None:
+        if not self.blocks:
+            return
+        starts = list(self.blocks)
+        if starts != sorted(set(starts)) or starts[0] != 0 or starts[-1] >= len(names):
+            raise StrategyError(
+                f"blocks {starts} must be groups from 0 to {len(names) - 1}, ascending, the first "
+                "of them 0."
+            )
+        for first, end in zip(starts, [*starts[1:], len(names)], strict=True):
+            for group in range(first + 1, end):
+                if self.decisions[group] != self.decisions[first]:
+                    raise StrategyError(
+                        f"groups '{names[first]}' and '{names[group]}' are in one block but have "
+                        "different decisions; begin a block at the second one."
+                    )
 
     def _check_schedule(self, cluster: Cluster) -> None:
         if self.schedule.is_default:

@@ -21,7 +21,7 @@ from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
-from heterog.strategy.recomputation import recomputations
+from heterog.strategy.recomputation import Recomputation, recomputations
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
@@ -108,9 +108,17 @@ class GraphTables(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def graph_tables(graph: OpGraph, op_rules: OpRules = ()) -> GraphTables:
-    """Build the tables of a graph whose ops run by some rules."""
-    return _Builder(graph, axis_plan(graph, op_rules), group_ops(graph)).build()
+def graph_tables(
+    graph: OpGraph, op_rules: OpRules = (), blocks: tuple[int, ...] = ()
+) -> GraphTables:
+    """Build the tables of a graph whose ops run by some rules, and whose groups form blocks.
+
+    Args:
+        graph: one training step.
+        op_rules: see ``Strategy``.
+        blocks: see ``Strategy``.
+    """
+    return _Builder(graph, axis_plan(graph, op_rules), group_ops(graph), blocks).build()
 
 
 _Slot = tuple[int, int, int, int]
@@ -118,10 +126,14 @@ _Slot = tuple[int, int, int, int]
 
 
 class _Builder:
-    def __init__(self, graph: OpGraph, plan: AxisPlan, grouping: Grouping) -> None:
+    def __init__(
+        self, graph: OpGraph, plan: AxisPlan, grouping: Grouping, blocks: tuple[int, ...]
+    ) -> None:
         self.graph = graph
         self.plan = plan
         self.grouping = grouping
+        # First group of each group's block, whose groups lie alike and recompute together.
+        self.block = block_of_groups(grouping.num_groups, blocks)
         self.ops = [
             index
             for index, op in enumerate(graph.ops)
@@ -197,12 +209,18 @@ class _Builder:
         op_group = [int(self.grouping.group[index]) for index in self.ops]
         is_backward = [graph.ops[index].phase == Phase.BACKWARD for index in self.ops]
         value_op = [row_of[int(graph.producer[tensor])] for tensor in self.values]
-        again = recomputations(
+        again = self._by_group_of_reader(
+            recomputations(
+                [self.block[group] if group >= 0 else group for group in op_group],
+                is_backward,
+                [
+                    [value_op[value] for value, slot in entries if slot is None]
+                    for entries in reads
+                ],
+                [value_op[value] for value in gradient_values],
+                self.grouping.num_groups,
+            ),
             op_group,
-            is_backward,
-            [[value_op[value] for value, slot in entries if slot is None] for entries in reads],
-            [value_op[value] for value in gradient_values],
-            self.grouping.num_groups,
         )
         recomputing = {each.reader for each in again if each.ops}
         kinds = [KIND_NUMBER[plan.placements[tensor].kind] for tensor in self.values]
@@ -309,6 +327,16 @@ class _Builder:
             state_ratio=graph.optimizer_state_ratio,
         )
 
+    def _by_group_of_reader(
+        self, again: list[Recomputation], op_group: list[int]
+    ) -> list[Recomputation]:
+        """The recomputation of each block where the kernel looks for it: its reader's group."""
+        found = [Recomputation(-1, ())] * self.grouping.num_groups
+        for each in again:
+            if each.reader >= 0:
+                found[op_group[each.reader]] = each
+        return found
+
     def _reads_of(
         self, index: int, parameter_row: dict[int, int], outside: dict[int, set[int]]
     ) -> tuple[list[tuple[int, _Slot | None]], list[int]]:
@@ -327,9 +355,10 @@ class _Builder:
             producer = int(graph.producer[storage])
             maker = int(self.grouping.group[producer])
             whole = max(self.gathered[tensor], plan.whole_needed(index, position, tensor))
-            if maker not in (group, CONSTANT_GROUP):
+            is_near = maker != CONSTANT_GROUP and self.block[maker] == self.block[group]
+            if maker != CONSTANT_GROUP and not is_near:
                 outside.setdefault(storage, set()).add(tensor)
-            as_made = maker == group and whole == AS_MADE and plan.op_axis[producer] == axis
+            as_made = is_near and whole == AS_MADE and plan.op_axis[producer] == axis
             if maker == CONSTANT_GROUP or as_made:
                 entries.setdefault((value, None))
             else:
@@ -431,6 +460,18 @@ class _Builder:
 
 def _is_outermost(place: Placement) -> bool:
     return place.dim == 0 and place.outer == 1
+
+
+def block_of_groups(num_groups: int, blocks: Sequence[int]) -> tuple[int, ...]:
+    """The first group of each group's block.
+
+    >>> block_of_groups(5, (0, 3)), block_of_groups(3, ())
+    ((0, 0, 0, 3, 3), (0, 1, 2))
+    """
+    if not blocks:
+        return tuple(range(num_groups))
+    first = np.array(blocks)[np.searchsorted(blocks, np.arange(num_groups), side="right") - 1]
+    return tuple(int(group) for group in first)
 
 
 def _ints(values: Sequence[int]) -> IntArray:

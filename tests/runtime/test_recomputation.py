@@ -69,6 +69,24 @@ def test_every_group_recomputes(
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("name", ["mlp", "residual", "gpt"])
+def test_blocks_of_groups_recompute_together(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    graph = graph_of(name)
+    num_groups = group_ops(graph).num_groups
+    apart = strategy_of(
+        graph, [UNEVEN] * num_groups, micro_batches=((3, 2), (0, 2), (1, 0)), bucket_bytes=600
+    )
+    together = replace(apart, blocks=tuple(range(0, num_groups, 3)))
+    again = [
+        (lower(graph, cluster(), each).kind == TaskKind.RECOMPUTE).sum()
+        for each in (apart, together)
+    ]
+    assert again[0] < again[1], "what groups of a block read of each other is made again as well"
+    results = ranks.run(train, name, SGD, saved(tmp_path, graph, together))
+    assert_same(results, reference(name))
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_some_groups_on_devices_of_their_own(ranks: Ranks, tmp_path: Path, name: str) -> None:
     graph = graph_of(name)

@@ -126,6 +126,40 @@ def test_what_other_groups_read_is_made_once() -> None:
     assert between in program.dependencies(again)
 
 
+def test_a_block_keeps_only_what_it_reads_of_others() -> None:
+    """Two layers a block: what lies between them is let go, and made again with the rest."""
+    graph = layers(4)
+    apart = strategy_of(graph, ONE, replace(WHOLE, recompute=True))
+    together = replace(apart, blocks=(0, 2, 4))
+    program = lower(graph, ONE, together)
+    # Backward: the loss, then the second block without its last op, which nothing reads again.
+    assert subjects(program, TaskKind.RECOMPUTE) == [12, 6, 7, 8, 9, 0, 1, 2, 3]
+    assert subjects(lower(graph, ONE, apart), TaskKind.RECOMPUTE) == [12, 9, 6, 3, 0]
+    evaluator = Evaluator(graph, ONE)
+    assert (
+        evaluator.evaluate(together, Order.FIFO).step_time_s
+        > evaluator.evaluate(apart, Order.FIFO).step_time_s
+    )
+    assert strategy_from_dict(strategy_to_dict(together)) == together
+    assert lower(graph, ONE, replace(apart, blocks=(0, 1, 2, 3, 4))).hash == (
+        lower(graph, ONE, apart).hash
+    ), "blocks of one group are what there is without blocks"
+
+
+def test_a_block_of_unlike_groups_is_refused() -> None:
+    graph = layers(2)
+    strategy = strategy_of(graph, ONE, replace(WHOLE, recompute=True))
+    for blocks in ((1,), (0, 0), (0, 9), (0, 2, 1)):
+        with pytest.raises(StrategyError, match="ascending"):
+            replace(strategy, blocks=blocks).check(graph, ONE)
+    unlike = replace(with_flags(strategy, [True, False, False]), blocks=(0, 2))
+    with pytest.raises(StrategyError, match="are in one block but have different decisions"):
+        unlike.check(graph, ONE)
+    kept = replace(strategy, blocks=(0, 2)).with_decisions(unlike.decisions)
+    assert kept.blocks == (0, 1, 2)
+    kept.check(graph, ONE)
+
+
 def _is(program: Program, task: int, kind: TaskKind, subject: int) -> bool:
     return bool(program.kind[task] == kind and program.subject[task] == subject)
 

@@ -86,9 +86,20 @@ def strategy_of_pipelines(
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         step_barrier=manner.step_barrier,
         schedule=_schedule(pipelines, manner, cluster.num_devices),
+        blocks=_blocks(graph) if manner.recompute == Recompute.FULL else (),
     )
     strategy.check(graph, cluster)
     return strategy
+
+
+def _blocks(graph: OpGraph) -> tuple[int, ...]:
+    """First groups of the repeated layers, and every group outside of them."""
+    in_layer = layers_of(graph).of_group
+    return tuple(
+        group
+        for group, layer in enumerate(in_layer)
+        if group == 0 or layer == NO_LAYER or layer != in_layer[group - 1]
+    )
 
 
 def _samples_of_devices(pipelines: Sequence[Pipeline], num_devices: int) -> list[tuple[int, ...]]:

@@ -81,7 +81,7 @@ def lower_resized(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> Progr
 
 
 def _lower(graph: OpGraph, cluster: Cluster, strategy: Strategy, steps: int) -> Program:
-    tables = graph_tables(graph, strategy.op_rules)
+    tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
     channels = ChannelTable(cluster)
     choice = encode(strategy, tables, channels, num_steps=steps)
     scratch = make_scratch(tables, cluster.num_devices)
@@ -94,6 +94,7 @@ def _lower(graph: OpGraph, cluster: Cluster, strategy: Strategy, steps: int) -> 
         tuple(channels.channels),
         cluster.num_devices,
         op_rules=strategy.op_rules,
+        blocks=strategy.blocks,
     )
 
 
@@ -119,6 +120,7 @@ def program_from_tape(
     num_devices: int,
     *,
     op_rules: OpRules = (),
+    blocks: tuple[int, ...] = (),
 ) -> Program:
     """Copy what was written to a tape into a program."""
     num_tasks, num_buffers, num_reads = (int(count) for count in tape.counts[:OVERFLOW])
@@ -146,4 +148,5 @@ def program_from_tape(
         resident_bytes=resident_bytes(tables, choice),
         channels=channels,
         op_rules=op_rules,
+        blocks=blocks,
     )
