@@ -118,7 +118,11 @@ def summed_loss(output: Any, labels: Tensor) -> Tensor:
 
 
 def make_model(model: Model) -> nn.Module:
-    """The library's model, without weights of its own."""
+    """The library's model, without weights of its own.
+
+    OPT with queries, keys and values in one product, as Megatron-DeepSpeed ran it: GPT-2's layers
+    with ReLU, two rows of positions more and no last norm (OPT-350M has none).
+    """
     shared: dict[str, Any] = {
         "attn_implementation": "eager",
         "use_cache": False,
@@ -128,33 +132,22 @@ def make_model(model: Model) -> nn.Module:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if model.family == "gpt":
+    if model.family in ("gpt", "opt"):
+        is_opt = model.family == "opt"
         config: Any = transformers.GPT2Config(
-            n_positions=model.sequence,
+            n_positions=model.sequence + 2 * is_opt,
             n_embd=model.hidden,
             n_layer=model.layers,
             n_head=model.heads,
+            activation_function="relu" if is_opt else "gelu_new",
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
             **shared,
         )
-        made: nn.Module = transformers.GPT2LMHeadModel(config)
-    elif model.family == "opt":
-        config = transformers.OPTConfig(
-            hidden_size=model.hidden,
-            word_embed_proj_dim=model.hidden,
-            ffn_dim=4 * model.hidden,
-            num_hidden_layers=model.layers,
-            num_attention_heads=model.heads,
-            max_position_embeddings=model.sequence,
-            do_layer_norm_before=False,
-            dropout=0.0,
-            attention_dropout=0.0,
-            layerdrop=0.0,
-            **shared,
-        )
-        made = transformers.OPTForCausalLM(config)
+        made: Any = transformers.GPT2LMHeadModel(config)
+        if is_opt:
+            made.transformer.ln_f = nn.Identity()
     else:
         config = transformers.GPTNeoConfig(
             hidden_size=model.hidden,
@@ -168,7 +161,8 @@ def make_model(model: Model) -> nn.Module:
             **shared,
         )
         made = transformers.GPTNeoForCausalLM(config)
-    return made.to(getattr(torch, model.dtype))
+    cast: nn.Module = made.to(getattr(torch, model.dtype))
+    return cast
 
 
 @lru_cache(maxsize=4)
