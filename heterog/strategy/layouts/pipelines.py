@@ -9,8 +9,9 @@ from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.layout import split_evenly
-from heterog.strategy.layouts.layout import Recompute
+from heterog.strategy.layouts.layout import LayoutError, Recompute
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of
+from heterog.strategy.layouts.tensor import TeamRules, team_rules
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
@@ -51,6 +52,7 @@ class Manner:
         schedule: a name of ``schedules.SCHEDULES``.
         num_chunks: stages of each rank.
         keeps_turns: whether the schedule states every turn; otherwise 1F1B is its caps.
+        vocabulary_parallel: whether teams split what is outside of the layers, too.
         step_barrier: whether a step ends with all updates.
     """
 
@@ -59,6 +61,7 @@ class Manner:
     schedule: str = "1f1b"
     num_chunks: int = 1
     keeps_turns: bool = True
+    vocabulary_parallel: bool = True
     step_barrier: bool = True
 
 
@@ -75,16 +78,18 @@ def strategy_of_pipelines(
     if len(used) > len(set(used)):
         twice = next(device for device in used if used.count(device) > 1)
         raise StrategyError(f"device {twice} is in two teams; each device has one place.")
+    decisions, rules = _decisions(graph, cluster, pipelines, manner)
     samples = _samples_of_devices(pipelines, cluster.num_devices)
     num_micro = max(len(pipeline.micro_batches) for pipeline in pipelines)
     strategy = Strategy(
         graph=graph.fingerprint,
         cluster=cluster.fingerprint(),
-        decisions=_decisions(graph, cluster, pipelines, manner, samples),
+        decisions=decisions,
         homes=(REPLICATED,) * len(graph.updates),
-        micro_batches=_counted_once(pipelines, samples) if num_micro > 1 else (),
+        micro_batches=tuple(samples) if num_micro > 1 else (),
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         step_barrier=manner.step_barrier,
+        op_rules=rules.op_rules if rules is not None else (),
         schedule=_schedule(pipelines, manner, cluster.num_devices),
         blocks=_blocks(graph) if manner.recompute == Recompute.FULL else (),
     )
@@ -117,12 +122,41 @@ def _samples_of_devices(pipelines: Sequence[Pipeline], num_devices: int) -> list
     return samples
 
 
-def _counted_once(
-    pipelines: Sequence[Pipeline], samples: Sequence[tuple[int, ...]]
-) -> tuple[tuple[int, ...], ...]:
-    """Samples of the first ranks alone: the batch counts once."""
-    first = {device for pipeline in pipelines for device in pipeline.ranks[0]}
-    return tuple(own if device in first else (0,) * len(own) for device, own in enumerate(samples))
+def teams_of_groups(
+    pipelines: Sequence[Pipeline], manner: Manner, num_groups: int
+) -> list[tuple[tuple[int, ...], ...]]:
+    """The teams that have each group, pipeline by pipeline.  # [num_groups]"""
+    rank_of = [_rank_of_stage(len(pipeline.teams), manner) for pipeline in pipelines]
+    return [
+        tuple(
+            team
+            for pipeline, rank in zip(pipelines, rank_of, strict=True)
+            for team in pipeline.teams[rank[pipeline.stages[group]]]
+        )
+        for group in range(num_groups)
+    ]
+
+
+def rules_of_teams(
+    graph: OpGraph, pipelines: Sequence[Pipeline], manner: Manner
+) -> TeamRules | None:
+    """The rules of all groups that some team of several devices has; ``None`` if there is none.
+
+    Raises:
+        LayoutError: nothing can be split, or not into as many parts.
+    """
+    teams = teams_of_groups(pipelines, manner, group_ops(graph).num_groups)
+    sizes = [max(map(len, each)) for each in teams]
+    groups = tuple(group for group, size in enumerate(sizes) if size > 1)
+    if not groups:
+        return None
+    rules = team_rules(graph, groups, vocabulary_parallel=manner.vocabulary_parallel)
+    if rules.least_units < max(sizes):
+        raise LayoutError(
+            f"a team of {max(sizes)} devices cannot share {rules.least_units} units (heads, say): "
+            f"take tp={rules.least_units} or less."
+        )
+    return rules
 
 
 def _decisions(
@@ -130,32 +164,23 @@ def _decisions(
     cluster: Cluster,
     pipelines: Sequence[Pipeline],
     manner: Manner,
-    samples: Sequence[tuple[int, ...]],
-) -> tuple[Decision, ...]:
-    """One for each group: the teams that have it, and whether its layer recomputes."""
+) -> tuple[tuple[Decision, ...], TeamRules | None]:
+    """The teams that have each group and whether its layer recomputes, and the rules of teams."""
     in_layer = layers_of(graph).of_group
-    rank_of = [_rank_of_stage(len(pipeline.teams), manner) for pipeline in pipelines]
-    made: dict[tuple[tuple[int, ...], bool], Decision] = {}
+    samples = _samples_of_devices(pipelines, cluster.num_devices)
+    made: dict[tuple[tuple[tuple[int, ...], ...], bool], Decision] = {}
     found = []
-    for group in range(group_ops(graph).num_groups):
-        ranks = tuple(
-            rank_of[number][pipeline.stages[group]] for number, pipeline in enumerate(pipelines)
-        )
+    for group, teams in enumerate(teams_of_groups(pipelines, manner, len(in_layer))):
         recompute = manner.recompute == Recompute.FULL and in_layer[group] != NO_LAYER
-        if (ranks, recompute) not in made:
-            teams = tuple(
-                team
-                for pipeline, rank in zip(pipelines, ranks, strict=True)
-                for team in pipeline.teams[rank]
-            )
-            made[ranks, recompute] = _decision(cluster, teams, manner.zero, samples, recompute)
-        found.append(made[ranks, recompute])
-    return tuple(found)
+        if (teams, recompute) not in made:
+            made[teams, recompute] = _decision(cluster, teams, manner.zero, samples, recompute)
+        found.append(made[teams, recompute])
+    return tuple(found), rules_of_teams(graph, pipelines, manner)
 
 
 def _decision(
     cluster: Cluster,
-    teams: Sequence[tuple[int, ...]],
+    teams: tuple[tuple[int, ...], ...],
     zero: int,
     samples: Sequence[tuple[int, ...]],
     recompute: bool,
@@ -165,11 +190,14 @@ def _decision(
     if sync == Sync.RING:
         hosts = {cluster.host_of[team[0]] for team in teams}
         sync = Sync.HIERARCHICAL if 1 < len(hosts) < len(teams) else Sync.RING
+    are_plain = len(teams) == len(devices) and [d for (d,) in teams] == list(devices)
     return Decision(
         devices=devices,
         shares=tuple(sum(samples[device]) for device in devices),
         sync=sync,
         recompute=recompute,
+        teams=() if are_plain else teams,
+        parts=() if are_plain else (1,) * len(devices),
     )
 
 

@@ -7,7 +7,12 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.layouts.layout import Layout, LayoutError
-from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
+from heterog.strategy.layouts.pipelines import (
+    Manner,
+    Pipeline,
+    rules_of_teams,
+    strategy_of_pipelines,
+)
 from heterog.strategy.layouts.stages import shared_across_stages, stage_of_groups
 from heterog.strategy.strategy import ELEMENTWISE_OPTIMIZERS, Strategy
 
@@ -122,8 +127,6 @@ def place_layout(
     """
     ranks = tuple(devices) or tuple(range(cluster.num_devices))
     sizes = sizes_of(layout, batch_size=graph.batch_size, num_devices=len(ranks))
-    if layout.tp > 1:
-        raise LayoutError(f"tp is {layout.tp}; tensor parallelism cannot be said yet, only tp=1.")
     if layout.zero and sizes.dp > 1 and graph.optimizer not in ELEMENTWISE_OPTIMIZERS:
         raise LayoutError(
             f"zero={layout.zero} updates slices of parameters, but {graph.optimizer} is not known "
@@ -152,13 +155,20 @@ def place_layout(
         schedule=layout.schedule_name,
         num_chunks=layout.num_chunks,
         keeps_turns=not waits,
+        vocabulary_parallel=layout.vocabulary_parallel,
         step_barrier=step_barrier,
     )
+    rules = rules_of_teams(graph, (pipeline,), manner)
+    teams = [team for rank in pipeline.teams for team in rank]
     return Given(
         layout=layout,
         sizes=sizes,
         strategy=strategy_of_pipelines(graph, cluster, (pipeline,), manner),
-        remarks=tuple(_remarks(layout, sizes, cluster, shared)),
+        remarks=(
+            *_remarks(layout, sizes, cluster, shared),
+            *(rules.remarks if rules is not None else ()),
+            *_across_hosts(teams, cluster),
+        ),
     )
 
 
@@ -178,3 +188,11 @@ def _remarks(layout: Layout, sizes: Sizes, cluster: Cluster, shared: Sequence[st
         idle = cluster.num_devices - sizes.num_devices
         remarks.append(f"{idle} of {cluster.num_devices} devices have no work.")
     return remarks
+
+
+def _across_hosts(teams: Sequence[Sequence[int]], cluster: Cluster) -> list[str]:
+    """A sentence about teams whose members are on several hosts."""
+    across = sum(len({cluster.host_of[device] for device in team}) > 1 for team in teams)
+    if not across:
+        return []
+    return [f"{across} of {len(teams)} teams reach over several hosts: their sums cross the NICs."]

@@ -59,7 +59,7 @@ def convert(
     source = choice.layout[tables.op_group[maker]]
     target = choice.layout[tables.slot_group[slot]]
     scratch.slot_done[slot] = 1
-    if _is_there(tables, choice, scratch, slot, source, target):
+    if _is_there(tables, choice, scratch, slot, source, target, micro):
         return
     for device in range(choice.member.shape[1]):
         scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
@@ -71,21 +71,39 @@ def convert(
 
 @helper
 def _is_there(
-    tables: GraphTables, choice: Choice, scratch: Scratch, slot: int, source: int, target: int
-) -> bool:
+    tables: GraphTables, choice: Choice, scratch: Scratch, slot: int, source: int, target: int,
+    micro: int,
+) -> bool:  # fmt: skip
     """Take what another slot of the same value has brought to the same layout, if one has."""
     value = tables.slot_value[slot]
     whole = tables.slot_whole[slot]
     kind = tables.value_kind[value]
     # Gathers and reductions leave the whole on every device of a layout.
     in_layout = kind == _S or (kind == _P and whole != AS_MADE and source == target)
+    axis = tables.slot_axis[slot]
+    reader = target + len(choice.member) * axis
+    # What all members of a team hold alike serves readers along every axis.
+    in_team = axis != 0 and not (kind == _P and whole == AS_MADE)
     for other in range(tables.value_slot_start[value], tables.value_slot_start[value + 1]):
         if (
             other != slot
             and scratch.slot_done[other] == 1
             and tables.slot_whole[other] == whole
             and choice.layout[tables.slot_group[other]] == target
-            and (in_layout or tables.slot_axis[other] == tables.slot_axis[slot])
+            and (
+                in_layout
+                or tables.slot_axis[other] == axis
+                or (
+                    in_team
+                    and tables.slot_axis[other] != 0
+                    and _covers(
+                        choice,
+                        reader,
+                        target + len(choice.member) * tables.slot_axis[other],
+                        micro,
+                    )
+                )
+            )
         ):
             for device in range(choice.member.shape[1]):
                 scratch.slot_buffer[slot, device] = scratch.slot_buffer[other, device]
