@@ -58,7 +58,7 @@ def shardings(
         shared out most exactly), the most work first; empty if nothing can be split. Rules of
         different regions may be put together: ``merge_rules``.
     """
-    region = _region(graph, groups)
+    region = ops_of_groups(graph, groups)
     # Heads show as a dimension of what is attended to: batch, heads, sequence, width of a head.
     apart = {
         size
@@ -90,6 +90,17 @@ def shardings(
                         flops=float(sum(graph.ops[op].flops for op in ops)),
                     )
     return tuple(sorted(found.values(), key=lambda each: (-each.flops, -each.units)))
+
+
+def ops_of_groups(graph: OpGraph, groups: Iterable[int]) -> list[int]:
+    """Ops of some groups but for constants and updates, in program order."""
+    chosen = set(groups) - {CONSTANT_GROUP}
+    group = group_ops(graph).group
+    return [
+        op
+        for op in range(graph.num_ops)
+        if int(group[op]) in chosen and graph.ops[op].phase != Phase.UPDATE
+    ]
 
 
 def merge_rules(*parts: OpRules) -> OpRules:
@@ -256,16 +267,6 @@ def _splits(shape: tuple[int, ...], units: int) -> list[Placement]:
         for outer in _OUTERS
         for dim, size in enumerate(shape)
         if size and size % (outer * units) == 0
-    ]
-
-
-def _region(graph: OpGraph, groups: Iterable[int]) -> list[int]:
-    chosen = set(groups) - {CONSTANT_GROUP}
-    group = group_ops(graph).group
-    return [
-        op
-        for op in range(graph.num_ops)
-        if int(group[op]) in chosen and graph.ops[op].phase != Phase.UPDATE
     ]
 
 

@@ -19,7 +19,7 @@ from heterog.graph.placement import P, R
 from heterog.graph.sharding_rules import propagate
 from heterog.strategy.layouts.layout import LayoutError
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of
-from heterog.strategy.tensor_parallel import shardings
+from heterog.strategy.tensor_parallel import follow_split, ops_of_groups, shardings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +106,20 @@ def _ops_of_groups(graph: OpGraph) -> list[list[int]]:
 
 
 def _splits(graph: OpGraph, groups: Sequence[int]) -> dict[int, OpRule]:
-    """Rules that split the most work, of ways that have no op in common."""
+    """Rules that split the most work, of ways that have no op in common.
+
+    As many units as the batch has samples would mean the batch: then two are taken as one.
+    """
     chosen: dict[int, OpRule] = {}
     for way in shardings(graph, groups):
-        if chosen.keys().isdisjoint(op for op, _ in way.op_rules):
-            chosen.update(way.op_rules)
+        rules = way.op_rules
+        if way.units == graph.batch_size:
+            split = {way.parameter: way.placement}
+            rules = follow_split(graph, ops_of_groups(graph, groups), split, way.units // 2)
+            if way.units % 2 or {op for op, _ in rules} != {op for op, _ in way.op_rules}:
+                continue
+        if chosen.keys().isdisjoint(op for op, _ in rules):
+            chosen.update(rules)
     return chosen
 
 
