@@ -70,14 +70,33 @@ class Stage:
     Attributes:
         teams: that hold a copy each.
         layers: of the stage.
+        first_layer: number of the first one in the model.
         is_first: whether the embedding is here.
         is_last: whether the head and the loss are here.
     """
 
     teams: tuple[Team, ...]
     layers: int
+    first_layer: int
     is_first: bool
     is_last: bool
+
+    def holds(self, piece: int) -> bool:
+        """Whether a piece of the model is here: a layer, ``EMBEDDING`` or ``HEAD``."""
+        if piece < 0:
+            return self.is_first if piece == EMBEDDING else self.is_last
+        return self.first_layer <= piece < self.first_layer + self.layers
+
+    @property
+    def pieces(self) -> list[int]:
+        """All pieces of the model that are here."""
+        own = list(range(self.first_layer, self.first_layer + self.layers))
+        return own + [EMBEDDING] * self.is_first + [HEAD] * self.is_last
+
+
+EMBEDDING, HEAD = -1, -2
+Pipelines = Sequence[Sequence[Stage]]
+"""The stages of each pipeline; pipelines beside each other may cut the model differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +118,8 @@ class Costs:
     pipeline_bytes: float
 
 
-def parameters(model: Transformer, stage: Stage, t: int) -> tuple[float, float]:
-    """Parameters of a device: (those of which it holds a part of t, those it holds whole).
+def parameters(model: Transformer, piece: int, t: int) -> tuple[float, float]:
+    """Parameters of a piece on a device: (those of which it holds a part of t, those whole).
 
     [N] eq. 2: P = 12 l h^2 (1 + 13/(12 h) + (V + s)/(12 l h)). By weight [M]: a layer cuts query,
     key and value (3 h^2 + 3 h), the output projection (h^2) and both weights of the feed-forward
@@ -108,14 +127,11 @@ def parameters(model: Transformer, stage: Stage, t: int) -> tuple[float, float]:
     The tables of the vocabulary (V h; the head again, unless it is tied) and of positions are cut.
     """
     h, w = model.hidden, model.wide
-    cut = stage.layers * (4.0 * h * h + 3 * h + 2 * h * w + w)
-    whole = stage.layers * 6.0 * h
-    if stage.is_first:
-        cut += (model.vocabulary + model.positions) * h
-    if stage.is_last:
-        cut += 0.0 if model.is_tied and stage.is_first else model.vocabulary * h
-        whole += 2.0 * h * model.has_final_norm
-    return cut / t, whole
+    if piece == EMBEDDING:
+        return (model.vocabulary + model.positions) * h / t, 0.0
+    if piece == HEAD:
+        return (not model.is_tied) * model.vocabulary * h / t, 2.0 * h * model.has_final_norm
+    return (4.0 * h * h + 3 * h + 2 * h * w + w) / t, 6.0 * h
 
 
 def flops(model: Transformer, stage: Stage, team: Team, *, recompute: bool) -> float:
@@ -166,27 +182,31 @@ def tensor_bytes(model: Transformer, stage: Stage, team: Team) -> float:
     return total
 
 
-def data_bytes(model: Transformer, stage: Stage, team: Team, zero: int, num_micro: int) -> float:
-    """Bytes that a device sends to other teams of its stage.
+def data_bytes(
+    model: Transformer, pipelines: Pipelines, stage: Stage, team: Team, zero: int, num_micro: int
+) -> float:
+    """Bytes that a device sends to other teams that hold a copy of what it holds.
 
     [N] section 3.2, [P]: an all-reduce of the gradients, 2 (d-1)/d of the device's parameters.
     [Z]: the same with stages 1 and 2 (a reduce-scatter and an all-gather), half as much again with
     stage 3, for every micro-batch: parameters are gathered for the forward pass and once more for
     the backward pass, and gradients are scattered.
 
-    Teams of different sizes reduce what they cut in one ring for each piece, of d members; what
-    every member holds whole is reduced over all n devices.
+    Teams of different sizes reduce what they cut in one ring for each interval, of d members; what
+    every member holds whole is reduced over all n devices. Pipelines that cut the model
+    differently share each piece with other devices, so it is added up piece by piece.
     """
-    d = len(stage.teams)
-    if d == 1:
-        return 0.0
-    cut, whole = parameters(model, stage, team.size)
-    ring = 2.0 * (d - 1) / d
-    sizes = {each.size for each in stage.teams}
-    num_devices = sum(each.size for each in stage.teams)
-    ring_of_whole = ring if len(sizes) == 1 else 2.0 * (num_devices - 1) / num_devices
     times = 1.5 * num_micro if zero == 3 else 1.0
-    return times * (ring * cut + ring_of_whole * whole) * model.item_bytes
+    total = 0.0
+    for piece in stage.pieces:
+        holders = [t for own in pipelines for s in own if s.holds(piece) for t in s.teams]
+        num_devices = sum(each.size for each in holders)
+        cut, whole = parameters(model, piece, team.size)
+        ring = 2.0 * (len(holders) - 1) / len(holders)
+        are_alike = len({each.size for each in holders}) == 1
+        ring_of_whole = ring if are_alike else 2.0 * (num_devices - 1) / num_devices
+        total += times * (ring * cut + ring_of_whole * whole) * model.item_bytes
+    return total
 
 
 def pipeline_bytes(model: Transformer, stages: Sequence[Stage], index: int) -> float:
@@ -206,20 +226,31 @@ def pipeline_bytes(model: Transformer, stages: Sequence[Stage], index: int) -> f
 
 def costs(
     model: Transformer,
-    stages: Sequence[Stage],
-    index: int,
+    pipelines: Pipelines,
+    place: tuple[int, int],
     team: Team,
     *,
     recompute: bool,
     zero: int = 0,
     num_micro: int = 1,
 ) -> Costs:
-    """Everything about a device of a team of a stage."""
-    stage = stages[index]
+    """Everything about a device of a team of a stage.
+
+    Args:
+        model: its sizes.
+        pipelines: all of them.
+        place: of the stage: (number of its pipeline, number in it).
+        team: of the stage.
+        recompute: whether layers recompute.
+        zero: stage of ZeRO.
+        num_micro: micro-batches.
+    """
+    own = pipelines[place[0]]
+    stage = own[place[1]]
     return Costs(
-        parameters=sum(parameters(model, stage, team.size)),
+        parameters=sum(sum(parameters(model, piece, team.size)) for piece in stage.pieces),
         flops=flops(model, stage, team, recompute=recompute),
         tensor_bytes=tensor_bytes(model, stage, team),
-        data_bytes=data_bytes(model, stage, team, zero, num_micro),
-        pipeline_bytes=pipeline_bytes(model, stages, index),
+        data_bytes=data_bytes(model, pipelines, stage, team, zero, num_micro),
+        pipeline_bytes=pipeline_bytes(model, own, place[1]),
     )
