@@ -29,7 +29,7 @@ def test_no_layout_of_the_grid_beats_its_best(text: str) -> None:
     assert best.step_time_s is not None
     assert given.step_time_s is not None
     assert best.step_time_s <= given.step_time_s * (1 + 1e-9)
-    assert parse_layout(best.note).tp == 1
+    parse_layout(best.note)  # it says which one it is, in words that can be given back
 
 
 def test_memory_is_kept_where_data_parallelism_has_none() -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from heterog.cluster import Cluster
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
@@ -219,6 +220,14 @@ def test_a_layout_does_what_it_says() -> None:
         "pp=2,schedule=dual_pipe_v",
         "pp=2,dp=2",
         "pp=2,split=blocks.3",
+        "tp=2",
+        "tp=2,pp=2,micro_batch=1,zero=1,recompute=full",
+        "tp=2,micro_batch=2,zero=2",
+        "tp=2,zero=3",
+        "tp=4,pp=2,schedule=gpipe",
+        "tp=2,pp=2,micro_batch=2,schedule=interleaved",
+        "tp=2,pp=2,schedule=zero_bubble_v",
+        "tp=2,pp=2,dp=1,vocabulary_parallel=false",
     ],
 )
 def test_every_kind_of_layout_can_be_simulated(text: str) -> None:
@@ -240,6 +249,46 @@ def test_1f1b_keeps_as_many_micro_batches_as_ranks_follow() -> None:
     }
     assert peaks["1f1b"][1] < 0.6 * peaks["gpipe"][1]
     assert peaks["1f1b"][1] > peaks["1f1b"][3] > peaks["1f1b"][5]
+
+
+def test_a_team_shares_what_can_be_split() -> None:
+    """Columns and rows of both weights, the table and the head; norms are everybody's."""
+    given = placed("tp=2,pp=2,micro_batch=2")
+    plan = axis_plan(GRAPH, given.strategy.op_rules)
+    sharded = {GRAPH.tensors[parameter].name for parameter in plan.sharded}
+    named = {GRAPH.tensors[parameter].name for _, parameter, _ in GRAPH.updates}
+    whole = {name for name in named - sharded}
+    assert {name.rpartition(".")[2] for name in whole} == {"weight", "bias"}
+    assert all("norm" in name or name.endswith("back.bias") for name in whole)
+    decision = given.strategy.decisions[0]
+    assert decision.teams == ((0, 1), (2, 3))
+    assert decision.parts == (1, 1, 1, 1)
+    program = lower(GRAPH, CLUSTER, given.strategy)
+    # Two sums a layer and micro-batch forward, two backward, in each of the two teams.
+    sums = program.kind == TaskKind.REDUCE_VALUE
+    by_layers = 8 * 2 * 2 * given.sizes.num_micro * 2
+    assert sums.sum() >= by_layers / 2
+    assert not any("reach over several hosts" in remark for remark in given.remarks)
+    assert any("reach over several hosts" in remark for remark in placed("tp=4").remarks)
+
+
+def test_a_team_has_no_more_members_than_units() -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+            return x
+
+    batch = torch.zeros(BATCH, 3)
+    graph = capture(
+        Workload(Narrow, (batch, batch), nn.functional.mse_loss, torch.optim.SGD, {"lr": 0.1})
+    )
+    with pytest.raises(LayoutError, match="cannot share 3 units"):
+        placed("tp=8", graph)
 
 
 def test_a_shared_weight_is_said() -> None:

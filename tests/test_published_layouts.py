@@ -1,0 +1,87 @@
+"""Published layouts on small models: what a program does is what the textbook says."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "experiments" / "published_layouts.py"
+COLUMNS = ("# GPUs", "global batch", "micro batch", "hidden size", "attention heads", "# layers",
+           "sequence length", "tensor parallelism", "data parallelism", "pipeline parallelism",
+           "iteration time (ms)")  # fmt: skip
+
+
+def run(folder: Path, *options: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *options, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_programs_do_what_the_textbook_says(tmp_path: Path) -> None:
+    """As many heads as samples, more teams than a host has room for, one replica and many."""
+    rows = [
+        # GPUs, batch, micro-batch, h, a, l, s, tp, dp, pp
+        (1, 8, 2, 64, 8, 4, 32, 1, 1, 1, 1.0),
+        (4, 8, 1, 64, 8, 4, 32, 4, 1, 1, 1.0),
+        (8, 8, 1, 64, 8, 4, 32, 2, 2, 2, 1.0),
+        (8, 8, 2, 64, 8, 4, 32, 1, 2, 4, 1.0),
+        (32, 64, 1, 64, 8, 4, 32, 2, 4, 4, 1.0),
+    ]
+    file = tmp_path / "rows.csv"
+    with file.open("w", newline="") as target:
+        csv.writer(target).writerows([COLUMNS, *rows])
+    found = run(tmp_path, "--vtrain", str(file))
+    assert found["expressible"] == found["agreeing"] == 1.0
+    assert found["num_rows"] == len(rows)
+    for row in found["rows"]:
+        assert row["simulated_s"] > 0.0
+        assert all(each["off"] < 1e-6 for each in row["compared"].values()), row["compared"]
+    largest = max(found["rows"], key=lambda row: row["devices"])["compared"]
+    assert all(each["program"] > 0.0 for each in largest.values())
+
+
+@pytest.mark.slow
+def test_unlike_pipelines_on_mixed_cards(tmp_path: Path) -> None:
+    """One copy over two stages with teams of two and four, one on a single team."""
+
+    def replicas(*entries: tuple[str, int]) -> list[Any]:
+        return [[[[card, count, "zone"]], count] for card, count in entries]
+
+    layers = list(range(26))
+    row = {
+        "pipeline_list": [
+            {
+                "num_stages": 2,
+                "layers_per_stage": [layers[:11], layers[11:]],
+                "tmp_per_stage": [replicas(("Titan-RTX", 2)), replicas(("RTX-2080", 4))],
+                "dp": [1, 1],
+            },
+            {
+                "num_stages": 1,
+                "layers_per_stage": [layers],
+                "tmp_per_stage": [replicas(("RTX-3090", 2))],
+                "dp": [1],
+            },
+        ],
+        "mbs": 1,
+        "gbs": 8,
+        "real": 1.0,
+        "file": "OPT-350/mixed.json",
+    }
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([row]))
+    found = run(tmp_path, "--sailor", str(file))
+    assert found["expressible"] == found["agreeing"] == 1.0
+    (judged,) = found["rows"]
+    assert judged["compared"]["data_bytes"]["program"] > 0.0
