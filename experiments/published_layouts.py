@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import layout_oracle as oracle
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -397,17 +398,18 @@ def count(program: Program, graph: OpGraph, run: Run) -> list[Counted]:
     team_of = {
         device: team for own in run.teams for stage in own for team in stage for device in team
     }
-    tables = graph_tables(graph, program.op_rules)
-    _count_compute(program, graph, found)
-    _count_parameters(program, graph, tables, found)
     # Tasks of a kind on a channel send the same multiple of their payload: add these up first.
     sent: dict[tuple[int, int], float] = defaultdict(float)
-    for kind in (*_TEAM_KINDS, *_DATA_KINDS, TaskKind.SEND):
-        mask = program.kind == kind
-        for channel, payload in zip(
-            program.channel[mask].tolist(), program.num_bytes[mask].tolist(), strict=True
-        ):
-            sent[int(kind), channel] += payload
+    rows = _Rows(program, graph)
+    flops, kept = np.zeros(program.num_devices), np.zeros(program.num_devices)
+    for begin in range(0, program.num_tasks, _CHUNK):
+        tasks = slice(begin, begin + _CHUNK)
+        flops += rows.flops(tasks)
+        kept += rows.parameters(tasks)
+        for key, payload in rows.payloads(tasks).items():
+            sent[key] += payload
+    for device, each in enumerate(found):
+        each.flops, each.parameters = float(flops[device]), float(kept[device])
     for (code, number), payload in sent.items():
         channel = program.channels[number]
         if code == TaskKind.SEND:
@@ -422,43 +424,80 @@ def count(program: Program, graph: OpGraph, run: Run) -> list[Counted]:
             ChannelKind.ALL_REDUCE_RING,
             ChannelKind.ALL_REDUCE_HIERARCHICAL,
         )
-        each = payload * (2.0 if reduces else 1.0) * (size - 1) / size
-        in_team = all(device in team_of.get(channel.devices[0], ()) for device in channel.devices)
+        each_bytes = payload * (2.0 if reduces else 1.0) * (size - 1) / size
+        team = team_of.get(channel.devices[0], ())
+        in_team = all(device in team for device in channel.devices)
         for device in channel.devices:
             if in_team:
-                found[device].tensor_bytes += each
+                found[device].tensor_bytes += each_bytes
             else:
-                found[device].data_bytes += each
+                found[device].data_bytes += each_bytes
     return found
 
 
-def _count_compute(program: Program, graph: OpGraph, found: list[Counted]) -> None:
-    """FLOPs of matrix products: those of the whole op, by samples and units of its axis."""
-    tables = graph_tables(graph, program.op_rules)
-    axes = tables.axis_units[tables.op_axis]
-    units = getattr(program, "units", None)
-    computing = (program.kind == TaskKind.COMPUTE) | (program.kind == TaskKind.RECOMPUTE)
-    for task in computing.nonzero()[0].tolist():
-        row = int(program.subject[task])
-        op = graph.ops[int(tables.op_id[row])]
-        if op.kind not in PRODUCTS:
-            continue
-        part = float(program.samples[task]) / graph.batch_size
-        if units is not None and units[task] and axes[row] > 0:
-            part *= float(units[task]) / float(axes[row])
-        found[int(program.device[task])].flops += op.flops * part
+_CHUNK = 1 << 22
+_SENDING = tuple(map(int, (*_TEAM_KINDS, *_DATA_KINDS, TaskKind.SEND)))
 
 
-def _count_parameters(program: Program, graph: OpGraph, tables: Any, found: list[Counted]) -> None:
-    """Numbers of the parameters that each device updates."""
-    units = getattr(program, "units", program.samples)
-    for task in (program.kind == TaskKind.UPDATE).nonzero()[0].tolist():
-        row = int(program.subject[task])
-        tensor = graph.tensors[graph.updates[row][1]]
-        part = 1.0
-        if tables.parameter_axis[row] >= 0:
-            part = float(units[task]) / float(tables.parameter_units[row])
-        found[int(program.device[task])].parameters += tensor.meta.num_elements * part
+class _Rows:
+    """The tasks of a program, some at a time: there may be a hundred million.
+
+    Args:
+        program: of one step.
+        graph: that it was lowered from.
+    """
+
+    def __init__(self, program: Program, graph: OpGraph) -> None:
+        self.program = program
+        tables = graph_tables(graph, program.op_rules, program.blocks)
+        axes = tables.axis_units[tables.op_axis].astype(np.float64)
+        products = [graph.ops[op].kind in PRODUCTS for op in tables.op_id.tolist()]
+        flops = np.array([graph.ops[op].flops for op in tables.op_id.tolist()])
+        self._flops = np.where(products, flops, 0.0) / graph.batch_size
+        self._axis_units = np.where(axes > 0, axes, 1.0)
+        elements = [graph.tensors[p].meta.num_elements for _, p, _ in graph.updates]
+        self._elements = np.array(elements, np.float64)
+        self._is_cut = tables.parameter_axis >= 0
+        self._parameter_units = tables.parameter_units
+
+    def flops(self, tasks: slice) -> Any:
+        """FLOPs of matrix products by device: of the whole op, by samples and units.
+
+        Returns:
+            # [num_devices]
+        """
+        program = self.program
+        kind = program.kind[tasks]
+        mine = np.flatnonzero((kind == TaskKind.COMPUTE) | (kind == TaskKind.RECOMPUTE))
+        row = program.subject[tasks][mine]
+        units = program.units[tasks][mine].astype(np.float64)
+        part = np.where(units > 0, units / self._axis_units[row], 1.0)
+        work = self._flops[row] * program.samples[tasks][mine] * part
+        return np.bincount(program.device[tasks][mine], work, program.num_devices)
+
+    def parameters(self, tasks: slice) -> Any:
+        """Numbers of the parameters that each device updates.  # [num_devices]"""
+        program = self.program
+        mine = np.flatnonzero(program.kind[tasks] == TaskKind.UPDATE)
+        row = program.subject[tasks][mine]
+        units = program.units[tasks][mine]
+        part = np.where(self._is_cut[row], units / self._parameter_units[row], 1.0)
+        return np.bincount(
+            program.device[tasks][mine], self._elements[row] * part, program.num_devices
+        )
+
+    def payloads(self, tasks: slice) -> dict[tuple[int, int], float]:
+        """Bytes of payload by kind and channel."""
+        program = self.program
+        kind = program.kind[tasks]
+        found = {}
+        for code in _SENDING:
+            mine = np.flatnonzero(kind == code)
+            numbers, place = np.unique(program.channel[tasks][mine], return_inverse=True)
+            payload = np.bincount(place, program.num_bytes[tasks][mine], len(numbers))
+            for number, amount in zip(numbers.tolist(), payload.tolist(), strict=True):
+                found[code, number] = amount
+        return found
 
 
 # --- comparing ----------------------------------------------------------------------------------
