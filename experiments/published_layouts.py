@@ -48,6 +48,7 @@ from heterog.strategy.layouts.layout import Layout, Recompute
 from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
+from heterog.strategy.lowering import lower
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import graph_tables
@@ -93,6 +94,7 @@ class Run:
         measured_s: seconds of a step.
         layout: as text.
         build: makes the strategy for the captured graph.
+        shortened: the same with so many micro-batches; ``None`` where programs are never large.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Run:
     measured_s: float
     layout: str
     build: Callable[[OpGraph, Cluster], Strategy]
+    shortened: "Callable[[int], Run] | None" = None
 
 
 # --- models -------------------------------------------------------------------------------------
@@ -232,6 +235,9 @@ def _vtrain_run(row: dict[str, str], number: int) -> Run:
         measured_s=float(row["iteration time (ms)"]) / 1e3,
         layout=str(layout),
         build=lambda graph, cluster: place_layout(layout, graph, cluster).strategy,
+        shortened=lambda count: _vtrain_run(
+            row | {"global batch": str(count * micro * dp)}, number
+        ),
     )
 
 
@@ -555,9 +561,64 @@ def compared(run: Run, found: Sequence[Counted]) -> dict[str, dict[str, float]]:
     return worst
 
 
-def judge(run: Run) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What was simulated and counted; numbers that follow the number of micro-batches."""
+
+    seconds: float
+    outcome: str
+    peak_memory_bytes: int
+    tasks: int
+    found: list[Counted]
+
+
+def lowered(run: Run) -> Judged:
+    """Build, lower and simulate one row."""
+    graph = graph_of(run.model, run.batch)
+    evaluator = Evaluator(graph, run.cluster)
+    strategy = run.build(graph, run.cluster)
+    evaluation = evaluator.evaluate(strategy, Order.FIFO)
+    del evaluator  # its arrays have room for every task, and the program will need as much
+    program = lower(graph, run.cluster, strategy)
+    return Judged(
+        seconds=evaluation.step_time_s,
+        outcome=str(evaluation.outcome),
+        peak_memory_bytes=max(evaluation.peak_memory_bytes),
+        tasks=program.num_tasks,
+        found=count(program, graph, run),
+    )
+
+
+def tasks_of(run: Run) -> float:
+    """About as many tasks as the program of a row has."""
+    ops = sum(op.kind != "update" for op in graph_of(run.model, run.batch).ops)
+    devices = max(sum(map(len, stage)) for own in run.teams for stage in own)
+    return run.num_micro * ops * devices
+
+
+def extended(run: Run, few: tuple[int, Judged], more: tuple[int, Judged]) -> Judged:
+    """A row by two programs with fewer micro-batches: everything grows by each in equal steps."""
+    (low, first), (high, second) = few, more
+    steps = (run.num_micro - low) / (high - low)
+
+    def at(before: float, after: float) -> float:
+        return before + steps * (after - before)
+
+    found = [
+        Counted(**{field: at(getattr(a, field), getattr(b, field)) for field in FIELDS})
+        for a, b in zip(first.found, second.found, strict=True)
+    ]
+    return Judged(
+        seconds=at(first.seconds, second.seconds),
+        outcome=second.outcome,
+        peak_memory_bytes=second.peak_memory_bytes,
+        tasks=round(at(first.tasks, second.tasks)),
+        found=found,
+    )
+
+
+def judge(run: Run, most_tasks: float) -> dict[str, Any]:
     """Build, lower, simulate and compare one row."""
-    begin = time.perf_counter()
     row: dict[str, Any] = {
         "row": run.name,
         "model": asdict(run.model),
@@ -567,28 +628,32 @@ def judge(run: Run) -> dict[str, Any]:
         "measured_s": run.measured_s,
         "expressible": False,
     }
+    counts = [run.num_micro]
     try:
-        graph = graph_of(run.model, run.batch)
-        captured = time.perf_counter()
-        evaluator = Evaluator(graph, run.cluster)
-        strategy = run.build(graph, run.cluster)
-        choice = evaluator.encode(strategy)
-        evaluation = evaluator.evaluate_choice(choice, Order.FIFO)
-        program = evaluator.program(choice)
-        differences = compared(run, count(program, graph, run))
+        graph_of(run.model, run.batch)
+        begin = time.perf_counter()
+        few = max(2 * len(run.teams[0]), 8)
+        if run.shortened is not None and few + 2 < run.num_micro and tasks_of(run) > most_tasks:
+            counts = [few, few + max(few // 2, 1)]
+            first, second = (lowered(run.shortened(number)) for number in counts)
+            judged = extended(run, (counts[0], first), (counts[1], second))
+        else:
+            judged = lowered(run)
+        differences = compared(run, judged.found)
     except HeterogError as error:
         return row | {"problem": str(error)}
     return row | {
         "expressible": True,
         "problem": "",
-        "outcome": str(evaluation.outcome),
-        "simulated_s": evaluation.step_time_s,
-        "peak_memory_bytes": max(evaluation.peak_memory_bytes),
-        "tasks": program.num_tasks,
+        "outcome": judged.outcome,
+        "simulated_s": judged.seconds,
+        "peak_memory_bytes": judged.peak_memory_bytes,
+        "tasks": judged.tasks,
+        "micro_batches": run.num_micro,
+        "lowered_micro_batches": counts,
         "compared": differences,
         "agrees": all(each["off"] <= TOLERANCE for each in differences.values()),
-        "capture_s": captured - begin,
-        "seconds": time.perf_counter() - captured,
+        "seconds": time.perf_counter() - begin,
     }
 
 
@@ -599,6 +664,13 @@ def main() -> None:
     parser.add_argument("--sailor", type=Path, help="JSON with Sailor's fields")
     parser.add_argument("--only", default="", help="texts that rows' layouts have, with ; between")
     parser.add_argument("--every", type=int, default=1, help="judge one row of so many")
+    parser.add_argument(
+        "--most-tasks",
+        type=float,
+        default=4e7,
+        help="of a program; larger ones are lowered with two smaller numbers of micro-batches, by "
+        "which everything grows in equal steps",
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     runs = vtrain_rows(arguments.vtrain) if arguments.vtrain else []
@@ -610,7 +682,7 @@ def main() -> None:
     chosen.sort(key=lambda run: (str(run.model), run.batch))
     rows = []
     for number, run in enumerate(chosen, 1):
-        row = judge(run)
+        row = judge(run, arguments.most_tasks)
         rows.append(row)
         said = row["problem"] or "  ".join(
             f"{name} {each['off']:.2%}" for name, each in row["compared"].items()
@@ -621,6 +693,7 @@ def main() -> None:
         "num_rows": len(rows),
         "expressible": sum(row["expressible"] for row in rows) / max(len(rows), 1),
         "agreeing": sum(row.get("agrees", False) for row in rows) / max(len(rows), 1),
+        "extended": sum(len(row.get("lowered_micro_batches", ())) > 1 for row in rows),
         "tolerance": TOLERANCE,
     }
     if arguments.json:
