@@ -125,50 +125,58 @@ def summed_loss(output: Any, labels: Tensor) -> Tensor:
     return (logits.exp().sum(-1).log() - wanted).mean()
 
 
-def make_model(model: Model) -> nn.Module:
-    """The library's model, without weights of its own.
+def written_out(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention by two products and a softmax, [batch, heads, tokens, width] each.
 
-    OPT with queries, keys and values in one product, as Megatron-DeepSpeed ran it: GPT-2's layers
-    with ReLU, two rows of positions more and no last norm (OPT-350M has none).
+    With one mask for all samples: for its own ``"eager"``, the library makes one for each, of the
+    whole batch.
     """
-    shared: dict[str, Any] = {
-        "attn_implementation": "eager",
-        "use_cache": False,
-        "tie_word_embeddings": model.is_tied,
-        "vocab_size": model.vocabulary,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    if model.family in ("gpt", "opt"):
-        is_opt = model.family == "opt"
-        config: Any = transformers.GPT2Config(
-            n_positions=model.sequence + 2 * is_opt,
-            n_embd=model.hidden,
-            n_layer=model.layers,
-            n_head=model.heads,
-            activation_function="relu" if is_opt else "gelu_new",
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            **shared,
-        )
-        made: Any = transformers.GPT2LMHeadModel(config)
-        if is_opt:
-            made.transformer.ln_f = nn.Identity()
-    else:
-        config = transformers.GPTNeoConfig(
-            hidden_size=model.hidden,
-            num_layers=model.layers,
-            num_heads=model.heads,
-            attention_types=[[["global", "local"], model.layers // 2]],
-            max_position_embeddings=model.sequence,
-            resid_dropout=0.0,
-            embed_dropout=0.0,
-            attention_dropout=0.0,
-            **shared,
-        )
-        made = transformers.GPTNeoForCausalLM(config)
+    del module, attention_mask, dropout, others
+    length = query.shape[-2]
+    later = torch.full((length, length), -1e4, dtype=query.dtype).triu(1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    weights = ((query @ key.transpose(2, 3)) * scale + later).softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def make_model(model: Model) -> nn.Module:
+    """The library's GPT-2 in the sizes of a model, without weights of its own.
+
+    Also for OPT and GPT-Neo, as Megatron-DeepSpeed ran them: queries, keys and values in one
+    product. OPT has ReLU, two rows of positions more and (OPT-350M) no last norm.
+    """
+    transformers.AttentionInterface.register("written_out", written_out)
+    is_opt = model.family == "opt"
+    config: Any = transformers.GPT2Config
+    config = config(
+        vocab_size=model.vocabulary,
+        n_positions=model.sequence + 2 * is_opt,
+        n_embd=model.hidden,
+        n_layer=model.layers,
+        n_head=model.heads,
+        activation_function="relu" if is_opt else "gelu_new",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        attn_implementation="written_out",
+        use_cache=False,
+        tie_word_embeddings=model.is_tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    made: Any = transformers.GPT2LMHeadModel(config)
+    if is_opt:
+        made.transformer.ln_f = nn.Identity()
     cast: nn.Module = made.to(getattr(torch, model.dtype))
     return cast
 
@@ -284,6 +292,7 @@ SAILOR_MODELS = {
 SAILOR_CARDS = {
     "GH-96": ("GH200", "nvlink4", "800 Gbit/s"),
     "A100-40": ("A100-40GB", "nvlink_a100", "10 Gbit/s"),
+    "A100-80": ("A100-80GB", "nvlink_a100", "10 Gbit/s"),
     "V100-16": ("V100-16GB", "nvlink_v100", "10 Gbit/s"),
     "Titan-RTX": ("Titan-RTX", "pcie3", "10 Gbit/s"),
     "RTX-2080": ("RTX-2080-Ti", "pcie3", "10 Gbit/s"),
@@ -297,8 +306,7 @@ def sailor_rows(path: Path) -> list[Run]:
 
 
 def _sailor_run(row: dict[str, Any], number: int) -> Run:
-    named = [name for name in SAILOR_MODELS if name in str(row.get("file", ""))]
-    family, hidden, heads, layers = SAILOR_MODELS[named[0] if named else "OPT-350"]
+    family, hidden, heads, layers = _sailor_model(row)
     size, batch = int(row["mbs"]), int(row["gbs"])
     hosts: list[str] = []
     first = 0
@@ -308,12 +316,8 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
         for replicas in plan["tmp_per_stage"]:
             made = []
             for entries, tp in replicas:
-                card, link, nic = SAILOR_CARDS[entries[0][0]]
                 made.append(tuple(range(first, first + tp)))
-                hosts.append(
-                    f"{{name: H{len(hosts)}, devices: [{{type: {card}, count: {tp}}}], "
-                    f"intra: {link}, nic: {{line_rate: {nic}}}}}"
-                )
+                hosts += _hosts_of_team(entries, tp, len(hosts))
                 first += tp
             of_stages.append(tuple(made))
         plans.append(
@@ -366,6 +370,38 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
         + f"; micro_batch {size}",
         build=build,
     )
+
+
+def _sailor_model(row: dict[str, Any]) -> tuple[str, int, int, int]:
+    """Family, hidden size, heads and layers, by the file's name or the number of layers.
+
+    Raises:
+        HeterogError: neither is known.
+    """
+    for name, sizes in SAILOR_MODELS.items():
+        if name in str(row.get("file", "")):
+            return sizes
+    count = sum(map(len, row["pipeline_list"][0]["layers_per_stage"]))
+    for sizes in SAILOR_MODELS.values():
+        if sizes[3] + 2 == count:
+            return sizes
+    raise HeterogError(f"no model of {count} layers is known: {row.get('file', 'no file')}.")
+
+
+def _hosts_of_team(entries: Sequence[Sequence[Any]], size: int, first: int) -> list[str]:
+    """One host for each node that a team has GPUs on, with as many as the team uses."""
+    hosts = []
+    for card, count, _ in entries:
+        used = min(size, int(count)) if len(entries) > 1 else size
+        name, link, nic = SAILOR_CARDS.get(card, (card, "pcie3", "10 Gbit/s"))
+        hosts.append(
+            f"{{name: H{first + len(hosts)}, devices: [{{type: {name}, count: {used}}}], "
+            f"intra: {link}, nic: {{line_rate: {nic}}}}}"
+        )
+        size -= used
+        if not size:
+            break
+    return hosts
 
 
 def _own_layers(named: Sequence[int], layers: int) -> int:
