@@ -20,14 +20,14 @@ class Ring(NamedTuple):
 
     devices: tuple[int, ...]
     """Ascending."""
-    givers: tuple[int, ...]
-    """Those that have a part of the sum."""
     whole: tuple[int, ...]
     """Those that hold no more of the parameter than the ring adds up."""
     begin: int = 0
     end: int = 0
     """Units of the parameter's axis that are added up; all of a whole parameter if equal."""
     part: float = 1.0
+    is_once: bool = False
+    """All members of a team have the same part of the sum; it is added up once."""
 
 
 @lru_cache(maxsize=1 << 12)
@@ -43,17 +43,14 @@ def gradient_rings(layout: Layout, axes: tuple[int, ...]) -> tuple[tuple[Ring, .
         left out.
     """
     everyone, teams = layout.devices, layout.all_teams
-    all_ = [Ring(everyone, everyone, everyone)]
-    inside = [Ring(tuple(sorted(team)), tuple(team), tuple(team)) for team in teams]
-    weights = dict(zip(everyone, layout.parts or layout.shares, strict=True))
+    all_ = [Ring(everyone, everyone)]
+    inside = [Ring(tuple(sorted(team)), tuple(team)) for team in teams]
     if len({len(team) for team in teams}) == 1:
         peers = [
-            Ring(ring := tuple(sorted(members)), tuple(d for d in ring if weights[d]), ring)
-            for members in zip(*teams, strict=True)
+            Ring(ring := tuple(sorted(members)), ring) for members in zip(*teams, strict=True)
         ]
     else:
-        firsts = tuple(next((d for d in team if weights[d]), team[0]) for team in teams)
-        peers = [Ring(everyone, tuple(sorted(firsts)), everyone)]
+        peers = [Ring(everyone, everyone, is_once=True)]
     if len(teams) == 1:
         peers = []
     slices = [_slice_rings(teams, layout.units(units)) if units else () for units in axes]
@@ -78,5 +75,5 @@ def _slice_rings(
     for begin, end in pairwise(cuts):
         devices = tuple(sorted(d for d, (low, high) in ranges.items() if low <= begin < high))
         whole = tuple(device for device in devices if ranges[device] == (begin, end))
-        rings.append(Ring(devices, devices, whole, begin, end, (end - begin) / cuts[-1]))
+        rings.append(Ring(devices, whole, begin, end, (end - begin) / cuts[-1]))
     return tuple(rings)

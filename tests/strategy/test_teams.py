@@ -93,7 +93,7 @@ def test_unlike_teams_add_up_the_intervals_between_all_cuts() -> None:
     assert [r.whole for r in slices] == [(2,), (), (), (4,)]
     assert sum(r.part for r in slices) == 1
     # Teams of different sizes: the first member of each speaks for it.
-    assert [(r.devices, r.givers) for r in peers] == [((0, 1, 2, 3, 4), (0, 2))]
+    assert [(r.devices, r.is_once) for r in peers] == [((0, 1, 2, 3, 4), True)]
     assert [r.devices for r in inside] == [(0, 1), (2, 3, 4)]
 
 

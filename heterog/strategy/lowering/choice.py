@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.strategy.channels import ChannelTable, slice_parts
+from heterog.strategy.kernels import helper
 from heterog.strategy.layout import Layout, LayoutCut, batch_shares, cut_layout, micro_sizes
 from heterog.strategy.lowering.turns import NO_SCHEDULE, Turns, encode_turns
 from heterog.strategy.pipeline_schedule import PipelineSchedule
@@ -23,9 +24,9 @@ _MOST_TABLES = 256  # of micro-batches that an encoder remembers
 class Teams(NamedTuple):
     """The teams of each layout; see ``layout``."""
 
+    num_teams: IntArray  # [num_layouts]
     number: IntArray  # of each device's team, -1 outside  # [num_layouts, num_devices]
     position: IntArray  # of each device in its team  # [num_layouts, num_devices]
-    is_first: BoolArray  # the first member that computes  # [num_layouts, num_devices]
     size: IntArray  # of each device's team  # [num_layouts, num_devices]
     own_begin: IntArray  # first sample of each device  # [num_layouts, num_micro, num_devices]
     samples: IntArray  # of each device's team  # [num_layouts, num_micro, num_devices]
@@ -45,7 +46,7 @@ class Rings(NamedTuple):
     second_channel: IntArray  # all-gather, -1 if there is none  # [num_rings]
     part: FloatArray  # of each parameter that the ring adds up  # [num_rings]
     member: BoolArray  # [num_rings, num_devices]
-    gives: BoolArray  # members that have a part of the sum  # [num_rings, num_devices]
+    is_once: BoolArray  # all members of a team have the same part of the sum  # [num_rings]
     is_whole: BoolArray  # members that hold no more of it than the ring adds up
     slice_part: FloatArray  # under ZeRO, of the ring's part, that each owns
 
@@ -83,7 +84,6 @@ class LayoutRows(NamedTuple):
     unit_begin: IntArray  # [num_axes - 1, num_devices]
     member: BoolArray  # [num_devices]
     size: IntArray  # of each device's team  # [num_devices]
-    is_first: BoolArray
     reduce_channel: int
     gather_channel: int
     team_reduce: IntArray  # [num_devices]
@@ -98,7 +98,7 @@ class RingRows(NamedTuple):
     second_channel: list[int]
     part: list[float]
     member: BoolArray  # [num_rings, num_devices]
-    gives: BoolArray
+    is_once: list[bool]
     is_whole: BoolArray
     slice_part: FloatArray
 
@@ -171,9 +171,9 @@ class Encoder:
             shares=all_shares,
             member=np.stack([row.member for row in rows]),
             teams=Teams(
+                num_teams=np.array([row.cut.team.max() + 1 for row in rows], np.int32),
                 number=np.stack([row.cut.team for row in rows]),
                 position=np.stack([row.cut.position for row in rows]),
-                is_first=np.stack([row.is_first for row in rows]),
                 size=np.stack([row.size for row in rows]),
                 own_begin=np.stack([row.cut.own_begin for row in rows]),
                 samples=np.stack([row.cut.team_samples for row in rows]),
@@ -212,14 +212,11 @@ class Encoder:
         units = np.zeros((len(self._axes), num_devices), np.int32)
         begin = np.zeros_like(units)
         size = np.zeros(num_devices, np.int32)
-        is_first = np.zeros(num_devices, np.bool_)
         team_reduce = np.full(num_devices, -1, np.int32)
         team_gather = np.full(num_devices, -1, np.int32)
-        weights = dict(zip(layout.devices, layout.parts or layout.shares, strict=True))
         for team in layout.all_teams:
             members = list(team)
             size[members] = len(team)
-            is_first[next((device for device in team if weights[device]), team[0])] = True
             if len(team) > 1:
                 ordered = tuple(sorted(team))
                 team_reduce[members] = channels.value_reduce(ordered)
@@ -235,7 +232,6 @@ class Encoder:
             unit_begin=begin,
             member=np.isin(np.arange(num_devices), layout.devices),
             size=size,
-            is_first=is_first,
             reduce_channel=channels.value_reduce(layout.devices) if several else -1,
             gather_channel=channels.all_gather(layout.devices, ()) if several else -1,
             team_reduce=team_reduce,
@@ -258,7 +254,6 @@ class Encoder:
             unit_begin=np.zeros_like(units),
             member=np.asarray(own.any(axis=0)),
             size=nothing,
-            is_first=np.asarray(own.any(axis=0)),
             reduce_channel=-1,
             gather_channel=-1,
             team_reduce=none,
@@ -283,7 +278,7 @@ class Encoder:
             second_channel=np.array([c for rows in found for c in rows.second_channel], np.int32),
             part=np.array([part for rows in found for part in rows.part], np.float64),
             member=np.concatenate([rows.member for rows in found]),
-            gives=np.concatenate([rows.gives for rows in found]),
+            is_once=np.array([once for rows in found for once in rows.is_once], np.bool_),
             is_whole=np.concatenate([rows.is_whole for rows in found]),
             slice_part=np.concatenate([rows.slice_part for rows in found]),
         )
@@ -302,12 +297,11 @@ class Encoder:
             )
         rings = [ring for rings in domains for ring in rings]
         shape = (len(rings), self._num_devices)
-        member, gives, is_whole = (np.zeros(shape, np.bool_) for _ in range(3))
+        member, is_whole = (np.zeros(shape, np.bool_) for _ in range(2))
         slice_part = np.zeros(shape)
         channels = []
         for number, ring in enumerate(rings):
             member[number, list(ring.devices)] = True
-            gives[number, list(ring.givers)] = True
             is_whole[number, list(ring.whole)] = True
             synchronised = ring_decision(ring, decision)
             channels.append(self._channels.for_decision(synchronised))
@@ -319,7 +313,7 @@ class Encoder:
             second_channel=[second for _, second in channels],
             part=[ring.part for ring in rings],
             member=member,
-            gives=gives,
+            is_once=[ring.is_once for ring in rings],
             is_whole=is_whole,
             slice_part=slice_part,
         )
@@ -355,3 +349,17 @@ def encode(
         bucket_bytes=strategy.bucket_bytes,
         num_steps=num_steps,
     )
+
+
+@helper
+def is_first(choice: Choice, row: int, micro: int, device: int) -> bool:
+    """Whether a device is the first of its team that computes anything of a row."""
+    teams, layout = choice.teams, row % len(choice.member)
+    for other in range(choice.member.shape[1]):
+        if (
+            teams.number[layout, other] == teams.number[layout, device]
+            and teams.position[layout, other] < teams.position[layout, device]
+            and choice.shares[row, micro, other] > 0
+        ):
+            return False
+    return bool(choice.shares[row, micro, device] > 0)

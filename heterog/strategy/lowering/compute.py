@@ -92,15 +92,20 @@ def compute_op(
                     tape.reads[read] = scratch.permit[part, device]
                     read += 1
                 chunk = turns.chunk[group, device]
-                if chunk >= 0 and turns.closing_op[device, chunk, micro, part] == op:
+                # Only what has forward ops there has begun.
+                num_micro = scratch.token.shape[2]
+                if (
+                    chunk >= 0
+                    and turns.closing_op[device, chunk, micro, part] == op
+                    and scratch.entered[device, chunk] > 0
+                    and (scratch.entered[device, chunk] - 1) % num_micro == micro
+                ):
                     buffer = tape.buffers[made]
                     buffer.maker = number
                     buffer.device = device
                     buffer.num_bytes = 0.0
-                    begun = scratch.begun[device, chunk]
-                    if begun > 0:  # only a chunk that has forward ops has a place for it
-                        place = (begun - 1) % scratch.token.shape[2]
-                        scratch.token[device, chunk, place, part] = made
+                    place = (scratch.begun[device, chunk] - 1) % num_micro
+                    scratch.token[device, chunk, place, part] = made
                     made += 1
         number += 1
     tape.counts[NUM_TASKS] = number

@@ -9,7 +9,7 @@ and gathers or reduces over all devices what is needed whole.
 
 from heterog.graph.axis_plan import AS_MADE, EVERYTHING, IN_TEAM
 from heterog.strategy.kernels import helper
-from heterog.strategy.lowering.choice import Choice
+from heterog.strategy.lowering.choice import Choice, is_first
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import (
     NUM_BUFFERS,
@@ -34,10 +34,12 @@ _GATHER_VALUE = int(TaskKind.GATHER_VALUE)
 _BACKWARD = int(Pass.BACKWARD)
 _WEIGHTS = int(Pass.WEIGHTS)
 _S, _P = KIND_NUMBER["S"], KIND_NUMBER["P"]
-_OWN, _TEAMS, _FIRSTS = 0, 1, 2
-"""What a target device gets: its own samples, those of its team, or these for one of the team."""
-_ALL, _FIRST, _FIRST_TEAM = 0, 1, 2
-"""Who gets a copy of a whole value: everybody, or whose part of a sum it becomes."""
+_ALL, _FIRST, _FIRST_TEAM, _FIRSTS = 0, 1, 2, 3
+"""Who gets a copy of a whole value: everybody, or whose part of a sum it becomes: the first
+reader, those of the first team, or the first reader of each team."""
+_OWN, _TEAMS = 4, 5
+"""What a target device gets: its own samples or those of its team; with ``_FIRSTS`` the first
+reader of each team gets these."""
 
 
 @helper
@@ -76,7 +78,10 @@ def _is_there(
 ) -> bool:  # fmt: skip
     """Take what another slot of the same value has brought to the same layout, if one has."""
     value = tables.slot_value[slot]
-    whole = tables.slot_whole[slot]
+    # One team has every sample.
+    is_one_team = choice.teams.num_teams[source] == 1 and choice.teams.num_teams[target] == 1
+    most = IN_TEAM if is_one_team else EVERYTHING
+    whole = min(tables.slot_whole[slot], most)
     kind = tables.value_kind[value]
     # Gathers and reductions leave the whole on every device of a layout.
     in_layout = kind == _S or (kind == _P and whole != AS_MADE and source == target)
@@ -88,7 +93,7 @@ def _is_there(
         if (
             other != slot
             and scratch.slot_done[other] == 1
-            and tables.slot_whole[other] == whole
+            and min(tables.slot_whole[other], most) == whole
             and choice.layout[tables.slot_group[other]] == target
             and (
                 in_layout
@@ -156,6 +161,8 @@ def _convert_ruled(
     reader_axis = tables.slot_axis[slot]
     reader = target + num_layouts * reader_axis
     same = source == target
+    # One team has all of a sum over teams.
+    is_one_team = choice.teams.num_teams[source] == 1
     if kind == _P:
         if whole == AS_MADE and same and _covers(choice, row, reader, micro):
             return
@@ -194,13 +201,17 @@ def _convert_ruled(
             _gather(tables, choice, scratch, tape, slot, target, micro)
     elif over_teams == _P:
         if whole == EVERYTHING or not same:
-            _reduce(tables, choice, scratch, tape, slot, source, row, micro, True)
-            if not same:
+            if not is_one_team:
+                _reduce(tables, choice, scratch, tape, slot, source, row, micro, True)
+            if not same or is_one_team:
                 who = _ALL if whole == EVERYTHING else _FIRST_TEAM
                 _copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
         # Otherwise each member keeps it, and for a reader of parts it is zero on all but one.
     elif row != reader:
-        _copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, _ALL)
+        who = _ALL
+        if kind == _P and whole == AS_MADE:
+            who = _FIRST if reader_axis == 0 else _FIRSTS
+        _copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
 
 
 @helper
@@ -324,7 +335,7 @@ def _bring_whole(
             count = choice.shares[target, micro, device]
         else:
             begin, count = teams.begin[target, micro, device], teams.samples[target, micro, device]
-        if wanted == _FIRSTS and not teams.is_first[target, device]:
+        if wanted == _FIRSTS and not is_first(choice, reader, micro, device):
             scratch.slot_buffer[slot, device] = -1
             continue
         if count == 0:
@@ -333,15 +344,13 @@ def _bring_whole(
         parts = 0
         local = -1
         for other in range(num_devices):
-            if choice.shares[source, micro, other] == 0:
+            if scratch.holder_buffer[other] < 0:
                 continue
             low = teams.begin[from_layout, micro, other]
             owned = teams.samples[from_layout, micro, other]
             overlap = min(begin + count, low + owned) - max(begin, low)
             place = teams.position[target, device]
-            if overlap <= 0 or not _sends(
-                choice, source, from_layout, micro, other, device, place
-            ):
+            if overlap <= 0 or not _sends(choice, scratch, from_layout, other, device, place):
                 continue
             parts += 1
             mine = scratch.holder_buffer[other]
@@ -360,22 +369,26 @@ def _bring_whole(
 
 @helper
 def _sends(
-    choice: Choice, row: int, layout: int, micro: int, other: int, device: int, place: int
+    choice: Choice, scratch: Scratch, layout: int, other: int, device: int, place: int
 ) -> bool:
-    """Whether a device is the one of its team from which another gets what all members hold."""
+    """Whether a device is the one of its team from which another gets what its members hold.
+
+    The one at the other's own place, or the first that holds anything if that one does not.
+    """
     teams = choice.teams
     team = teams.number[layout, other]
-    if teams.number[layout, device] == team and choice.shares[row, micro, device] > 0:
+    if teams.number[layout, device] == team and scratch.holder_buffer[device] >= 0:
         return other == device
     wanted = max(place, 0) % teams.size[layout, other]
-    if teams.position[layout, other] == wanted:
-        return True
-    if not teams.is_first[layout, other]:
-        return False
-    for member in range(choice.member.shape[1]):  # the first, if the one that is wanted has none
-        if teams.number[layout, member] == team and teams.position[layout, member] == wanted:
-            return bool(choice.shares[row, micro, member] == 0)
-    return False
+    first, sender = -1, -1
+    for member in range(choice.member.shape[1]):
+        if teams.number[layout, member] == team and scratch.holder_buffer[member] >= 0:
+            position = teams.position[layout, member]
+            if position == wanted:
+                sender = member
+            if first < 0 or position < teams.position[layout, first]:
+                first = member
+    return other == (sender if sender >= 0 else first)
 
 
 @helper
@@ -500,6 +513,8 @@ def _gather_in_teams(
             if tables.value_batch_kind[value] == _S:
                 per_unit *= samples / tables.batch_size
             whole, size = total * per_unit, teams.size[layout, first] * largest * per_unit
+        if row != layout and tables.value_batch_kind[value] != _S:
+            samples = 0
         write_task(tape, _GATHER_VALUE, slot, -1, micro, samples, channel, size)
         set_units(tape, max(units, 0))
         for device in range(num_devices):
@@ -544,7 +559,7 @@ def _reduce(
         if (
             choice.shares[row, micro, device] > 0
             and tables.value_is_early[value] == 0
-            and (not only_firsts or choice.teams.is_first[layout, device])
+            and (not only_firsts or is_first(choice, row, micro, device))
         ):
             write_read(tape, scratch.slot_buffer[slot, device])
     for device in range(num_devices):
@@ -587,8 +602,8 @@ def _copy_whole(
 ) -> None:  # fmt: skip
     """R to R: send a copy to every target device that has none.
 
-    With ``_FIRST`` the value goes to the target's first device alone and counts as zero on the
-    others, with ``_FIRST_TEAM`` to its first team: a whole value seen as a partial sum.
+    But for ``_ALL`` it goes to some of them alone, and counts as zero on the others: a whole value
+    seen as a partial sum.
     """
     value = tables.slot_value[slot]
     axis = tables.op_axis[tables.value_op[value]]
@@ -603,15 +618,21 @@ def _copy_whole(
         if choice.shares[source, micro, device] > 0 and scratch.slot_buffer[slot, device] >= 0:
             sender = device
             break
-    seen = -1
+    first, first_team = -1, num_devices
+    for device in range(num_devices):
+        if choice.shares[target, micro, device] > 0:
+            first = device if first < 0 else first
+            first_team = min(first_team, choice.teams.number[layout, device])
     for device in range(num_devices):
         if choice.shares[target, micro, device] == 0:
             continue
-        team = choice.teams.number[layout, device]
-        if (who == _FIRST and seen >= 0) or (who == _FIRST_TEAM and 0 <= seen != team):
+        if (
+            (who == _FIRST and device != first)
+            or (who == _FIRST_TEAM and choice.teams.number[layout, device] != first_team)
+            or (who == _FIRSTS and not is_first(choice, target, micro, device))
+        ):
             scratch.slot_buffer[slot, device] = -1
             continue
-        seen = max(team, 0)
         if scratch.slot_buffer[slot, device] < 0:
             write_task(tape, _SEND, slot, device, micro, 0, sender * num_devices + device, size)
             write_read(tape, scratch.slot_buffer[slot, sender])

@@ -15,12 +15,37 @@ _NOBODY, _PEERS = int(Domain.NOBODY), int(Domain.PEERS)
 
 
 @helper
-def fresh_gradient(tables: GraphTables, scratch: Scratch, parameter: int, device: int) -> int:
+def made_gradient(tables: GraphTables, scratch: Scratch, parameter: int, device: int) -> int:
     """Buffer of a micro-batch's gradient, -1 if the device made none."""
     slot = tables.gradient_slot[parameter]
     if slot >= 0:  # made in parts of a parameter that is whole
         return int(scratch.slot_buffer[slot, device])
     return int(scratch.value_buffer[tables.parameter_gradient[parameter], device])
+
+
+@helper
+def fresh_gradient(
+    tables: GraphTables, choice: Choice, scratch: Scratch, parameter: int, device: int
+) -> int:
+    """Buffer of a micro-batch's gradient that is added up, -1 if the device gives none.
+
+    Of members that made the same the first one gives it, where all are in one ring.
+    """
+    made = made_gradient(tables, scratch, parameter, device)
+    if made < 0 or num_rings(tables, choice, parameter) == 0:
+        return made
+    group = tables.parameter_group[parameter]
+    ring = choice.rings.first[group, tables.gradient_domain[parameter]]
+    if choice.rings.is_once[ring]:
+        teams, layout = choice.teams, choice.layout[group]
+        for other in range(choice.member.shape[1]):
+            if (
+                teams.number[layout, other] == teams.number[layout, device]
+                and teams.position[layout, other] < teams.position[layout, device]
+                and made_gradient(tables, scratch, parameter, other) >= 0
+            ):
+                return -1
+    return made
 
 
 @helper
@@ -44,6 +69,19 @@ def own_part(tables: GraphTables, choice: Choice, parameter: int, device: int) -
 
 
 @helper
+def is_shared(tables: GraphTables, choice: Choice, parameter: int) -> bool:
+    """Whether replicas that compute nothing get the gradient of others; see below."""
+    if tables.parameter_axis[parameter] >= 0:
+        return False
+    if is_whole_everywhere(tables, choice, parameter):
+        return True
+    group, domain = tables.parameter_group[parameter], tables.gradient_domain[parameter]
+    if domain != _PEERS or num_rings(tables, choice, parameter) == 0:
+        return False
+    return not choice.rings.is_once[choice.rings.first[group, domain]]
+
+
+@helper
 def is_whole_everywhere(tables: GraphTables, choice: Choice, parameter: int) -> bool:
     """Whether all devices of a group that make a parameter's gradient make the whole of it."""
     domain = tables.gradient_domain[parameter]
@@ -60,21 +98,42 @@ def is_whole_everywhere(tables: GraphTables, choice: Choice, parameter: int) -> 
 def share_whole_gradient(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
 ) -> None:
-    """A replica without samples gets the gradient that all others have whole."""
-    value = tables.parameter_gradient[parameter]
+    """A replica that computes nothing gets the gradient that others have whole.
+
+    From the first one, or from the first of its team if teams have different parts of a sum.
+    """
+    value, slot = tables.parameter_gradient[parameter], tables.gradient_slot[parameter]
     layout = choice.layout[tables.parameter_group[parameter]]
     size = tables.parameter_bytes[parameter]
     num_devices = choice.member.shape[1]
-    owner = -1
+    teams = choice.teams
+    by_team = not is_whole_everywhere(tables, choice, parameter)
     for device in range(num_devices):
-        if owner < 0 and scratch.value_buffer[value, device] >= 0:
-            owner = device
+        made = made_gradient(tables, scratch, parameter, device)
+        scratch.holder_buffer[device] = made
     for device in range(num_devices):
-        if choice.member[layout, device] and scratch.value_buffer[value, device] < 0:
-            channel = owner * num_devices + device
-            write_task(tape, _PUSH, parameter, device, micro, 0, channel, size)
-            write_read(tape, scratch.value_buffer[value, owner])
-            scratch.value_buffer[value, device] = write_buffer(tape, device, size)
+        if not choice.member[layout, device] or scratch.holder_buffer[device] >= 0:
+            continue
+        owner = -1
+        for other in range(num_devices):
+            if scratch.holder_buffer[other] < 0:
+                continue
+            if not by_team:
+                owner = other if owner < 0 else owner
+            elif teams.number[layout, other] == teams.number[layout, device] and (
+                owner < 0 or teams.position[layout, other] < teams.position[layout, owner]
+            ):
+                owner = other
+        if owner < 0:
+            continue  # no member of its team has samples
+        channel = owner * num_devices + device
+        write_task(tape, _PUSH, parameter, device, micro, 0, channel, size)
+        write_read(tape, scratch.holder_buffer[owner])
+        received = write_buffer(tape, device, size)
+        if slot >= 0:
+            scratch.slot_buffer[slot, device] = received
+        else:
+            scratch.value_buffer[value, device] = received
 
 
 @helper
@@ -84,7 +143,7 @@ def accumulate(
     """Add a micro-batch's gradient to the one that is there, or keep it as the first."""
     size = tables.parameter_bytes[parameter]
     for device in range(choice.member.shape[1]):
-        fresh = fresh_gradient(tables, scratch, parameter, device)
+        fresh = fresh_gradient(tables, choice, scratch, parameter, device)
         if fresh < 0:
             continue
         if scratch.gradient_buffer[parameter, device] < 0:

@@ -36,6 +36,7 @@ def recompute_group(
     if turns.rule != BY_MICRO_BATCH:  # also where the reader is one of the ops that come later
         take_turns(turns, tape, group, _BACKWARD, micro)
     first, last = tables.recompute_start[group], tables.recompute_start[group + 1]
+    reading = choice.layout[group] + num_layouts * tables.op_axis[reader]
     for position in range(first, last):
         op = tables.recompute_op[position]
         layout = choice.layout[group] + num_layouts * tables.op_axis[op]
@@ -58,7 +59,7 @@ def recompute_group(
                 tables.parameter_read_start[op], tables.parameter_read_start[op + 1]
             ):
                 write_read(tape, scratch.ready_buffer[tables.parameter_read[entry], device])
-            if position == first:
+            if position == first and choice.shares[reading, micro, device] > 0:
                 for entry in range(tables.read_start[reader], tables.read_start[reader + 1]):
                     if tables.op_is_backward[tables.value_op[tables.read_value[entry]]] == 1:
                         write_read(tape, needed_buffer(tables, scratch, entry, device))

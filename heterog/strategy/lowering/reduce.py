@@ -143,15 +143,16 @@ def _add_up(
     single = scratch.next_in_bucket[first] < 0
     scratch.flat_buffer[number, :] = -1
     for device in range(num_devices):
-        in_place = single and (rings.is_whole[ring, device] or not rings.gives[ring, device])
+        in_place = single and (
+            rings.is_whole[ring, device] or scratch.gradient_buffer[first, device] < 0
+        )
         if not rings.member[ring, device] or in_place:
             continue
         last = choice.num_micro - 1
         write_task(tape, _FLATTEN, first, device, last, 0, -1, 2.0 * size)
         parameter = first
         while parameter >= 0:
-            if rings.gives[ring, device]:
-                read_gradient(scratch, tape, parameter, device)
+            read_gradient(scratch, tape, parameter, device)
             parameter = scratch.next_in_bucket[parameter]
         follow_gradients(choice.turns, tape)
         scratch.flat_buffer[number, device] = write_buffer(tape, device, size)
@@ -162,7 +163,7 @@ def _add_up(
     for device in range(num_devices):
         # A replica without samples has no gradient of its own: it receives one.
         if rings.member[ring, device] and scratch.flat_buffer[number, device] < 0:
-            if scratch.gradient_buffer[first, device] < 0 or not rings.gives[ring, device]:
+            if scratch.gradient_buffer[first, device] < 0:
                 scratch.gradient_buffer[first, device] = write_buffer(tape, device, size)
     token = write_buffer(tape, -1, 0.0)
     if two_phases:
@@ -188,7 +189,7 @@ def _read_parts(
             continue
         if scratch.flat_buffer[number, device] >= 0:
             write_read(tape, scratch.flat_buffer[number, device])
-        elif choice.rings.gives[ring, device]:
+        else:
             read_gradient(scratch, tape, first, device)
 
 

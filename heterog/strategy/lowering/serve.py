@@ -17,11 +17,24 @@ _PEERS, _TEAM = int(Domain.PEERS), int(Domain.TEAM)
 
 
 @helper
-def _gives(choice: Choice, layout: int, domain: int, device: int) -> bool:
-    """Whether a device has a part of a sum of gradients that no other has."""
-    if domain == _PEERS:
-        return bool(choice.teams.is_first[layout, device])
-    return domain != _TEAM or choice.teams.number[layout, device] == 0
+def _gives(
+    choice: Choice, scratch: Scratch, parameter: int, layout: int, domain: int, device: int
+) -> bool:
+    """Whether a device has a part of a sum of gradients that no device before it has.
+
+    Of a sum over teams the first member with a gradient gives its team's part; of a sum inside
+    teams the first team with gradients gives it.
+    """
+    teams = choice.teams
+    for other in range(choice.member.shape[1]):
+        if scratch.gradient_buffer[parameter, other] < 0 or not choice.member[layout, other]:
+            continue
+        if teams.number[layout, other] == teams.number[layout, device]:
+            if domain == _PEERS and teams.position[layout, other] < teams.position[layout, device]:
+                return False
+        elif domain == _TEAM and teams.number[layout, other] < teams.number[layout, device]:
+            return False
+    return bool(scratch.gradient_buffer[parameter, device] >= 0)
 
 
 @helper
@@ -42,7 +55,7 @@ def serve(
             continue
         if not partial and (received > 0 or scratch.gradient_buffer[parameter, home] >= 0):
             break  # every replica has the same gradient: one is enough
-        if not _gives(choice, layout, domain, device):
+        if partial and not _gives(choice, scratch, parameter, layout, domain, device):
             continue
         write_task(tape, _PUSH, parameter, home, 0, 0, device * num_devices + home, size)
         read_gradient(scratch, tape, parameter, device)
@@ -50,7 +63,7 @@ def serve(
         received += 1
     last_received = tape.counts[NUM_BUFFERS]
     own = scratch.gradient_buffer[parameter, home] >= 0 and (
-        not partial or not choice.member[layout, home] or _gives(choice, layout, domain, home)
+        not partial or _gives(choice, scratch, parameter, layout, domain, home)
     )
     token = -1
     if received + (1 if own else 0) > 1:

@@ -18,13 +18,14 @@ A parameter whose gradient every replica has whole already is updated everywhere
 
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
-from heterog.strategy.lowering.gradients import fresh_gradient, num_rings
+from heterog.strategy.lowering.gradients import fresh_gradient, num_rings, own_part
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import (
     NUM_BUFFERS,
     NUM_READS,
     OVERFLOW,
     Tape,
+    set_units,
     write_buffer,
     write_read,
     write_task,
@@ -208,8 +209,8 @@ def _scatter(
             scratch.flat_buffer[0, device] = -1
     num_senders = 0
     for device in range(num_devices):
-        own = _own_gradient(tables, scratch, first, device, by_micro)
-        if own < 0 or not rings.gives[ring, device]:
+        own = _own_gradient(tables, choice, scratch, first, device, by_micro)
+        if own < 0 or not rings.member[ring, device]:
             continue
         num_senders += 1
         if single:
@@ -224,7 +225,7 @@ def _scatter(
             write_read(tape, scratch.received_buffer[1, device])
         member = first
         while member >= 0:
-            write_read(tape, _own_gradient(tables, scratch, member, device, by_micro))
+            write_read(tape, _own_gradient(tables, choice, scratch, member, device, by_micro))
             if not by_micro:
                 write_read(tape, scratch.gradient_token[member, device])
             member = scratch.next_in_bucket[member]
@@ -288,11 +289,12 @@ def _first_member(choice: Choice, ring: int) -> int:
 
 @helper
 def _own_gradient(
-    tables: GraphTables, scratch: Scratch, parameter: int, device: int, by_micro: bool
-) -> int:
+    tables: GraphTables, choice: Choice, scratch: Scratch, parameter: int, device: int,
+    by_micro: bool,
+) -> int:  # fmt: skip
     """A device's gradient of this micro-batch, or of all of them; -1 if it has no samples."""
     if by_micro:
-        return fresh_gradient(tables, scratch, parameter, device)
+        return fresh_gradient(tables, choice, scratch, parameter, device)
     return int(scratch.gradient_buffer[parameter, device])
 
 
@@ -313,6 +315,8 @@ def _update(
                 continue
             num_bytes = part * tables.parameter_bytes[parameter]
             write_task(tape, _UPDATE, parameter, device, 0, 0, -1, num_bytes)
+            if tables.parameter_axis[parameter] >= 0:
+                set_units(tape, own_part(tables, choice, parameter, device))
             write_read(tape, scratch.slice_token[first, device])
             write_read(tape, scratch.last_read[parameter, device])
             write_read(tape, scratch.slice_buffer[first, device])

@@ -7,7 +7,7 @@ from heterog.strategy.lowering.convert import convert
 from heterog.strategy.lowering.gradients import (
     accumulate,
     fresh_gradient,
-    is_whole_everywhere,
+    is_shared,
     num_rings,
     share_whole_gradient,
 )
@@ -163,16 +163,15 @@ def _finish_parameter(
     slot = tables.gradient_slot[parameter]
     if slot >= 0 and scratch.slot_done[slot] == 0:  # made in parts of a parameter that is whole
         convert(tables, choice, scratch, tape, slot, micro)
-    whole = slot < 0 and tables.parameter_axis[parameter] < 0
-    if num_rings(tables, choice, parameter) == 0:
-        if whole and is_whole_everywhere(tables, choice, parameter):
-            share_whole_gradient(tables, choice, scratch, tape, parameter, micro)
-    elif choice.sync[tables.parameter_group[parameter]] >= _ZERO2:
+    if is_shared(tables, choice, parameter):
+        share_whole_gradient(tables, choice, scratch, tape, parameter, micro)
+    by_micro = choice.sync[tables.parameter_group[parameter]] >= _ZERO2
+    if by_micro and num_rings(tables, choice, parameter) > 0:
         finish_gradient(tables, choice, scratch, tape, parameter, micro)
         return
     if micro == 0:
         for device in range(choice.member.shape[1]):
-            fresh = fresh_gradient(tables, scratch, parameter, device)
+            fresh = fresh_gradient(tables, choice, scratch, parameter, device)
             scratch.gradient_buffer[parameter, device] = fresh
     else:
         accumulate(tables, choice, scratch, tape, parameter, micro)
