@@ -6,6 +6,7 @@ short lists and small numbers, and contention needs long ones.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from types import MappingProxyType
 from typing import NamedTuple
@@ -384,6 +385,29 @@ def random_decision(rng: Random, batch_size: int, num_devices: int) -> Decision:
     )
 
 
+def in_random_teams(rng: Random, decision: Decision) -> Decision:
+    """The same with its devices in teams, which share out units in any parts."""
+    devices = list(decision.devices)
+    rng.shuffle(devices)
+    cuts = sorted(rng.sample(range(1, len(devices)), rng.randint(0, len(devices) - 1)))
+    if len(devices) % 2 == 0 and rng.random() < 0.5:
+        cuts = [len(devices) // 2]  # teams of one size have rings of their own
+    bounds = [0, *cuts, len(devices)]
+    teams = tuple(tuple(devices[low:high]) for low, high in pairwise(bounds))
+    parts: tuple[int, ...] = ()
+    if rng.random() < 0.6:
+        weight = {device: rng.randint(0, 3) for device in devices}
+        weight |= {rng.choice(team): rng.randint(1, 3) for team in teams}
+        parts = tuple(weight[device] for device in decision.devices)
+    return replace(decision, teams=teams, parts=parts)
+
+
+def with_random_teams(rng: Random, strategy: Strategy) -> Strategy:
+    """The same decisions in teams; alike ones stay alike."""
+    made = {each: in_random_teams(rng, each) for each in dict.fromkeys(strategy.decisions)}
+    return replace(strategy, decisions=tuple(made[each] for each in strategy.decisions))
+
+
 def random_strategy(rng: Random, graph: OpGraph, cluster: Cluster) -> Strategy:
     """Any legal strategy."""
     grouping = group_ops(graph)
@@ -451,15 +475,19 @@ def random_rules(rng: Random, graph: OpGraph) -> OpRules:
     return tuple(rules)
 
 
-def with_rules(graph: OpGraph, strategy: Strategy, rules: OpRules) -> Strategy:
-    """A strategy with rules; what they shard has no home, and ZeRO becomes a ring."""
+def with_rules(
+    graph: OpGraph, strategy: Strategy, rules: OpRules, *, keeps_slices: bool = False
+) -> Strategy:
+    """A strategy with rules; what they shard has no home, and ZeRO becomes a ring or is kept."""
     sharded = axis_plan(graph, rules).sharded
     homes = tuple(
         REPLICATED if parameter in sharded else home
         for (_, parameter, _), home in zip(graph.updates, strategy.homes, strict=True)
     )
     decisions = tuple(
-        replace(each, sync=Sync.RING, slices=()) if each.sync in SLICED else each
+        replace(each, sync=Sync.RING, slices=())
+        if each.sync in SLICED and not keeps_slices
+        else each
         for each in strategy.decisions
     )
     return replace(strategy, decisions=decisions, homes=homes, op_rules=rules)

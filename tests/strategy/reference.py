@@ -1,9 +1,9 @@
 """What a strategy means, slow and obvious: a reference to compare the lowering kernel with.
 
 It shares no code with ``heterog.strategy.lowering``. Tasks and buffers are objects, what lies
-where is a dictionary from device to buffer, and everything is looked up when it is asked for. From
-top to bottom: what a program is made of; what ops read and make, which the graph alone says; who
-has which samples and units; and the walk through a step, with a section for each concern.
+where is a dictionary from device to buffer, and everything is looked up when it is asked for.
+``reading`` says what ops read and make, and who has which samples and units. Here is what a
+program is made of, and the walk through a step, with a section for each concern.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,18 +12,27 @@ from functools import cached_property
 from typing import NamedTuple
 
 from heterog.cluster import Cluster
-from heterog.graph.axis_plan import EVERYWHERE, axis_plan
-from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.grouping import CONSTANT_GROUP
 from heterog.graph.op_costs import REORDERS_WEIGHTS
-from heterog.graph.op_graph import OpGraph, Phase, TensorKind
-from heterog.graph.op_rule import OpRules
-from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
+from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.strategy.channels import ChannelKind
-from heterog.strategy.layout import split_in_proportion
 from heterog.strategy.pipeline_schedule import Pass, device_chunks
 from heterog.strategy.program import FIRST_FREE_KIND, TaskKind
-from heterog.strategy.recomputation import recomputations
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
+from tests.strategy.reading import (
+    AS_MADE,
+    BATCH,
+    EVERY_SAMPLE,
+    IN_TEAM,
+    Box,
+    Layout,
+    Need,
+    Part,
+    Reading,
+    Ring,
+    Shares,
+    slice_weights,
+)
 
 # --- what a program is made of ------------------------------------------------------------------
 
@@ -45,15 +54,6 @@ class Route(NamedTuple):
     slices: tuple[float, ...] = ()  # part of the payload that each owns, where that matters
 
 
-class Need(NamedTuple):
-    """A value as ops of a group need it that cannot take it as it was made."""
-
-    value: int
-    group: int
-    whole: int  # 1: all of it on every device
-    axis: int  # along which the reader runs
-
-
 Subject = int | Need
 """A graph op, the number of a parameter (of a bucket: of its first one), or a need."""
 
@@ -67,6 +67,7 @@ class Task:
     device: int = -1
     micro: int = 0
     samples: int = 0
+    units: int = 0
     num_bytes: float = 0.0
     route: Route | None = None
     turn: int = 0  # of a task on a compute stream
@@ -100,344 +101,12 @@ class Meaning(NamedTuple):
     is_in_turn: bool
 
 
-# --- what ops read and make ---------------------------------------------------------------------
-
-
-class Reading:
-    """What the ops of a graph read and make, under rules of single ops."""
-
-    def __init__(self, graph: OpGraph, op_rules: OpRules) -> None:
-        self.graph = graph
-        self.plan = axis_plan(graph, op_rules)
-        self.has_axes = len(self.plan.axes) > 1
-        self.group = [int(group) for group in group_ops(graph).group]
-        self.num_groups = group_ops(graph).num_groups
-        self.ops = [
-            op
-            for op, each in enumerate(graph.ops)
-            if not graph.is_view[op] and each.phase != Phase.UPDATE
-        ]
-        self.maker = {value: op for op in self.ops for value in graph.outputs(op)}
-        self.parameter = {tensor: row for row, (_, tensor, _) in enumerate(graph.updates)}
-        self.reads = {op: self._reads(op) for op in self.ops}
-        self.parameters_read = {
-            op: {
-                self.parameter[storage]: None
-                for storage in self._storages(op)
-                if storage in self.parameter
-            }
-            for op in self.ops
-        }
-
-    def _storages(self, op: int) -> list[int]:
-        return [int(self.graph.storage[tensor]) for tensor in self.graph.ops[op].inputs]
-
-    def axis(self, op: int) -> int:
-        """The axis that an op runs along: 0 is the batch."""
-        return int(self.plan.op_axis[op])
-
-    def kind(self, value: int) -> str:
-        """How a value lies when it is made: replicated, split, partial sum, local statistics."""
-        return self.plan.placements[value].kind
-
-    def is_backward(self, op: int) -> bool:
-        """Whether an op belongs to the backward pass."""
-        return self.graph.ops[op].phase == Phase.BACKWARD
-
-    def _is_seen_whole(self, tensor: int) -> bool:
-        """Whether a tensor is a view that needs the whole of what it looks at."""
-        view = int(self.graph.producer[tensor])
-        if view < 0 or not self.graph.is_view[view]:
-            return False
-        source = self.graph.ops[view].inputs[0]
-        needed = self.plan.needed[view][0]
-        return self._is_seen_whole(source) or self.plan.is_whole_needed(
-            source, needed, self.axis(view)
-        )
-
-    def _is_whole_needed(self, op: int, position: int) -> bool:
-        tensor = self.graph.ops[op].inputs[position]
-        needed = self.plan.needed[op][position]
-        return self._is_seen_whole(tensor) or self.plan.is_whole_needed(
-            tensor, needed, self.axis(op)
-        )
-
-    def _reads(self, op: int) -> dict[tuple[int, Need | None], None]:
-        """Values that an op reads: as they lie in its own group, or as it needs them."""
-        found: dict[tuple[int, Need | None], None] = {}
-        for position, value in enumerate(self._storages(op)):
-            if value not in self.maker:
-                continue  # an input of the step
-            maker = self.maker[value]
-            whole = self._is_whole_needed(op, position)
-            is_near = self.group[maker] == self.group[op] and self.axis(maker) == self.axis(op)
-            if self.group[maker] == CONSTANT_GROUP or (is_near and not whole):
-                found[value, None] = None
-            else:
-                need = Need(value, self.group[op], int(whole), self.axis(op))
-                found[value, need] = None
-        return found
-
-    def reads_whole_batch(self) -> bool:
-        """Whether some op needs samples that its device has no share of."""
-        batch = set(self.graph.inputs_of_kind(TensorKind.BATCH))
-        return any(
-            storage in batch and self._is_whole_needed(op, position)
-            for op in self.ops
-            for position, storage in enumerate(self._storages(op))
-        )
-
-    def bytes_of(self, value: int, share: int) -> float:
-        """Bytes of a value on a device with a share of what its op runs along."""
-        size = float(self.graph.tensor_bytes[value])
-        if self.kind(value) != "S":
-            return size
-        return size * share / max(self.plan.axes[self.axis(self.maker[value])], 1)
-
-    def moved_fraction(self, value: int) -> float:
-        """Part of a value that other groups look at; all of it if none does."""
-        own = (self.group[self.maker[value]], CONSTANT_GROUP)
-        seen = {
-            tensor
-            for op in self.ops
-            for tensor, storage in zip(self.graph.ops[op].inputs, self._storages(op), strict=True)
-            if storage == value and self.group[op] != own[0] and own[0] != CONSTANT_GROUP
-        }
-        num_bytes = sum(int(self.graph.tensor_bytes[tensor]) for tensor in seen)
-        size = int(self.graph.tensor_bytes[value])
-        return min(num_bytes / size, 1.0) if num_bytes and size else 1.0
-
-    def is_contiguous(self, value: int) -> bool:
-        """Whether a range of a split value is one piece of memory."""
-        place = self.plan.placements[value]
-        return place.dim == 0 and place.outer == 1
-
-    def is_early(self, value: int) -> bool:
-        """Whether a value, the number of labels that count, is known from the batch alone."""
-        maker = self.maker[value]
-        return (
-            self.graph.ops[maker].kind in LABEL_COUNTING_LOSSES
-            and value == self.graph.outputs(maker)[1]
-        )
-
-    # Parameters, by their number among the updates.
-
-    def parameter_bytes(self, parameter: int) -> float:
-        """Bytes of a whole parameter."""
-        return float(self.graph.tensor_bytes[self.graph.updates[parameter][1]])
-
-    def parameter_group(self, parameter: int) -> int:
-        """Group that decides about a parameter."""
-        return self.group[self.graph.updates[parameter][0]]
-
-    def gradient(self, parameter: int) -> int:
-        """The value that holds a parameter's gradient."""
-        return int(self.graph.storage[self.graph.updates[parameter][2]])
-
-    def is_partial(self, parameter: int) -> bool:
-        """Whether each device makes a part of the gradient, to be summed."""
-        return self.kind(self.gradient(parameter)) == "P"
-
-    def sharded_axis(self, parameter: int) -> int | None:
-        """The axis along which a parameter lives in slices by the rules of its ops."""
-        tensor = self.graph.updates[parameter][1]
-        return int(self.plan.tensor_axis[tensor]) if tensor in self.plan.sharded else None
-
-    def gradient_need(self, parameter: int) -> Need | None:
-        """The whole of a gradient that is made in slices, of a parameter that is whole."""
-        value = self.gradient(parameter)
-        if self.kind(value) != "S" or self.sharded_axis(parameter) is not None:
-            return None
-        maker = self.maker[value]
-        return Need(value, self.group[maker], 1, self.axis(maker))
-
-    def readers(self, parameter: int) -> list[int]:
-        """Ops that read a parameter."""
-        return [op for op in self.ops if parameter in self.parameters_read[op]]
-
-    def finisher(self, parameter: int) -> int:
-        """After this op the gradient is made and the parameter is read for the last time."""
-        return max([self.maker[self.gradient(parameter)], *self.readers(parameter)])
-
-    @cached_property
-    def finished(self) -> dict[int, list[int]]:
-        """Parameters that each op finishes."""
-        found: dict[int, list[int]] = {op: [] for op in self.ops}
-        for parameter in range(len(self.graph.updates)):
-            found[self.finisher(parameter)].append(parameter)
-        return found
-
-    @cached_property
-    def weights_ops(self) -> set[int]:
-        """Backward ops whose results lead to gradients of their own group alone."""
-        gradients = {self.gradient(parameter) for parameter in self.parameter.values()}
-        readers: dict[int, list[int]] = {value: [] for value in self.maker}
-        for op in self.ops:
-            for value, _ in self.reads[op]:
-                readers[value].append(op)
-        found: set[int] = set()
-        for op in reversed(self.ops):
-            made = self.graph.outputs(op)
-            leads_on = any(
-                reader not in found or self.group[reader] != self.group[op]
-                for value in made
-                for reader in readers[value]
-            )
-            is_used = any(value in gradients or self.graph.consumers[value] for value in made)
-            if self.is_backward(op) and is_used and not leads_on:
-                found.add(op)
-        return found
-
-    @cached_property
-    def again(self) -> dict[int, tuple[int, list[int]]]:
-        """Of each group that recomputes: the op before which that happens, and what runs again."""
-        row = {op: number for number, op in enumerate(self.ops)}
-        own_reads = [
-            [row[self.maker[value]] for value, need in self.reads[op] if need is None]
-            for op in self.ops
-        ]
-        makers = [row[self.maker[self.gradient(p)]] for p in self.parameter.values()]
-        found = recomputations(
-            [self.group[op] for op in self.ops],
-            [self.is_backward(op) for op in self.ops],
-            own_reads,
-            makers,
-            self.num_groups,
-        )
-        return {
-            group: (self.ops[each.reader], [self.ops[number] for number in each.ops])
-            for group, each in enumerate(found)
-            if each.ops
-        }
-
-
-# --- who has which samples and units ------------------------------------------------------------
-
-
-class Layout(NamedTuple):
-    """Devices and their shares. What differs here lies differently, whatever comes of it."""
-
-    devices: tuple[int, ...]
-    shares: tuple[int, ...]
-
-
-def in_micro_batches(
-    shares: Sequence[int], devices: Sequence[int], table: tuple[tuple[int, ...], ...]
-) -> list[list[int]]:
-    """Samples of each device in each micro-batch.
-
-    The table's, where they add up to the shares; else each micro-batch is cut in proportion to
-    what is left, and what exceeds a device's rest goes to the first ones that have some.
-    """
-    if not table:
-        return [list(shares)]
-    if [sum(table[device]) for device in devices] == list(shares):
-        return [
-            list(counts) for counts in zip(*(table[device] for device in devices), strict=True)
-        ]
-    left, rows = list(shares), []
-    for size in map(sum, zip(*table, strict=True)):
-        wanted = split_in_proportion(size, tuple(map(float, left)))
-        row = [min(count, rest) for count, rest in zip(wanted, left, strict=True)]
-        for position, rest in enumerate(left):
-            row[position] += min(size - sum(row), rest - row[position])
-        left = [rest - count for rest, count in zip(left, row, strict=True)]
-        rows.append(row)
-    return rows
-
-
-def ranges(devices: Iterable[int], counts: Iterable[int]) -> dict[int, range]:
-    """Consecutive ranges in the order of the devices, without empty ones."""
-    found, begin = {}, 0
-    for device, count in zip(devices, counts, strict=True):
-        if count:
-            found[device] = range(begin, begin + count)
-        begin += count
-    return found
-
-
-class Shares:
-    """What each device does, by the decisions of a strategy."""
-
-    def __init__(self, reading: Reading, strategy: Strategy, num_devices: int) -> None:
-        self.reading = reading
-        self.strategy = strategy
-        self.num_devices = num_devices
-        batch_size = reading.graph.batch_size
-        self._samples: dict[Layout, list[list[int]]] = {}
-        for decision in strategy.decisions:
-            counts = decision.shares
-            if sum(counts) != batch_size:  # another batch than the one that was planned for
-                counts = split_in_proportion(batch_size, counts)
-            rows = in_micro_batches(counts, decision.devices, strategy.micro_batches)
-            self._samples[Layout(decision.devices, decision.shares)] = rows
-
-    def layout(self, group: int) -> Layout:
-        """How a group's work is shared out."""
-        decision = self.strategy.decisions[group]
-        return Layout(decision.devices, decision.shares)
-
-    def samples(self, layout: Layout, micro: int) -> dict[int, range]:
-        """Samples of a micro-batch on each device that has some."""
-        return ranges(layout.devices, self._samples[layout][micro])
-
-    def most_samples(self, device: int) -> int:
-        """Samples of the whole batch that a device has at most in any group."""
-        return max(
-            (
-                sum(row[layout.devices.index(device)] for row in rows)
-                for layout, rows in self._samples.items()
-                if device in layout.devices
-            ),
-            default=0,
-        )
-
-    def along(self, layout: Layout, axis: int, micro: int) -> dict[int, range]:
-        """The samples of a micro-batch, or units of another axis, on each device with some."""
-        if axis == 0:
-            return self.samples(layout, micro)
-        units = self.reading.plan.axes[axis]
-        if units == EVERYWHERE:
-            return {
-                device: range(1)
-                for device, share in zip(layout.devices, layout.shares, strict=True)
-                if share
-            }
-        return ranges(layout.devices, split_in_proportion(units, layout.shares))
-
-    def busy(self, micro: int) -> set[int]:
-        """Devices that compute anything in a micro-batch."""
-        found = {device for layout in self._samples for device in self.samples(layout, micro)}
-        if self.reading.has_axes:  # a device without samples may own units of another axis
-            for layout in self._samples:
-                found |= {
-                    d for d, share in zip(layout.devices, layout.shares, strict=True) if share
-                }
-        return found
-
-    def of_op(self, op: int, micro: int) -> dict[int, int]:
-        """How many samples or units of an op each device computes, where it computes any."""
-        group = self.reading.group[op]
-        if group == CONSTANT_GROUP:
-            return dict.fromkeys(sorted(self.busy(micro)), 1)
-        own = self.along(self.layout(group), self.reading.axis(op), micro)
-        return {device: len(units) for device, units in own.items()}
-
-    def slices(self, group: int) -> dict[int, float]:
-        """Part of its parameters that each device of a group steps, where it steps any."""
-        decision = self.strategy.decisions[group]
-        weights = decision.slices or (1,) * len(decision.devices)
-        parts = zip(decision.devices, weights, strict=True)
-        return {device: weight / sum(weights) for device, weight in parts if weight}
-
-    def is_sliced(self, parameter: int) -> bool:
-        """Whether each device steps a slice of a parameter, as ZeRO has it."""
-        decision = self.strategy.decisions[self.reading.parameter_group(parameter)]
-        is_zero = decision.sync in (Sync.ZERO1, Sync.ZERO2, Sync.ZERO3)
-        return is_zero and len(decision.devices) > 1 and self.reading.is_partial(parameter)
-
-
 # --- the walk through the steps -----------------------------------------------------------------
+
+
+BucketKey = tuple[int, int, int]
+"""First group whose gradients may share a bucket, the axis of slices, and who makes the same."""
+NO_PART = Part(0)
 
 
 def meaning(
@@ -462,7 +131,7 @@ class Walk:
         self.cluster = cluster
         self.strategy = strategy
         self.num_micro = strategy.num_micro_batches
-        self.reading = Reading(graph, strategy.op_rules)
+        self.reading = Reading(graph, strategy.op_rules, strategy.blocks)
         self.shares = Shares(self.reading, strategy, cluster.num_devices)
         self.has_turns = not strategy.schedule.is_default and self.num_micro > 1
         self.tasks: list[Task] = []
@@ -481,7 +150,8 @@ class Walk:
         self.gradients: list[Where] = [{} for _ in parameters]
         self.added: list[Where] = [{} for _ in parameters]  # the last addition to each is done
         self.last_read: list[Where] = [{} for _ in parameters]
-        self.open: dict[int, list[int]] = {}
+        self.fresh: list[Where] = [{} for _ in parameters]  # gradients of this micro-batch
+        self.open: dict[BucketKey, list[int]] = {}
         self.bucket_of: dict[int, int] = {}
         self.sliced_buckets = self._sliced_buckets()
         self.begin_slices()
@@ -511,9 +181,8 @@ class Walk:
             if need is not None and need not in self.converted:
                 self.converted[need] = self.convert(need)
         gathers = self.gather_parameters(op, self.work != Pass.FORWARD)
-        again = reading.again.get(self.group)
-        if again and again[0] == op and self.strategy.decisions[self.group].recompute:
-            self.recompute(*again)
+        if op in reading.again and self.strategy.decisions[self.group].recompute:
+            self.recompute(op, reading.again[op])
         self.compute(op, TaskKind.COMPUTE, self.permits(op))
         if gathers:
             self.note_first_reader(op)
@@ -529,7 +198,7 @@ class Walk:
         *,
         reads: Iterable[Buffer | None] = (),
         micro: int = 0,
-        samples: int = 0,
+        part: Part = NO_PART,
         num_bytes: float = 0.0,
         route: Route | None = None,
     ) -> Task:
@@ -539,7 +208,8 @@ class Walk:
             subject=subject,
             device=device,
             micro=micro,
-            samples=samples,
+            samples=part.samples,
+            units=part.units,
             num_bytes=num_bytes,
             route=route,
             turn=0 if route else self.turn(device),
@@ -558,12 +228,12 @@ class Walk:
         reads: Iterable[Buffer | None],
         *,
         micro: int = 0,
-        samples: int = 0,
+        part: Part = NO_PART,
     ) -> Task:
         """The next task, from one device to another."""
         route = Route(ChannelKind.POINT_TO_POINT, (source, device))
         return self.add(
-            kind, subject, device, reads=reads, micro=micro, samples=samples, num_bytes=num_bytes,
+            kind, subject, device, reads=reads, micro=micro, part=part, num_bytes=num_bytes,
             route=route,
         )  # fmt: skip
 
@@ -581,19 +251,19 @@ class Walk:
     ) -> None:
         """A task on each device that has samples, or units of the axis of the op's rule."""
         made: dict[int, Where] = {value: {} for value in self.reading.graph.outputs(op)}
-        for device, share in self.shares.of_op(op, self.micro).items():
+        for device, part in self.shares.of_op(op, self.micro).items():
             reads = self.inputs(op, device)
             reads += [self.arrived[p].get(device) for p in self.reading.parameters_read[op]]
             reads += (more or {}).get(device, [])
-            task = self.add(kind, op, device, reads=reads, micro=self.micro, samples=share)
+            task = self.add(kind, op, device, reads=reads, micro=self.micro, part=part)
             for value, where in made.items():
-                where[device] = task.make(device, self.reading.bytes_of(value, share))
+                where[device] = task.make(device, self.reading.bytes_of(value, part))
             if kind == TaskKind.COMPUTE:
                 self.make_tokens(op, task)
         self.values |= made
 
     def recompute(self, reader: int, ops: list[int]) -> None:
-        """Forward ops of a group once more, just before its first backward op, the reader.
+        """Forward ops of a block once more, just before its first backward op, the reader.
 
         They read what they read the first time, but for what has been made again. The first one
         waits for the gradients that the reader waits for.
@@ -603,7 +273,7 @@ class Walk:
             gathers = self.gather_parameters(op, True)
             awaited: dict[int, list[Buffer]] = {}
             if op == ops[0]:
-                for device in self.shares.of_op(op, self.micro):
+                for device in self.shares.of_op(reader, self.micro):
                     inputs = zip(
                         self.reading.reads[reader], self.inputs(reader, device), strict=True
                     )
@@ -622,69 +292,199 @@ class Walk:
     def convert(self, need: Need) -> Where:
         """Make a value available the way a group's ops need it."""
         maker = self.reading.maker[need.value]
-        kind, axis = self.reading.kind(need.value), self.reading.axis(maker)
-        source = self.shares.layout(self.reading.group[maker])
-        target = self.shares.layout(need.group)
+        axis = self.reading.axis(maker)
+        over, along = self.reading.kinds(need.value)
+        source = self.shares.layouts[self.reading.group[maker]]
+        target = self.shares.layouts[need.group]
         lies = self.values[need.value]
-        is_same = source == target
-        if is_same and need.axis == axis and not need.whole:
+        if source == target and need.axis == axis and need.whole == AS_MADE:
             return lies
-        # Wherever the reader runs, a gather or a reduction leaves the whole on all devices.
-        is_for_all = kind == "S" or (kind == "P" and need.whole and is_same)
+        # Pieces go where others are, and what is gathered or reduced goes to all devices,
+        # whichever of them the reader runs on.
+        is_for_all = (
+            along == "S"
+            or (over == "S" and axis == BATCH)
+            or (source == target and need.whole != AS_MADE and "P" in (over, along))
+        )
+        # One team has every sample.
+        most = IN_TEAM if len(source.teams) == len(target.teams) == 1 else EVERY_SAMPLE
         for other, where in self.converted.items():  # it may have been brought there already
             if (
-                (other.value, other.whole) == (need.value, need.whole)
-                and self.shares.layout(other.group) == target
-                and (is_for_all or other.axis == need.axis)
+                other.value == need.value
+                and min(other.whole, most) == min(need.whole, most)
+                and self.shares.layouts[other.group] == target
+                and (is_for_all or other.axis == need.axis or self.serves(other, need))
             ):
                 return where
-        if kind == "S":  # moves along its own axis
-            if not is_same:
+        if over == "S":
+            return self.convert_split(need, lies, source, target)
+        if over == "P":
+            return self.convert_sum(need, lies, source, target)
+        return self.convert_whole(need, lies, source, target)
+
+    def serves(self, other: Need, need: Need) -> bool:
+        """Whether what was brought to readers along one axis is there for readers along another:
+        all samples of their team."""
+        _, along = self.reading.kinds(need.value)
+        if BATCH in (other.axis, need.axis) or (along == "P" and need.whole == AS_MADE):
+            return False
+        layout = self.shares.layouts[need.group]
+        have = set(self.shares.boxes(layout, other.axis, self.micro))
+        return set(self.shares.boxes(layout, need.axis, self.micro)) <= have
+
+    def convert_split(self, need: Need, lies: Where, source: Layout, target: Layout) -> Where:
+        """A value that is split over the batch: between devices, or under a rule between teams."""
+        axis = self.reading.axis(self.reading.maker[need.value])
+        _, along = self.reading.kinds(need.value)
+        # One team has every sample.
+        whole = min(need.whole, IN_TEAM) if len(target.teams) == 1 else need.whole
+        if axis == BATCH:
+            if source != target:
                 lies = self.move(need, source, target, axis)
-            return self.gather(need, lies, target, axis) if need.whole else lies
-        owners = set(self.shares.along(source, axis, self.micro))
-        readers = set(self.shares.along(target, need.axis, self.micro))
-        if kind == "P":
-            if not need.whole and is_same and owners <= readers:
+            if whole == IN_TEAM:
+                lies = self.gather_in_teams(need, lies, target, axis)
+        elif along == "S":
+            if source != target:
+                lies = self.move(need, source, target, axis)
+            if whole != AS_MADE:
+                lies = self.gather_in_teams(need, lies, target, axis)
+        else:
+            readers = set(self.shares.boxes(target, need.axis, self.micro))
+            is_part = along == "P" and whole == AS_MADE
+            if is_part and source == target and set(lies) <= readers:
                 return lies
-            lies = self.reduce(need, lies, source)
-            if need.whole and is_same:
+            if along == "P":
+                lies = self.reduce_in_teams(need, lies, source)
+            if is_part:  # a whole value is a sum of which one member has all
+                readers = set(self.shares.first_of_teams(target, readers))
+            arrived = self.bring_samples(need, lies, source, target, whole, readers)
+            lies = arrived if is_part else lies | arrived
+        return self.gather(need, lies, target) if whole == EVERY_SAMPLE else lies
+
+    def convert_sum(self, need: Need, lies: Where, source: Layout, target: Layout) -> Where:
+        """A value of which each device, or under a rule each team, has a part of a sum.
+
+        A reader that needs parts of a sum, too, takes the sum as such a part where it cannot have
+        the parts: one device, or one team, has all of it and the others have nothing.
+        """
+        axis = self.reading.axis(self.reading.maker[need.value])
+        _, along = self.reading.kinds(need.value)
+        readers = set(self.shares.boxes(target, need.axis, self.micro))
+        if source == target:
+            if need.whole == AS_MADE and (along == "R" or set(lies) <= readers):
                 return lies
-            # A whole value is a partial sum of which one device has all.
-            return self.copy(need, lies, owners, readers if need.whole else {min(readers)})
-        if is_same and need.axis == axis:
-            return lies
+            if along == "S":
+                lies = self.gather_in_teams(need, lies, source, axis)
+            elif need.whole == IN_TEAM:
+                lies = self.reduce_in_teams(need, lies, source)
+            if need.whole == IN_TEAM:
+                return lies
+        elif along == "S":
+            lies = self.gather_in_teams(need, lies, source, axis)
+        owners = set(self.values[need.value])
+        terms = set(lies)
+        if along in ("R", "S"):  # all members of a team have the same
+            terms = set(self.shares.first_of_teams(source, owners))
+        if along not in ("R", "S") or len(source.teams) > 1:  # one team has all of the sum
+            lies = self.reduce(need, lies, terms, source)
+        if need.whole == EVERY_SAMPLE:
+            return lies | self.copy(need, lies, owners, readers)
+        if need.whole == AS_MADE and along in ("", "P"):
+            readers = {min(readers)}
+        else:
+            team = next(team for team in target.teams if readers & set(team))
+            readers &= set(team)
         return self.copy(need, lies, owners, readers)
 
+    def convert_whole(self, need: Need, lies: Where, source: Layout, target: Layout) -> Where:
+        """A value that does not depend on who has which samples, or that one team has."""
+        axis = self.reading.axis(self.reading.maker[need.value])
+        _, along = self.reading.kinds(need.value)
+        owners = set(self.shares.boxes(source, axis, self.micro))
+        readers = set(self.shares.boxes(target, need.axis, self.micro))
+        if along == "P":
+            if need.whole == AS_MADE and source == target and owners <= readers:
+                return lies
+            lies = self.reduce_in_teams(need, lies, source)
+            if need.whole == AS_MADE:  # a whole value is a sum of which one device has all
+                readers = set(self.shares.first_of_teams(target, readers))
+                readers = readers if need.axis != BATCH else {min(readers)}
+                return self.copy(need, lies, owners, readers)
+        elif along == "S":
+            if need.whole != AS_MADE or source != target:
+                lies = self.gather_in_teams(need, lies, source, axis)
+        return lies | self.copy(need, lies, owners, readers)
+
+    # Samples and units that change places.
+
+    def moved_bytes(self, need: Need, part: Part) -> float:
+        """Bytes of a part of a value as it is moved."""
+        return self.reading.bytes_of(need.value, part) * self.reading.moved_fraction(need.value)
+
+    def said(self, need: Need, box: Box) -> Part:
+        """Samples and units of a piece, where the value is cut by them."""
+        over, along = self.reading.kinds(need.value)
+        part = box.part
+        return Part(part.samples if over == "S" else 0, part.units if along == "S" else 0)
+
     def move(self, need: Need, source: Layout, target: Layout, axis: int) -> Where:
-        """Each device gets its range from the devices whose ranges overlap it."""
+        """Each device gets its samples and units from the devices that have some of them."""
         arrived: Where = {}
-        for device, wanted in self.shares.along(target, axis, self.micro).items():
+        owned = self.shares.boxes(source, axis, self.micro)
+        for device, wanted in self.shares.boxes(target, axis, self.micro).items():
             pieces: list[Buffer] = []
-            for other, owned in self.shares.along(source, axis, self.micro).items():
-                piece = range(max(wanted.start, owned.start), min(wanted.stop, owned.stop))
-                if piece:
+            for other, box in owned.items():
+                piece = box.common(wanted)
+                if piece.samples and (piece.units or axis == BATCH):
                     mine = self.values[need.value][other]
-                    pieces.append(self.bring(need, mine, other, device, piece, owned))
-            if len(pieces) > 1:
-                pieces = [self.concat(need, device, len(wanted), pieces)]
-            arrived[device] = pieces[0]
+                    pieces.append(self.bring(need, mine, other, device, piece, box))
+            arrived[device] = self.joined(need, device, wanted, pieces)
         return arrived
 
-    def piece_bytes(self, need: Need, share: int) -> float:
-        """Bytes of a part of a split value as it is moved."""
-        return self.reading.bytes_of(need.value, share) * self.reading.moved_fraction(need.value)
+    def bring_samples(
+        self, need: Need, lies: Where, source: Layout, target: Layout, whole: int,
+        readers: set[int],
+    ) -> Where:  # fmt: skip
+        """Each reader gets the samples that it needs from teams whose members hold all of theirs.
+
+        From itself, or from the member of the other team at its own position, counted round, or
+        the first one if that has nothing.
+        """
+        wanted = self.shares.samples(target, self.micro)
+        if whole == IN_TEAM or (whole == AS_MADE and need.axis != BATCH):
+            wanted = {device: self.team_range(target, device) for device in sorted(readers)}
+        teams = self.shares.team_samples(source, self.micro)
+        everything = self.reading.all_units(need.value)
+        arrived: Where = {}
+        for device, samples in wanted.items():
+            own_team = target.team_of(device)
+            pieces: list[Buffer] = []
+            for team, owned in teams.items():
+                piece = Box(samples, everything).common(Box(owned, everything))
+                if not piece.samples:
+                    continue
+                holders = [member for member in team if member in lies]
+                other = team[own_team.index(device) % len(team)]
+                other = next(each for each in (device, other, *holders) if each in holders)
+                box = Box(owned, everything)
+                pieces.append(self.bring(need, lies[other], other, device, piece, box))
+            arrived[device] = self.joined(need, device, Box(samples, everything), pieces)
+        return arrived
+
+    def team_range(self, layout: Layout, device: int) -> range:
+        """Samples of the team of a device."""
+        return self.shares.team_samples(layout, self.micro)[layout.team_of(device)]
 
     def bring(
-        self, need: Need, mine: Buffer, other: int, device: int, piece: range, owned: range
+        self, need: Need, mine: Buffer, other: int, device: int, piece: Box, owned: Box
     ) -> Buffer:
         """A piece of what one device has, on another; on itself it only looks at it."""
         if other == device:
             return mine
-        size = self.piece_bytes(need, len(piece))
-        if len(piece) < len(owned) and not self.reading.is_contiguous(need.value):
+        size, part = self.moved_bytes(need, piece.part), self.said(need, piece)
+        if not self.is_contiguous(need.value, piece, owned):
             task = self.add(
-                TaskKind.SPLIT, need, other, reads=[mine], micro=self.micro, samples=len(piece),
+                TaskKind.SPLIT, need, other, reads=[mine], micro=self.micro, part=part,
                 num_bytes=2.0 * size,
             )  # fmt: skip
             maker = self.reading.maker[need.value]
@@ -692,59 +492,38 @@ class Walk:
             task.turn = self.turn(other, self.reading.group[maker], self.pass_of(maker))
             mine = task.make(other, size)
         task = self.transfer(
-            TaskKind.SEND, need, other, device, size, [mine], micro=self.micro, samples=len(piece)
+            TaskKind.SEND, need, other, device, size, [mine], micro=self.micro, part=part
         )
         return task.make(device, size)
 
-    def concat(self, need: Need, device: int, count: int, pieces: list[Buffer]) -> Buffer:
+    def is_contiguous(self, value: int, piece: Box, owned: Box) -> bool:
+        """Whether a piece of what a device has is one piece of memory."""
+        over, along = self.reading.over_batch(value), self.reading.along_axis(value)
+        cuts = []
+        if over.kind == "S" and len(piece.samples) < len(owned.samples):
+            cuts.append(over)
+        if along and along.kind == "S" and len(piece.units) < len(owned.units):
+            cuts.append(along)
+        return len(cuts) < 2 and all(place.dim == 0 and place.outer == 1 for place in cuts)
+
+    def joined(self, need: Need, device: int, wanted: Box, pieces: list[Buffer]) -> Buffer:
         """Pieces from several devices as one."""
-        size = self.piece_bytes(need, count)
+        if len(pieces) == 1:
+            return pieces[0]
+        size = self.moved_bytes(need, wanted.part)
         task = self.add(
-            TaskKind.CONCAT, need, device, reads=pieces, micro=self.micro, samples=count,
-            num_bytes=2.0 * size,
+            TaskKind.CONCAT, need, device, reads=pieces, micro=self.micro,
+            part=self.said(need, wanted), num_bytes=2.0 * size,
         )  # fmt: skip
         if self.pass_of(self.reading.maker[need.value]) != Pass.WEIGHTS:
             # The first reader may be of the weights, and others wait for it before those.
             task.turn = min(task.turn, self.turn(device, need.group, Pass.BACKWARD))
         return task.make(device, size)
 
-    def gather(self, need: Need, lies: Where, layout: Layout, axis: int) -> Where:
-        """All parts on all devices of a layout, padded to the largest one."""
-        if len(layout.devices) == 1:
-            return lies
-        counts = {d: len(own) for d, own in self.shares.along(layout, axis, self.micro).items()}
-        largest = self.reading.bytes_of(need.value, max(counts.values()))
-        task = self.add(
-            TaskKind.GATHER_VALUE, need, reads=[lies[device] for device in counts],
-            micro=self.micro, samples=sum(counts.values()),
-            num_bytes=len(layout.devices) * largest,
-            route=_collective(ChannelKind.ALL_GATHER, layout.devices),
-        )  # fmt: skip
-        size = self.reading.bytes_of(need.value, sum(counts.values()))
-        return {device: task.make(device, size) for device in layout.devices}
-
-    def reduce(self, need: Need, lies: Where, layout: Layout) -> Where:
-        """The sum of all parts on all devices of a layout."""
-        if len(layout.devices) == 1:
-            return lies
-        size = self.reading.bytes_of(need.value, 0)
-        task = self.add(
-            TaskKind.REDUCE_VALUE, need, micro=self.micro, num_bytes=size,
-            reads=() if self.reading.is_early(need.value) else lies.values(),
-            route=self.all_reduce(layout.devices),
-        )  # fmt: skip
-        return {device: task.make(device, size) for device in layout.devices}
-
-    def all_reduce(self, devices: tuple[int, ...]) -> Route:
-        """All-reduce of a value: by hosts where there are several with several devices."""
-        num_hosts = len({self.cluster.devices[device].host_index for device in devices})
-        if 1 < num_hosts < len(devices):
-            return _collective(ChannelKind.ALL_REDUCE_HIERARCHICAL, devices)
-        return _collective(ChannelKind.ALL_REDUCE_RING, devices)
-
     def copy(self, need: Need, lies: Where, owners: set[int], readers: set[int]) -> Where:
         """A whole value on every reader, from the first device that made it."""
-        size = self.reading.bytes_of(need.value, 0) * self.reading.moved_fraction(need.value)
+        size = self.reading.bytes_of(need.value, self.all_of(need.value))
+        size *= self.reading.moved_fraction(need.value)
         arrived: Where = {}
         for device in sorted(readers):
             if device in lies:
@@ -756,6 +535,85 @@ class Walk:
             )
             arrived[device] = task.make(device, size)
         return arrived
+
+    def all_of(self, value: int, samples: int = 0) -> Part:
+        """Some samples with all units of the axis."""
+        return Part(samples, len(self.reading.all_units(value)))
+
+    # Collectives.
+
+    def gather(self, need: Need, lies: Where, layout: Layout) -> Where:
+        """The samples of all devices on all of them, padded to the most that one has."""
+        counts = {d: len(own) for d, own in self.shares.samples(layout, self.micro).items()}
+        parts = {device: self.all_of(need.value, count) for device, count in counts.items()}
+        whole = self.all_of(need.value, sum(counts.values()))
+        said = Part(whole.samples)
+        return self.gather_parts(need, lies, layout.devices, parts, whole, said)
+
+    def gather_in_teams(self, need: Need, lies: Where, layout: Layout, axis: int) -> Where:
+        """The samples, or under a rule the units, of each team's members on all of them."""
+        boxes = self.shares.boxes(layout, axis, self.micro)
+        arrived = dict(lies)
+        for team, samples in self.shares.team_samples(layout, self.micro).items():
+            parts = {device: boxes[device].part for device in team if device in boxes}
+            whole = self.all_of(need.value, len(samples))
+            said = self.said(need, Box(samples, self.reading.all_units(need.value)))
+            arrived |= self.gather_parts(need, lies, team, parts, whole, said)
+        return arrived
+
+    def gather_parts(
+        self, need: Need, lies: Where, members: Sequence[int], parts: dict[int, Part],
+        whole: Part, said: Part,
+    ) -> Where:  # fmt: skip
+        """All parts on all members, padded to the largest one."""
+        if len(members) == 1:
+            return {device: lies[device] for device in members}
+        largest = max(self.reading.bytes_of(need.value, part) for part in parts.values())
+        task = self.add(
+            TaskKind.GATHER_VALUE, need, reads=[lies[device] for device in parts],
+            micro=self.micro, part=said, num_bytes=len(members) * largest,
+            route=_collective(ChannelKind.ALL_GATHER, tuple(sorted(members))),
+        )  # fmt: skip
+        size = self.reading.bytes_of(need.value, whole)
+        return {device: task.make(device, size) for device in members}
+
+    def reduce(self, need: Need, lies: Where, terms: Iterable[int], layout: Layout) -> Where:
+        """The sum of some devices' parts on all devices of a layout."""
+        whole = self.all_of(need.value)
+        return self.reduce_parts(need, lies, layout.devices, terms, whole, NO_PART)
+
+    def reduce_in_teams(self, need: Need, lies: Where, layout: Layout) -> Where:
+        """In each team the sum of its members' parts on all of them."""
+        arrived = dict(lies)
+        over, _ = self.reading.kinds(need.value)
+        for team, samples in self.shares.team_samples(layout, self.micro).items():
+            terms = [device for device in team if device in lies]
+            whole = self.all_of(need.value, len(samples))
+            said = Part(len(samples) if over == "S" else 0)
+            arrived |= self.reduce_parts(need, lies, team, terms, whole, said)
+        return arrived
+
+    def reduce_parts(
+        self, need: Need, lies: Where, members: Sequence[int], terms: Iterable[int], whole: Part,
+        said: Part,
+    ) -> Where:  # fmt: skip
+        """The sum of some parts on all members."""
+        if len(members) == 1:
+            return {device: lies[device] for device in members}
+        size = self.reading.bytes_of(need.value, whole)
+        task = self.add(
+            TaskKind.REDUCE_VALUE, need, micro=self.micro, part=said, num_bytes=size,
+            reads=[] if self.reading.is_early(need.value) else [lies[each] for each in terms],
+            route=self.all_reduce(tuple(sorted(members))),
+        )  # fmt: skip
+        return {device: task.make(device, size) for device in members}
+
+    def all_reduce(self, devices: tuple[int, ...]) -> Route:
+        """All-reduce of a value: by hosts where there are several with several devices."""
+        num_hosts = len({self.cluster.devices[device].host_index for device in devices})
+        if 1 < num_hosts < len(devices):
+            return _collective(ChannelKind.ALL_REDUCE_HIERARCHICAL, devices)
+        return _collective(ChannelKind.ALL_REDUCE_RING, devices)
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -778,45 +636,53 @@ class Walk:
 
     def finish(self, parameter: int) -> None:
         """A micro-batch's gradient is made: keep it, add it up; after the last, update."""
+        made = self.values[self.reading.gradient(parameter)]
         need = self.reading.gradient_need(parameter)
         if need is not None:
             if need not in self.converted:
                 self.converted[need] = self.convert(need)
-            self.gradients[parameter] = dict(self.converted[need])
-            self.synchronise(parameter)
-            return
-        fresh = self.values[self.reading.gradient(parameter)]
-        is_sharded = self.reading.sharded_axis(parameter) is not None
-        if not self.reading.is_partial(parameter) and not is_sharded:
-            self.share_whole_gradient(parameter, fresh)
+            made = dict(self.converted[need])
+        if self.reading.sharded_axis(parameter) is None:
+            self.share_alike_gradient(parameter, made)
+        terms = self.shares.contributors(parameter, made)
+        self.fresh[parameter] = {device: made[device] for device in terms}
         if self.shares.is_sliced(parameter) and self.decision_of(parameter).sync != Sync.ZERO1:
             self.finish_slices(parameter)
             return
-        for device, buffer in sorted(fresh.items()):
+        for device, buffer in self.fresh[parameter].items():
             self.accumulate(parameter, device, buffer)
         if self.micro == self.num_micro - 1:
             self.synchronise(parameter)
 
-    def share_whole_gradient(self, parameter: int, fresh: Where) -> None:
-        """A replica without samples gets the gradient that all others have whole."""
-        owner = min(fresh)
-        for device in self.decision_of(parameter).devices:
-            if device not in fresh:
-                size = self.reading.parameter_bytes(parameter)
-                task = self.transfer(
-                    TaskKind.PUSH, parameter, owner, device, size, [fresh[owner]], micro=self.micro
-                )
-                fresh[device] = task.make(device, size)
+    def share_alike_gradient(self, parameter: int, made: Where) -> None:
+        """A device that computes nothing gets the gradient that others like it have."""
+        layout = self.shares.parameter_layout(parameter)
+        rings = self.shares.rings(parameter)
+        alike: list[Sequence[int]] = []
+        if self.shares.held_alike(parameter) == "everywhere":
+            alike = [layout.devices]
+        elif self.shares.held_alike(parameter) == "team" and rings and layout.has_equal_teams:
+            alike = [team for team in layout.teams if set(team) & set(made)]
+        for devices in alike:
+            owner = next(device for device in devices if device in made)
+            for device in devices:
+                if device not in made:
+                    size = self.reading.parameter_bytes(parameter)
+                    reads = [made[owner]]
+                    task = self.transfer(
+                        TaskKind.PUSH, parameter, owner, device, size, reads, micro=self.micro
+                    )
+                    made[device] = task.make(device, size)
 
     def accumulate(self, parameter: int, device: int, fresh: Buffer) -> None:
         """Add to the gradient of earlier micro-batches, if there is one."""
         if device not in self.gradients[parameter]:
             self.gradients[parameter][device] = fresh
             return
+        size = self.held_bytes(parameter, device)
         task = self.add(
             TaskKind.ACCUMULATE, parameter, device, micro=self.micro,
-            reads=[fresh, *self.gradient_on(parameter, device)],
-            num_bytes=3.0 * self.reading.parameter_bytes(parameter),
+            reads=[fresh, *self.gradient_on(parameter, device)], num_bytes=3.0 * size,
         )  # fmt: skip
         self.follow(task)
         self.added[parameter][device] = task.make(device)
@@ -825,53 +691,53 @@ class Walk:
         """A device's gradient, and that all has been added to it."""
         return [self.gradients[parameter].get(device), self.added[parameter].get(device)]
 
+    def held_bytes(self, parameter: int, device: int) -> float:
+        """Bytes of a parameter, or of its slice by the rules of its ops, on a device."""
+        return self.reading.parameter_bytes(parameter) * self.shares.part_held(parameter, device)
+
     # --- updates --------------------------------------------------------------------------------
 
     def synchronise(self, parameter: int) -> None:
         """Aggregate a finished gradient and update the parameter."""
-        decision = self.decision_of(parameter)
-        axis = self.reading.sharded_axis(parameter)
-        if axis is not None:
-            layout = self.shares.layout(self.reading.parameter_group(parameter))
-            for device, own in self.shares.along(layout, axis, 0).items():
-                size = self.reading.parameter_bytes(parameter)
-                part = size * len(own) / self.reading.plan.axes[axis]
-                gradient = self.gradient_on(parameter, device)
-                self.update(parameter, device, gradient, samples=len(own), num_bytes=part)
-        elif self.strategy.homes[parameter] != REPLICATED:
+        if self.strategy.homes[parameter] != REPLICATED:
             self.serve(parameter, self.strategy.homes[parameter])
-        elif len(decision.devices) == 1 or not self.reading.is_partial(parameter):
-            for device in decision.devices:
-                self.update(parameter, device, self.gradient_on(parameter, device))
         elif self.shares.is_sliced(parameter):
             self.finish_slices(parameter)
-        else:
+        elif self.shares.rings(parameter):
             self.put_into_bucket(parameter)
+        else:
+            for device in self.decision_of(parameter).devices:
+                self.update(parameter, device, self.gradient_on(parameter, device))
 
     def update(
         self,
         parameter: int,
         device: int,
         reads: Iterable[Buffer | None],
-        *,
-        samples: int = 0,
         num_bytes: float = 0.0,
-    ) -> Buffer:
-        """The optimizer's step of a parameter, or of a part of it, on a device."""
-        reads = [*reads, self.last_read[parameter].get(device)]
+    ) -> None:
+        """The optimizer's step of a parameter, or of the part that a device has, if it has any."""
+        units = 0
+        axis = self.reading.sharded_axis(parameter)
+        if axis is not None:
+            layout = self.shares.parameter_layout(parameter)
+            units = len(self.shares.units(layout, axis).get(device, range(0)))
+            num_bytes = num_bytes or self.held_bytes(parameter, device)
+            if not units:
+                return
         task = self.add(
-            TaskKind.UPDATE, parameter, device, reads=reads, samples=samples, num_bytes=num_bytes
-        )
+            TaskKind.UPDATE, parameter, device,
+            reads=[*reads, self.last_read[parameter].get(device)],
+            part=Part(0, units), num_bytes=num_bytes,
+        )  # fmt: skip
         self.arrives_next[parameter][device] = task.make(device)
-        return self.arrives_next[parameter][device]
 
     def serve(self, parameter: int, home: int) -> None:
         """Push every gradient to the parameter's home, add and update there, pull."""
         size = self.reading.parameter_bytes(parameter)
         gradients = self.gradients[parameter]
-        senders = sorted(gradients)
-        if not self.reading.is_partial(parameter):  # all have the same: one is enough
-            senders = [home] if home in senders else senders[:1]
+        is_alike = self.shares.held_alike(parameter) == "everywhere"
+        senders = self.senders(parameter, home)
         received: list[Buffer] = []
         for device in senders:
             if device != home:
@@ -879,36 +745,53 @@ class Walk:
                 push = self.transfer(TaskKind.PUSH, parameter, device, home, size, reads)
                 received.append(push.make(home, size))
         terms: list[Buffer | None] = list(received)
-        if home in gradients:
+        if home in senders:
             terms += self.gradient_on(parameter, home)
         if len(senders) > 1:
             num_bytes = (len(senders) + 1.0) * size
             added = self.add(TaskKind.SUM, parameter, home, reads=terms, num_bytes=num_bytes)
             terms = [added.make(home, size)]
-        elif received:
-            terms = [received[0]]
-        done = self.update(parameter, home, terms)
+        self.update(parameter, home, terms)
+        done = self.arrives_next[parameter][home]
         for device in self.decision_of(parameter).devices:
             if device != home:
                 # Its own ops must be done with the old weights.
                 reads = [done, self.last_read[parameter].get(device)]
-                if not self.reading.is_partial(parameter):
+                if is_alike and device in gradients:
                     reads += self.gradient_on(parameter, device)
                 pull = self.transfer(TaskKind.PULL, parameter, home, device, size, reads)
                 self.arrives_next[parameter][device] = pull.make(device)
 
+    def senders(self, parameter: int, home: int) -> list[int]:
+        """Devices whose gradients make up the sum at a parameter's home."""
+        gradients = self.gradients[parameter]
+        alike = self.shares.held_alike(parameter)
+        layout = self.shares.parameter_layout(parameter)
+        if alike == "device":
+            return sorted(gradients)
+        if alike == "everywhere":
+            return [home] if home in gradients else sorted(gradients)[:1]
+        if alike == "in team":
+            team = next(team for team in layout.teams if set(team) & set(gradients))
+            return [device for device in sorted(team) if device in gradients]
+        return sorted(self.shares.first_of_teams(layout, gradients))
+
     # --- buckets --------------------------------------------------------------------------------
 
-    def bucket_key(self, parameter: int) -> int:
-        """The first group whose gradients may share a bucket with those of a parameter's."""
+    def bucket_key(self, parameter: int) -> BucketKey:
+        """The first group whose gradients may share a bucket with those of a parameter's group,
+        and how they are added up."""
 
         def alike(group: int) -> tuple[object, ...]:
             decision = self.strategy.decisions[group]
             own = group if decision.sync == Sync.ZERO3 else None  # gathered for one group's ops
-            return decision.devices, decision.shares, decision.sync, decision.slices, own
+            return self.shares.layouts[group], decision.sync, decision.slices, own
 
         mine = alike(self.reading.parameter_group(parameter))
-        return next(g for g in range(self.reading.num_groups) if alike(g) == mine)
+        first = next(g for g in range(self.reading.num_groups) if alike(g) == mine)
+        axis = self.reading.sharded_axis(parameter)
+        order = ("device", "team", "in team")
+        return first, axis or BATCH, order.index(self.shares.held_alike(parameter))
 
     def is_full(self, bucket: list[int]) -> bool:
         """Whether a bucket is synchronised without waiting for more."""
@@ -921,48 +804,64 @@ class Walk:
         if self.is_full(self.open[key]):
             self.close_bucket(key)
 
-    def close_bucket(self, key: int) -> None:
-        """All-reduce, or reduce-scatter and all-gather, a bucket; update its parameters.
-
-        One tensor is synchronised where it lies; several are copied together on each device.
-        """
+    def close_bucket(self, key: BucketKey) -> None:
+        """All-reduce, or reduce-scatter and all-gather, a bucket; update its parameters."""
         bucket = self.open.pop(key)
-        first = bucket[0]
-        self.bucket_of |= dict.fromkeys(bucket, first)
-        decision = self.decision_of(first)
-        size = sum(map(self.reading.parameter_bytes, bucket))
-        flat: Where = {}
-        if len(bucket) > 1:
-            flat = {device: self.flatten(bucket, device, size) for device in decision.devices}
+        self.bucket_of |= dict.fromkeys(bucket, bucket[0])
+        done: dict[int, list[Buffer | None]] = {}
+        for ring in self.shares.rings(bucket[0]):
+            for device, summed in self.add_up(bucket, ring).items():
+                done.setdefault(device, []).extend(summed)
+        for parameter in bucket:
+            for device in self.decision_of(parameter).devices:
+                self.update(parameter, device, done.get(device, []))
 
-        def lies() -> list[Buffer | None]:
-            if flat:
-                return list(flat.values())
-            return [
-                each for device in decision.devices for each in self.gradient_on(first, device)
-            ]
+    def add_up(self, bucket: list[int], ring: Ring) -> dict[int, list[Buffer | None]]:
+        """Add up a bucket's gradients on the devices of a ring.
+
+        One tensor is synchronised where it lies; several are copied together on each device, and
+        so is the part of one that the ring adds up.
+
+        Returns:
+            What an update on each device waits for and reads.
+        """
+        first, decision = bucket[0], self.decision_of(bucket[0])
+        size = self.payload(bucket, ring)
+        flat: Where = {}
+        for device in ring.devices:
+            is_part = device in self.gradients[first] and (
+                self.shares.part_held(first, device) != ring.part
+            )
+            if len(bucket) > 1 or is_part:
+                flat[device] = self.flatten(bucket, device, size)
+
+        def lies(device: int) -> list[Buffer | None]:
+            return [flat[device]] if device in flat else self.gradient_on(first, device)
 
         in_two = decision.sync == Sync.REDUCE_SCATTER_ALL_GATHER
         kind = TaskKind.REDUCE_SCATTER if in_two else TaskKind.ALL_REDUCE
-        task = self.add(kind, first, reads=lies(), num_bytes=size, route=_first_route(decision))
-        if not flat:  # who has no gradient of its own receives one
-            for device in decision.devices:
-                if device not in self.gradients[first]:
-                    self.gradients[first][device] = task.make(device, size)
+        route = _first_route(decision, ring)
+        given = [each for device in ring.devices for each in lies(device)]
+        task = self.add(kind, first, reads=given, num_bytes=size, route=route)
+        for device in ring.devices:
+            if lies(device)[0] is None:  # it has no gradient of its own and receives one
+                self.gradients[first][device] = task.make(device, size)
         done = task.make(-1)
         if in_two:
+            given = [each for device in ring.devices for each in lies(device)]
             task = self.add(
-                TaskKind.ALL_GATHER, first, reads=[done, *lies()], num_bytes=size,
-                route=_collective(ChannelKind.ALL_GATHER, decision.devices, decision.slices),
+                TaskKind.ALL_GATHER, first, reads=[done, *given], num_bytes=size,
+                route=_second_route(decision, ring),
             )  # fmt: skip
             done = task.make(-1)
-        for parameter in bucket:
-            for device in decision.devices:
-                own = [flat[device]] if flat else self.gradient_on(parameter, device)
-                self.update(parameter, device, [done, *own])
+        return {device: [done, *lies(device)] for device in ring.devices}
+
+    def payload(self, bucket: list[int], ring: Ring) -> float:
+        """Bytes of a bucket that a ring adds up."""
+        return sum(map(self.reading.parameter_bytes, bucket)) * ring.part
 
     def flatten(self, bucket: list[int], device: int, size: float) -> Buffer:
-        """A device's gradients of a bucket in one piece."""
+        """What a ring adds up of a device's gradients of a bucket, in one piece."""
         reads = [each for parameter in bucket for each in self.gradient_on(parameter, device)]
         task = self.add(
             TaskKind.FLATTEN, bucket[0], device, reads=reads, micro=self.num_micro - 1,
@@ -979,7 +878,7 @@ class Walk:
         Said ahead: stage 3 gathers a bucket before any gradient of it is there.
         """
         found: dict[int, list[int]] = {}
-        open_bucket: dict[int, list[int]] = {}
+        open_bucket: dict[BucketKey, list[int]] = {}
         for op in self.reading.ops:
             for parameter in self.reading.finished[op]:
                 if self.shares.is_sliced(parameter):
@@ -993,12 +892,12 @@ class Walk:
 
     def begin_slices(self) -> None:
         """Forget what lay where in the step before."""
-        # By bucket: when it was gathered last, which gradients are there, its slices, when the
-        # last reduce-scatter is done.
+        # By bucket: when it was gathered last, which gradients are there, its slices, and by ring
+        # when the last reduce-scatter is done.
         self.gathered_in: dict[int, tuple[int, bool]] = {}
         self.present: dict[int, set[int]] = {}
         self.slice_on: dict[int, Where] = {}
-        self.scattered: dict[int, Buffer] = {}
+        self.scattered: dict[tuple[int, Ring], Buffer] = {}
         # By device, the last one last: first readers of gathers; what the reduce-scatters that it
         # took part in were given and left there, and that they are done.
         devices = range(self.cluster.num_devices)
@@ -1006,11 +905,7 @@ class Walk:
         self.scatters: list[list[Scatter]] = [[] for _ in devices]
 
     def gather_parameters(self, op: int, is_backward: bool) -> bool:
-        """Stage 3: gather the buckets that an op is the first of its pass to read; whether any.
-
-        A gather may start when the first reader of the gather before the last one is done.
-        """
-        runs_on = self.shares.of_op(op, self.micro)
+        """Stage 3: gather the buckets that an op is the first of its pass to read; whether any."""
         any_gathered = False
         for parameter in self.reading.parameters_read[op]:
             bucket = self.sliced_buckets.get(parameter, [])
@@ -1022,22 +917,32 @@ class Walk:
             ):
                 continue
             any_gathered = True
-            updated: list[Buffer | None] = []
-            if bucket[0] not in self.gathered_in:  # every slice is of the step before
-                updated = [each for member in bucket for each in self.arrived[member].values()]
+            for ring in self.shares.rings(parameter):
+                self.gather_ring(op, bucket, ring, bucket[0] not in self.gathered_in)
             self.gathered_in[bucket[0]] = now
-            earlier = [reader for d in runs_on for reader in self.first_readers[d][-2:-1]]
-            size = sum(map(self.reading.parameter_bytes, bucket))
-            task = self.add(
-                TaskKind.GATHER_PARAMETERS, bucket[0], reads=[*updated, *earlier],
-                micro=self.micro, num_bytes=size,
-                route=_second_route(self.decision_of(parameter)),
-            )  # fmt: skip
-            for device in runs_on:
-                whole = task.make(device, size)
-                for member in bucket:
-                    self.arrived[member][device] = whole
         return any_gathered
+
+    def gather_ring(self, op: int, bucket: list[int], ring: Ring, is_first: bool) -> None:
+        """Slices of a bucket on those devices of a ring that run an op.
+
+        A gather may start when the first reader of the gather before the last one is done.
+        """
+        runs_on = [d for d in self.shares.of_op(op, self.micro) if d in ring.devices]
+        if not runs_on:
+            return
+        updated: list[Buffer | None] = []
+        if is_first:  # every slice is of the step before
+            updated = [self.arrived[p].get(device) for p in bucket for device in ring.devices]
+        earlier = [reader for device in runs_on for reader in self.first_readers[device][-2:-1]]
+        size = self.payload(bucket, ring)
+        task = self.add(
+            TaskKind.GATHER_PARAMETERS, bucket[0], reads=[*updated, *earlier], micro=self.micro,
+            num_bytes=size, route=_second_route(self.decision_of(bucket[0]), ring),
+        )  # fmt: skip
+        for device in runs_on:
+            whole = task.make(device, size)
+            for member in bucket:
+                self.arrived[member][device] = whole
 
     def note_first_reader(self, op: int) -> None:
         """An op is the first reader of the latest gather."""
@@ -1053,37 +958,34 @@ class Walk:
         present.add(parameter)
         if len(present) == len(bucket):
             present.clear()
-            flat = self.scatter(bucket)
+            flat = self.flatten_slices(bucket)
+            for ring in self.shares.rings(parameter):
+                self.scatter(bucket, ring, {d: flat[d] for d in ring.devices if d in flat})
             if self.micro == self.num_micro - 1:
-                self.update_slices(bucket, flat)
+                for ring in self.shares.rings(parameter):
+                    self.update_slices(bucket, ring, flat)
 
-    def scatter(self, bucket: list[int]) -> Where:
-        """Reduce-scatter a bucket's gradients from the devices that have some.
+    def flatten_slices(self, bucket: list[int]) -> Where:
+        """A bucket's gradients in one piece, on the devices that have some.
 
         In stages 2 and 3 this is done for every micro-batch, and a device goes on when all but its
         last reduce-scatter are done: one that ran ahead of its links would keep all gradients.
         """
         first, decision = bucket[0], self.decision_of(bucket[0])
         by_micro = decision.sync != Sync.ZERO1
-        size = sum(map(self.reading.parameter_bytes, bucket))
-
-        def made(parameter: int) -> Where:
-            return (
-                self.values[self.reading.gradient(parameter)]
-                if by_micro
-                else self.gradients[parameter]
-            )
-
+        made = self.fresh if by_micro else self.gradients
         flat: Where = {}
-        for device in sorted(made(first)):
-            flat[device] = made(first)[device]
+        for device in sorted(made[first]):
+            flat[device] = made[first][device]
             if len(bucket) == 1 and not by_micro:
                 continue
+            ring = next(ring for ring in self.shares.rings(first) if device in ring.devices)
+            size = self.payload(bucket, ring)
             reads: list[Buffer | None] = []
             if by_micro:
                 reads += [each for earlier in self.scatters[device][-2:-1] for each in earlier]
             for member in bucket:
-                reads.append(made(member)[device])
+                reads.append(made[member].get(device))
                 reads.append(None if by_micro else self.added[member].get(device))
             task = self.add(
                 TaskKind.FLATTEN, first, device, reads=reads, micro=self.micro,
@@ -1098,14 +1000,16 @@ class Walk:
                 going_on = task.make(device)
                 for member in bucket:
                     self.arrived[member][device] = going_on
-        return self.reduce_scatter(bucket, flat, size, by_micro)
+        return flat
 
-    def reduce_scatter(self, bucket: list[int], flat: Where, size: float, by_micro: bool) -> Where:
-        """The collective itself, and what it leaves."""
+    def scatter(self, bucket: list[int], ring: Ring, flat: Where) -> None:
+        """Reduce-scatter a bucket's gradients from the devices of a ring that have some."""
         first, decision = bucket[0], self.decision_of(bucket[0])
+        by_micro = decision.sync != Sync.ZERO1
+        size = self.payload(bucket, ring)
         slices = self.slice_on.setdefault(first, {})
-        reads: list[Buffer | None] = [self.scattered.get(first), *flat.values()]
-        for device in decision.devices:
+        reads: list[Buffer | None] = [self.scattered.get((first, ring)), *flat.values()]
+        for device in ring.devices:
             if not by_micro:
                 reads.append(self.added[first].get(device) if len(bucket) == 1 else None)
                 continue
@@ -1115,10 +1019,10 @@ class Walk:
                 reads.append(self.scatters[device][-1].received)
         task = self.add(
             TaskKind.REDUCE_SCATTER, first, reads=reads, micro=self.micro, num_bytes=size,
-            route=_first_route(decision),
+            route=_first_route(decision, ring),
         )  # fmt: skip
         received: Where = {}
-        for device, part in self.shares.slices(self.reading.parameter_group(first)).items():
+        for device, part in self.shares.slices(first, ring).items():
             others = len(flat) - (device in flat)
             received[device] = task.make(device, others * part * size)
             if by_micro and device not in slices:
@@ -1126,38 +1030,36 @@ class Walk:
             elif not by_micro and device not in flat:
                 # Elsewhere it is added to the own slice of the flat gradients, and let go.
                 slices[device] = received[device]
-        self.scattered[first] = done = task.make(-1)
+        self.scattered[first, ring] = done = task.make(-1)
         if by_micro:
-            for device in decision.devices:
+            for device in ring.devices:
                 left = Scatter(done, received.get(device), flat.get(device))
                 self.scatters[device].append(left)
-        return flat
 
-    def update_slices(self, bucket: list[int], flat: Where) -> None:
+    def update_slices(self, bucket: list[int], ring: Ring, flat: Where) -> None:
         """Step the slices; in stages 1 and 2 gather the parameters."""
         first, decision = bucket[0], self.decision_of(bucket[0])
-        parts = self.shares.slices(self.reading.parameter_group(first))
+        parts = self.shares.slices(first, ring)
         for parameter in bucket:
             for device, part in parts.items():
-                reads = [self.scattered[first], self.slice_on[first].get(device)]
+                reads = [self.scattered[first, ring], self.slice_on[first].get(device)]
                 if decision.sync == Sync.ZERO1:
                     reads.append(flat.get(device))
-                num_bytes = part * self.reading.parameter_bytes(parameter)
-                self.update(parameter, device, reads, num_bytes=num_bytes)
+                self.update(parameter, device, reads, part * self.payload([parameter], ring))
         if decision.sync == Sync.ZERO3:
             return
         done: list[Buffer | None] = []
         for parameter in bucket:
-            done += [self.arrives_next[parameter][device] for device in parts]
+            done += [self.arrives_next[parameter].get(device) for device in parts]
             # Its own ops must be done with the old weights.
-            done += [self.last_read[parameter].get(device) for device in decision.devices]
+            done += [self.last_read[parameter].get(device) for device in ring.devices]
         task = self.add(
-            TaskKind.GATHER_PARAMETERS, first, reads=done, route=_second_route(decision),
-            num_bytes=sum(map(self.reading.parameter_bytes, bucket)),
+            TaskKind.GATHER_PARAMETERS, first, reads=done, num_bytes=self.payload(bucket, ring),
+            route=_second_route(decision, ring),
         )  # fmt: skip
         whole = task.make(-1)
         for parameter in bucket:
-            self.arrives_next[parameter] |= dict.fromkeys(decision.devices, whole)
+            self.arrives_next[parameter] |= dict.fromkeys(ring.devices, whole)
 
     # --- turns and caps -------------------------------------------------------------------------
 
@@ -1265,10 +1167,8 @@ class Walk:
             and task.device in self.shares.of_op(other, self.micro)
             and (self.pass_of(other) == Pass.WEIGHTS) == (self.work == Pass.WEIGHTS)
         ]
-        if not later:
-            token = task.make(task.device)
-            if begun := self.tokens.get((task.device, chunk)):
-                begun[-1].append(token)
+        if not later and (task.device, chunk, self.number, self.micro) in self.entered:
+            self.tokens[task.device, chunk][-1].append(task.make(task.device))
 
 
 def _collective(
@@ -1281,18 +1181,21 @@ def _collective(
     return Route(kind, devices, tuple(weight / sum(weights) for weight in weights))
 
 
-def _first_route(decision: Decision) -> Route:
-    """How a decision's gradients are aggregated."""
-    if decision.sync == Sync.RING:
-        return _collective(ChannelKind.ALL_REDUCE_RING, decision.devices)
+def _first_route(decision: Decision, ring: Ring) -> Route:
+    """How a ring aggregates gradients."""
+    # Slices by rules of ops have no server: theirs would have nothing to bring together.
+    if decision.sync in (Sync.RING, Sync.PARAMETER_SERVER):
+        return _collective(ChannelKind.ALL_REDUCE_RING, ring.devices)
     if decision.sync == Sync.HIERARCHICAL:
-        return _collective(ChannelKind.ALL_REDUCE_HIERARCHICAL, decision.devices)
-    return _collective(ChannelKind.REDUCE_SCATTER, decision.devices, decision.slices)
+        return _collective(ChannelKind.ALL_REDUCE_HIERARCHICAL, ring.devices)
+    slices = slice_weights(decision, ring.devices)
+    return _collective(ChannelKind.REDUCE_SCATTER, ring.devices, slices)
 
 
-def _second_route(decision: Decision) -> Route:
-    """How slices become whole again."""
-    return _collective(ChannelKind.ALL_GATHER, decision.devices, decision.slices)
+def _second_route(decision: Decision, ring: Ring) -> Route:
+    """How a ring's slices become whole again."""
+    slices = slice_weights(decision, ring.devices)
+    return _collective(ChannelKind.ALL_GATHER, ring.devices, slices)
 
 
 # --- what stays for the whole step --------------------------------------------------------------
@@ -1300,46 +1203,30 @@ def _second_route(decision: Decision) -> Route:
 
 def resident_bytes(reading: Reading, shares: Shares) -> list[float]:
     """Parameters, optimizer state, buffers, batch, and the largest workspace of a kernel."""
-    return [
-        sum(
-            _kept_of(reading, shares, parameter, device)
-            for parameter in reading.parameter.values()
-        )
-        + max(
-            (
-                _workspace(reading, shares, parameter, device)
-                for parameter in reading.parameter.values()
-            ),
-            default=0.0,
-        )
-        + _inputs_kept(reading, shares, device)
-        for device in range(shares.num_devices)
-    ]
+    found = []
+    for device in range(shares.num_devices):
+        parameters = reading.parameter.values()
+        kept = sum(_kept_of(reading, shares, parameter, device) for parameter in parameters)
+        beside = [_workspace(reading, shares, parameter, device) for parameter in parameters]
+        found.append(kept + max(beside, default=0.0) + _inputs_kept(reading, shares, device))
+    return found
 
 
 def _kept_of(reading: Reading, shares: Shares, parameter: int, device: int) -> float:
     """Bytes of a parameter and of the optimizer's state of it on a device."""
-    group = reading.parameter_group(parameter)
-    decision, home = shares.strategy.decisions[group], shares.strategy.homes[parameter]
-    ratio = reading.graph.optimizer_state_ratio
-    part, state = float(device in decision.devices), float(device in decision.devices)
-    axis = reading.sharded_axis(parameter)
-    if axis is not None:
-        part = state = _units_of(reading, shares, parameter, device)
-    elif shares.is_sliced(parameter):
-        state = shares.slices(group).get(device, 0.0)
+    decision = shares.strategy.decisions[reading.parameter_group(parameter)]
+    home = shares.strategy.homes[parameter]
+    part = state = shares.part_held(parameter, device)
+    if shares.is_sliced(parameter):
+        state = sum(
+            ring.part * shares.slices(parameter, ring).get(device, 0.0)
+            for ring in shares.rings(parameter)
+        )
         part = state if decision.sync == Sync.ZERO3 else part
     elif home != REPLICATED:  # the state is the server's, with a copy if it is no replica
         part, state = max(part, float(device == home)), float(device == home)
+    ratio = reading.graph.optimizer_state_ratio
     return reading.parameter_bytes(parameter) * (part + ratio * state)
-
-
-def _units_of(reading: Reading, shares: Shares, parameter: int, device: int) -> float:
-    """Part of a sharded parameter that a device has."""
-    axis = reading.sharded_axis(parameter)
-    assert axis is not None
-    layout = shares.layout(reading.parameter_group(parameter))
-    return len(shares.along(layout, axis, 0).get(device, ())) / reading.plan.axes[axis]
 
 
 def _workspace(reading: Reading, shares: Shares, parameter: int, device: int) -> float:
@@ -1347,10 +1234,7 @@ def _workspace(reading: Reading, shares: Shares, parameter: int, device: int) ->
     kinds = {reading.graph.ops[op].kind for op in reading.readers(parameter)}
     if not kinds & REORDERS_WEIGHTS:
         return 0.0
-    if reading.sharded_axis(parameter) is not None:
-        return reading.parameter_bytes(parameter) * _units_of(reading, shares, parameter, device)
-    decision = shares.strategy.decisions[reading.parameter_group(parameter)]
-    return reading.parameter_bytes(parameter) if device in decision.devices else 0.0
+    return reading.parameter_bytes(parameter) * shares.part_held(parameter, device)
 
 
 def _inputs_kept(reading: Reading, shares: Shares, device: int) -> float:
@@ -1366,6 +1250,6 @@ def _inputs_kept(reading: Reading, shares: Shares, device: int) -> float:
     size = float(sum(graph.tensor_bytes[tensor] for tensor in kept))
     batch = graph.inputs_of_kind(TensorKind.BATCH)
     batch_bytes = float(sum(graph.tensor_bytes[tensor] for tensor in batch))
-    if reading.reads_whole_batch():
+    if reading.reads_every_sample():
         return size + batch_bytes
     return size + batch_bytes * shares.most_samples(device) / graph.batch_size

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from heterog.cluster import Cluster
+from heterog.errors import StrategyError
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_rule import OpRules
 from heterog.strategy.layout import micro_shares
 from heterog.strategy.lowering import lower, lower_resized
-from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn, device_chunks
+from heterog.strategy.pipeline_schedule import Pass, Turn, device_chunks
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import GraphTables, graph_tables
@@ -30,9 +32,11 @@ from tests.simulator.builders import (
     random_graph,
     random_rules,
     random_strategy,
+    with_random_teams,
     with_rules,
 )
-from tests.strategy.reference import Buffer, Meaning, Need, Route, Subject, Task, meaning
+from tests.strategy.reading import Need
+from tests.strategy.reference import Buffer, Meaning, Route, Subject, Task, meaning
 
 SEED = int(os.environ.get("HETEROG_SEED", "7"))
 NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "48"))
@@ -44,7 +48,7 @@ NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "48"))
 
 def in_objects(program: Program, graph: OpGraph) -> list[Task]:
     """The tasks of a program, with subjects that do not depend on the kernel's tables."""
-    tables = graph_tables(graph, program.op_rules)
+    tables = graph_tables(graph, program.op_rules, program.blocks)
     tasks: list[Task] = []
     buffers: list[Buffer] = []
     for number in range(program.num_tasks):
@@ -56,6 +60,7 @@ def in_objects(program: Program, graph: OpGraph) -> list[Task]:
             device=int(program.device[number]),
             micro=int(program.micro[number]),
             samples=int(program.samples[number]),
+            units=int(program.units[number]),
             num_bytes=float(program.num_bytes[number]),
             route=route_of(program, channel) if channel >= 0 else None,
             turn=int(program.turn[number]) if kind < FIRST_LINK_KIND else 0,
@@ -85,7 +90,7 @@ def subject_of(tables: GraphTables, kind: TaskKind, subject: int) -> Subject:
     return Need(
         value=int(tables.value_tensor[tables.slot_value[subject]]),
         group=int(tables.slot_group[subject]),
-        whole=int(tables.slot_whole[subject] > 0),
+        whole=int(tables.slot_whole[subject]),
         axis=int(tables.slot_axis[subject]),
     )
 
@@ -115,8 +120,9 @@ class Named:
             reads = frozenset(buffer_name[buffer] for buffer in task.reads)
             made = Counter((each.device, rounded(each.num_bytes)) for each in task.makes)
             says = (
-                task.kind, task.subject, task.device, task.micro, task.samples, task.turn,
-                rounded(task.num_bytes), rounded_route(task.route), frozenset(made.items()),
+                task.kind, task.subject, task.device, task.micro, task.samples, task.units,
+                task.turn, rounded(task.num_bytes), rounded_route(task.route),
+                frozenset(made.items()),
             )  # fmt: skip
             name = known.setdefault((says, reads), len(known))
             self.names.append(name)
@@ -158,7 +164,7 @@ def assert_same(program: Program, graph: OpGraph, expected: Meaning) -> None:
                 break
     assert not missing
     assert not extra
-    assert fast.streams() == slow.streams()
+    assert fast.streams() == slow.streams(), "the same tasks in another order on some device"
     bucket = {row: int(first) for row, first in enumerate(program.bucket) if first >= 0}
     assert bucket == expected.bucket
     np.testing.assert_allclose(program.resident_bytes, expected.resident_bytes, rtol=1e-12)
@@ -205,14 +211,31 @@ def model_of(name: str) -> OpGraph:
 MODELS = ("mlp", "normalised", "gpt", "moe", "encoder and decoder")
 
 
-def random_strategy_of(rng: Random, graph: OpGraph) -> Case:
+def random_strategy_of(
+    rng: Random, graph: OpGraph, rules: OpRules = (), *, in_teams: bool = False
+) -> Case:
     """Any strategy of a graph, on some cluster; with turns at random where it has some."""
     cluster = random_cluster(rng)
-    strategy = random_strategy(rng, graph, cluster)
+    plain = random_strategy(rng, graph, cluster)
+    if in_teams:
+        plain = with_random_teams(rng, plain)
+    strategy = with_rules(graph, plain, rules, keeps_slices=True)
+    try:
+        strategy.check(graph, cluster)
+    except StrategyError:  # teams that are cut unlike each other have no ZeRO
+        strategy = with_rules(graph, plain, rules)
+    if rng.random() < 0.3:
+        strategy = with_random_blocks(rng, strategy)
     if strategy.num_micro_batches > 1 and rng.random() < 0.3:
         strategy = with_random_turns(rng, strategy, cluster.num_devices)
-    strategy.check(graph, cluster)
     return Case(graph, cluster, strategy, 1 if strategy.step_barrier else rng.randint(2, 3))
+
+
+def with_random_blocks(rng: Random, strategy: Strategy) -> Strategy:
+    """Blocks of groups that have one decision."""
+    starts = {0, *(g for g in range(len(strategy.decisions)) if rng.random() < 0.3)}
+    blocks = tuple(sorted(starts))
+    return replace(strategy, blocks=blocks).with_decisions(strategy.decisions)
 
 
 def with_random_turns(rng: Random, strategy: Strategy, num_devices: int) -> Strategy:
@@ -223,9 +246,14 @@ def with_random_turns(rng: Random, strategy: Strategy, num_devices: int) -> Stra
     passes = list(Pass) if schedule.splits_backward else [Pass.FORWARD, Pass.BACKWARD]
     samples = [set[int]() for _ in chunks]
     for decision in set(strategy.decisions):
-        rows = micro_shares(decision.layout, strategy.micro_batches, strategy.micro_sizes)
-        for device, counts in zip(decision.devices, rows.T, strict=True):
-            samples[device].update(map(int, counts.nonzero()[0]))
+        table, sizes = strategy.micro_batches, strategy.micro_sizes
+        rows = micro_shares(decision.layout, table, sizes).T
+        for device, counts in zip(decision.devices, rows, strict=True):
+            # Ops with rules run on all samples of their team.
+            team = next((t for t in decision.teams if device in t), decision.devices)
+            members = [rows[decision.devices.index(member)] for member in team]
+            own = sum(members) if strategy.op_rules else counts
+            samples[device].update(map(int, own.nonzero()[0]))
     turns = [
         [
             Turn(micro, chunk, work)
@@ -258,15 +286,18 @@ def test_on_models(number: int) -> None:
     assert_lowered_alike(random_strategy_of(rng, model_of(MODELS[number % len(MODELS)])))
 
 
-@pytest.mark.xfail(reason="the reference does not know teams yet", strict=False)
-@pytest.mark.parametrize("number", range(NUM_RANDOM // 4))
-def test_under_rules_of_single_ops(number: int) -> None:
-    rng = Random(f"{SEED} rules {number}")
+def random_case_of(kind: str, rng: Random, number: int) -> Case:
+    """Any strategy in teams, with rules, or both."""
     graph = model_of(MODELS[number % len(MODELS)])
-    case = random_strategy_of(rng, graph)
-    plain = replace(case.strategy, micro_batches=(), schedule=PipelineSchedule())
-    rules = random_rules(rng, graph)
-    assert_lowered_alike(case._replace(strategy=with_rules(graph, plain, rules)))
+    rules = random_rules(rng, graph) if kind != "teams" else ()
+    return random_strategy_of(rng, graph, rules, in_teams=kind != "rules")
+
+
+@pytest.mark.parametrize("number", range(NUM_RANDOM // 4))
+@pytest.mark.parametrize("kind", ["rules", "teams", "rules in teams"])
+def test_under_rules_and_in_teams(kind: str, number: int) -> None:
+    rng = Random(f"{SEED} {kind} {number}")
+    assert_lowered_alike(random_case_of(kind, rng, number))
 
 
 @pytest.mark.parametrize("number", range(NUM_RANDOM // 2))
