@@ -15,10 +15,11 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import Special
 from heterog.planners.plan import Plan
-from heterog.runtime.local_op import LocalOp
+from heterog.runtime.layouts import Layout
+from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.placed import cut, join
 from heterog.runtime.random_stream import RandomStream
-from heterog.runtime.rank_program import Layout, RankProgram
+from heterog.runtime.rank_program import RankProgram
 from heterog.strategy.lowering import lower
 
 STEPS = 3
@@ -177,8 +178,8 @@ class Draws(TorchDispatchMode):
         local_op = LocalOp(self._graph, part.plan, op, self._nodes[op], torch.device("cpu"))
         inputs = [like] if local_op.call.inputs else []
         if special == Special.SHARED_RANDOM_STREAM:
-            with RandomStream(0, 0, torch.device("cpu")).drawing(self._step, op, 0, shared=True):
-                return tuple(local_op(inputs, local_op.units))
+            with RandomStream(0, torch.device("cpu")).drawing(self._step, op, 0, rank=None):
+                return tuple(local_op(inputs, local_op.whole))
         layout = part.layout_of_op(op)
         assert layout is not None
         place: Placement = part.plan.needed[op][0]
@@ -189,8 +190,10 @@ class Draws(TorchDispatchMode):
                 if not count:
                     continue
                 first = begin + part.micro_begin[micro]
-                own = [cut(each, place, local_op.units, first, count) for each in inputs]
-                stream = RandomStream(0, device, torch.device("cpu"))
-                with stream.drawing(self._step, op, micro, shared=False):
-                    drawn.append(local_op(own, count))
+                whole = local_op.whole.units if layout.axis else local_op.whole.samples
+                own = [cut(each, place, whole, first, count) for each in inputs]
+                extent = Extent(layout.samples(micro, device)[1], count if layout.axis else 1)
+                stream = RandomStream(0, torch.device("cpu"))
+                with stream.drawing(self._step, op, micro, rank=device):
+                    drawn.append(local_op(own, extent))
         return tuple(join(parts, place) for parts in zip(*drawn, strict=True))

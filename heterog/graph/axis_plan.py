@@ -93,6 +93,22 @@ class AxisPlan:
             return AS_MADE
         return EVERYTHING if self.tensor_axis[tensor] == axis == BATCH_AXIS else IN_TEAM
 
+    def crossing(self) -> int | None:
+        """An op whose rule splits a dimension across its samples, if there is one.
+
+        Its units are neither inside the samples (positions) nor are samples inside them: it has no
+        part of a part of the batch.
+        """
+        for op in np.flatnonzero(self.op_axis != BATCH_AXIS).tolist():
+            units = max(self.units(op), 1)
+            for place, along in zip(self.needed[op], self.batch.needed[op], strict=True):
+                if place.kind != "S" or along.kind != "S" or place.dim != along.dim:
+                    continue
+                inside = place.outer % (along.outer * self.axes[BATCH_AXIS]) == 0
+                if not inside and along.outer % (place.outer * units):
+                    return int(op)
+        return None
+
     def work(self, units: int, samples: int, batch_size: int) -> tuple[FloatArray, FloatArray]:
         """(FLOPs, bytes moved) of each op on some units of its axis and samples of the batch.
 

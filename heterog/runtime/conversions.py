@@ -5,13 +5,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from heterog.graph.placement import Placement
+from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM
+from heterog.graph.placement import Placement, R
 from heterog.graph.sharding_rules import local_shape
 from heterog.runtime.collectives import Communicator
+from heterog.runtime.layouts import EVERY, Layout, Span
 from heterog.runtime.local_op import LocalOp
 from heterog.runtime.losses import Losses
-from heterog.runtime.placed import cut, join
-from heterog.runtime.rank_program import Layout, RankProgram
+from heterog.runtime.placed import cut, join, nested
+from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.values import Held, Values
 from heterog.strategy.program import TaskKind
 
@@ -44,81 +46,128 @@ class Conversions:
     def run(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
         """Play one task."""
         part = self._part
-        value = int(part.tables.slot_value[slot])
-        op = int(part.tables.op_id[part.tables.value_op[value]])
-        tensor = int(part.tables.value_tensor[value])
-        source, target = part.layout_of_op(op), part.layout_of_slot(slot)
-        placement = part.plan.placements[tensor]
-        assert source is not None
         if kind == TaskKind.REDUCE_VALUE:
-            self._reduce(task, op, tensor)
+            self._reduce(task, slot, micro)
         elif kind == TaskKind.GATHER_VALUE:
-            self._gather(task, tensor, placement, target, micro)
+            self._gather(task, slot, micro)
         elif kind == TaskKind.CONCAT:
-            self._concat(task, placement, target, micro)
+            self._concat(task, slot, micro)
         elif kind == TaskKind.SPLIT:
             # Which device it is for is known by its reader; the piece is the one overlap that the
-            # task's samples say, found when it is sent.
+            # task says, found when it is sent.
             (read,) = part.reads(task)
             held = self._values.held[read]
             for buffer in part.made(task):
-                self._values.held[buffer] = Held(held.tensor(), held.begin, held.count)
+                self._values.held[buffer] = Held(held.tensor(), held.samples, held.units)
         else:
-            self._send(task, tensor, placement, source, target, micro)
+            self._send(task, slot, micro)
 
-    def _send(
-        self,
-        task: int,
-        tensor: int,
-        placement: Placement,
-        source: Layout,
-        target: Layout,
-        micro: int,
-    ) -> None:
+    def _tensor(self, slot: int) -> int:
+        return int(self._part.tables.value_tensor[self._part.tables.slot_value[slot]])
+
+    def _maker(self, slot: int) -> Layout:
+        """Layout of the op that makes a slot's value, along its axis."""
         part = self._part
+        layout = part.layout_of_op(part.maker(int(part.tables.slot_value[slot])))
+        assert layout is not None
+        return layout
+
+    def _wanted(self, task: int, slot: int, micro: int, device: int) -> tuple[Span, Span]:
+        """Samples and units that a slot brings to a device."""
+        part = self._part
+        along, reading = part.target_of_slot(slot)
+        if along.axis == BATCH_AXIS:
+            return along.own_samples(micro, device), EVERY
+        if part.program.units[task] > 0:  # boxes, which are gathered inside the team afterwards
+            return along.team_samples(micro, device), along.units_of(device)
+        whole = int(part.tables.slot_whole[slot])
+        is_sum = whole == AS_MADE and part.plan.placements[self._tensor(slot)].kind == "P"
+        by_device = reading.axis == BATCH_AXIS and whole != IN_TEAM and not is_sum
+        if by_device or whole == EVERYTHING:
+            return along.own_samples(micro, device), EVERY
+        return along.team_samples(micro, device), EVERY
+
+    def _send(self, task: int, slot: int, micro: int) -> None:
+        part, tensor = self._part, self._tensor(slot)
         src, dst = part.channel(task).devices
-        begin = count = 0
-        shape = part.graph.tensors[tensor].shape
-        if placement.kind == "S":
-            low, owned = source.range(micro, src)
-            wanted_low, wanted = target.range(micro, dst)
-            begin = max(low, wanted_low)
-            count = min(low + owned, wanted_low + wanted) - begin
-            shape = local_shape(shape, placement, count, source.units)
+        samples, units = EVERY, EVERY
+        if part.program.samples[task] > 0:
+            maker = self._maker(slot)
+            samples, units = self._wanted(task, slot, micro, dst)
+            samples = _overlap(maker.samples(micro, src), samples)
+            if part.program.units[task] > 0:
+                units = _overlap(maker.units_of(src), units)
         if part.rank == src:
             held = self._values.held[part.reads(task)[0]]
-            value = held.tensor()
-            if placement.kind == "S":
-                value = cut(value, placement, held.count, begin - held.begin, count)
-            self._communicator.send(value, dst, task)
+            self._communicator.send(self._piece(slot, held, samples, units), dst, task)
             return
-        like = self._values.zeros(tensor, shape)
+        like = self._values.zeros(tensor, self._shape(slot, samples, units))
         (made,) = part.made(task)
-        self._values.held[made] = Held(self._communicator.receive(like, src, task), begin, count)
+        received = self._communicator.receive(like, src, task)
+        self._values.held[made] = Held(received, samples, units)
 
-    def _concat(self, task: int, placement: Placement, target: Layout, micro: int) -> None:
-        begin, count = target.range(micro, self._part.rank)
-        parts = []
-        for buffer in self._part.reads(task):
-            held = self._values.held[buffer]
-            low = max(held.begin, begin)
-            high = min(held.begin + held.count, begin + count)
-            piece = cut(held.tensor(), placement, held.count, low - held.begin, high - low)
-            parts.append((low, piece))
-        parts.sort(key=lambda pair: pair[0])
-        (made,) = self._part.made(task)
-        whole = join([piece for _, piece in parts], placement)
-        self._values.held[made] = Held(whole, begin, count)
+    def _places(self, slot: int) -> tuple[Placement, Placement]:
+        """Where samples, and units of the maker's axis, lie in a slot's value."""
+        plan, tensor = self._part.plan, self._tensor(slot)
+        is_ruled = plan.tensor_axis[tensor] != BATCH_AXIS
+        return plan.batch_placement(tensor), plan.placements[tensor] if is_ruled else R
 
-    def _reduce(self, task: int, op: int, tensor: int) -> None:
+    def _shape(self, slot: int, samples: Span, units: Span) -> tuple[int, ...]:
+        """Shape of a part of a slot's value."""
         part = self._part
+        in_batch, on_axis = self._places(slot)
+        shape = part.graph.tensors[self._tensor(slot)].shape
+        batch = part.graph.batch_size
+        if samples != EVERY:
+            shape = local_shape(shape, in_batch, samples[1], batch)
+            on_axis = nested(on_axis, in_batch, batch, samples[1])
+        if units != EVERY:
+            shape = local_shape(shape, on_axis, units[1], self._maker(slot).units)
+        return shape
+
+    def _piece(self, slot: int, held: Held, samples: Span, units: Span) -> Tensor:
+        """A part of what is held of a slot's value."""
+        in_batch, on_axis = self._places(slot)
+        value = held.tensor()
+        if samples != EVERY and in_batch.kind == "S":
+            low, owned = held.samples
+            value = cut(value, in_batch, owned, samples[0] - low, samples[1])
+            on_axis = nested(on_axis, in_batch, self._part.graph.batch_size, samples[1])
+        if units != EVERY and on_axis.kind == "S":
+            low, owned = held.units if held.units != EVERY else (0, self._maker(slot).units)
+            value = cut(value, on_axis, owned, units[0] - low, units[1])
+        return value
+
+    def _concat(self, task: int, slot: int, micro: int) -> None:
+        part = self._part
+        samples, units = self._wanted(task, slot, micro, part.rank)
+        pieces: dict[Span, list[tuple[int, Tensor]]] = {}
+        in_batch, on_axis = self._places(slot)
+        for buffer in part.reads(task):
+            held = self._values.held[buffer]
+            rows = _overlap(held.samples, samples)
+            columns = units if units == EVERY else _overlap(held.units, units)
+            piece = self._piece(slot, held, rows, columns)
+            pieces.setdefault(rows, []).append((columns[0], piece))
+        batch = part.graph.batch_size
+        parts = [
+            _joined(across, nested(on_axis, in_batch, batch, rows[1]))
+            for rows, across in sorted(pieces.items())
+        ]
+        (made,) = part.made(task)
+        self._values.held[made] = Held(join(parts, in_batch), samples, units)
+
+    def _reduce(self, task: int, slot: int, micro: int) -> None:
+        part, tensor = self._part, self._tensor(slot)
         is_early = part.is_early(task)
+        samples = EVERY
+        if part.program.samples[task] > 0:
+            samples = self._maker(slot).team_samples(micro, part.rank)
         if is_early:
-            layout = part.layout_of_op(op)
-            assert layout is not None
-            local = self._losses.local_label_weight(op, self._ops[op], layout)
+            op = part.maker(int(part.tables.slot_value[slot]))
+            local = self._losses.local_label_weight(op, self._ops[op], self._maker(slot))
         else:
-            local = self._values.zeros(tensor, part.graph.tensors[tensor].shape)
+            local = self._values.zeros(tensor, self._shape(slot, samples, EVERY))
             for buffer in part.reads(task):
                 if buffer in self._values.held:
                     local = self._values.held[buffer].tensor().clone()
@@ -128,36 +177,62 @@ class Conversions:
             self._losses.keep_label_weight(part.value_of[tensor], pending)
         for buffer in part.made(task):
             if part.program.buffer_device[buffer] == part.rank:
-                self._values.held[buffer] = Held(pending)
+                self._values.held[buffer] = Held(pending, samples)
 
-    def _gather(
-        self, task: int, tensor: int, placement: Placement, layout: Layout, micro: int
-    ) -> None:
-        part = self._part
+    def _gather(self, task: int, slot: int, micro: int) -> None:
+        part, tensor = self._part, self._tensor(slot)
         devices = part.channel(task).devices
-        shape, total = part.graph.tensors[tensor].shape, layout.units
-        shapes = [
-            local_shape(shape, placement, layout.range(micro, device)[1], total)
-            for device in devices
-        ]
-        counts = [torch.Size(each).numel() for each in shapes]
+        in_batch, on_axis = self._places(slot)
+        along, _ = part.target_of_slot(slot)
+        if part.program.units[task] > 0 and in_batch.kind != "S":
+            along = self._maker(slot)  # made whole before it goes to other devices
+        if part.program.units[task] > 0:
+            made = along.team_samples(micro, devices[0]), (0, along.units)
+            if in_batch.kind != "S":
+                made = EVERY, made[1]
+            boxes = {d: (made[0], along.units_of(d)) for d in devices}
+            place = nested(on_axis, in_batch, part.graph.batch_size, made[0][1])
+            if in_batch.kind != "S":
+                place = on_axis
+        else:
+            boxes = {d: (along.own_samples(micro, d), EVERY) for d in devices}
+            count = sum(samples[1] for samples, _ in boxes.values())
+            first = min(samples[0] for samples, _ in boxes.values())
+            made, place = ((first, count), EVERY), in_batch
+        shapes = {device: self._shape(slot, *box) for device, box in boxes.items()}
+        counts = [torch.Size(shapes[device]).numel() for device in devices]
         local = self._values.zeros(tensor, (0,))
-        begin, count = layout.range(micro, part.rank)
+        samples, units = boxes[part.rank]
+        is_empty = counts[devices.index(part.rank)] == 0
         for buffer in part.reads(task):
-            if count and buffer in self._values.held:
+            if not is_empty and buffer in self._values.held:
                 held = self._values.held[buffer]
-                piece = cut(held.tensor(), placement, held.count, begin - held.begin, count)
-                local = piece.reshape(-1)
+                local = self._piece(slot, held, samples, units).reshape(-1)
+        by_units = int(part.program.units[task] > 0)
 
         def whole(parts: list[Tensor]) -> Tensor:
-            shaped = [flat.view(s) for flat, s in zip(parts, shapes, strict=True)]
-            return join([piece for piece in shaped if piece.numel()], placement)
+            shaped = [
+                (boxes[device][by_units][0], flat.view(shapes[device]))
+                for device, flat in zip(devices, parts, strict=True)
+                if flat.numel()
+            ]
+            return _joined(shaped, place)
 
         pending = self._communicator.all_gather(local, devices, counts, whole)
         is_read = False
         for buffer in part.made(task):
             if part.program.buffer_device[buffer] == part.rank:
-                self._values.held[buffer] = Held(pending)
+                self._values.held[buffer] = Held(pending, *made)
                 is_read = is_read or self._values.is_read(buffer)
         if not is_read:
             self._communicator.hold(pending)
+
+
+def _overlap(one: Span, other: Span) -> Span:
+    begin = max(one[0], other[0])
+    return begin, max(min(one[0] + one[1], other[0] + other[1]) - begin, 0)
+
+
+def _joined(pieces: list[tuple[int, Tensor]], place: Placement) -> Tensor:
+    """Pieces put together in the order of their first units."""
+    return join([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], place)

@@ -1,5 +1,6 @@
 """Deployment: a plan and a workload become a step that trains, on every rank."""
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -278,7 +279,7 @@ class DeployedStep:
         sliced = {row for bucket in self.part.buckets if bucket.stage == 3 for row in bucket.rows}
         for row, (_, parameter, _) in enumerate(graph.updates):
             name = self._names[parameter]
-            if row in self.part.sharded:
+            if row in self.part.sharded and row not in sliced:
                 whole = self._whole(row, named[name].detach())
                 if whole is not None:
                     state[name] = whole
@@ -290,9 +291,13 @@ class DeployedStep:
         for name, owner in buffer_owners(graph, self.plan.strategy).items():
             if owner and name in state and name not in named:
                 self._bring(state, name, state[name], owner)
+        pieces: dict[int, list[tuple[int, Tensor]]] = {}
         for bucket in self.part.buckets:
-            if bucket.stage == 3:
-                self._collect(bucket, state)
+            if bucket.stage == 3 and bucket.is_first:
+                for row, piece in self._collect(bucket):
+                    pieces.setdefault(row, []).append((bucket.ring.begin, piece))
+        for row, found in pieces.items():
+            state[self._names[graph.updates[row][1]]] = self._put_together(row, found)
         if self.rank != 0:
             return None
         for name, twin in _tied_names(self._model).items():
@@ -307,43 +312,59 @@ class DeployedStep:
             state[name] = torch.empty_like(own)
             dist.recv(state[name], owner)
 
-    def _collect(self, bucket: SlicedBucket, state: dict[str, Tensor]) -> None:
-        """Bring the slices of a bucket together on rank 0."""
-        own = self.part.slices.own.get(bucket.number)
+    def _collect(self, bucket: SlicedBucket) -> list[tuple[int, Tensor]]:
+        """Bring the slices of a bucket together: on rank 0 each row and its elements, flat."""
+        own = self.part.slices.own.get(bucket.number) if self.rank in bucket.devices else None
         if self.rank != 0:
             if own is not None and own.numel():
                 dist.send(own.detach(), 0)
-            return
-        names = [self._names[self.captured.graph.updates[row][1]] for row in bucket.rows]
-        flat = state[names[0]].new_empty(bucket.num_elements)
-        for device, part in zip(
-            bucket.devices, torch.split(flat, list(bucket.counts)), strict=True
-        ):
+            return []
+        graph = self.captured.graph
+        dtype = getattr(torch, graph.tensors[graph.updates[bucket.rows[0]][1]].dtype)
+        flat = torch.empty(bucket.num_elements, dtype=dtype, device=self.device)
+        parts = torch.split(flat, list(bucket.counts))
+        for device, part in zip(bucket.devices, parts, strict=True):
             if device == 0:
                 assert own is not None
                 part.copy_(own.detach())
             elif part.numel():
                 dist.recv(part, device)
-        for name, part in zip(names, torch.split(flat, list(bucket.sizes)), strict=True):
-            state[name] = part.view(state[name].shape)
+        return list(zip(bucket.rows, torch.split(flat, list(bucket.sizes)), strict=True))
+
+    def _put_together(self, row: int, found: list[tuple[int, Tensor]]) -> Tensor:
+        """A parameter of the pieces that rings have of it, by first unit."""
+        graph = self.captured.graph
+        shape = graph.tensors[graph.updates[row][1]].shape
+        if row not in self.part.sharded:
+            return found[0][1].view(shape)
+        place, layout = self.part.sharded[row]
+        pieces = []
+        for _, piece in sorted(found, key=lambda pair: pair[0]):
+            units = piece.numel() * layout.units // math.prod(shape)
+            pieces.append(piece.view(local_shape(shape, place, units, layout.units)))
+        return join(pieces, place)
 
     def _whole(self, row: int, own: Tensor) -> Tensor | None:
         """All slices of a sharded parameter together on rank 0, ``None`` on the others."""
         place, layout = self.part.sharded[row]
         shape = self.captured.graph.tensors[self.captured.graph.updates[row][1]].shape
-        parts = []
-        for device in layout.devices:
-            count = layout.range(0, device)[1]
+        parts: list[tuple[int, Tensor]] = []
+        for device in layout.first_team():
+            begin, count = layout.units_of(device)
             if count == 0:
                 continue
             if device == 0:
-                parts.append(own)
+                parts.append((begin, own))
             elif self.rank == device:
                 dist.send(own.contiguous(), 0)
             elif self.rank == 0:
-                parts.append(own.new_empty(local_shape(shape, place, count, layout.units)))
-                dist.recv(parts[-1], device)
-        return join(parts, place).clone() if self.rank == 0 else None
+                parts.append(
+                    (begin, own.new_empty(local_shape(shape, place, count, layout.units)))
+                )
+                dist.recv(parts[-1][1], device)
+        if self.rank != 0:
+            return None
+        return join([part for _, part in sorted(parts, key=lambda pair: pair[0])], place).clone()
 
     def _buffers(
         self, captured: CapturedStep, parameters: Mapping[int, nn.Parameter]

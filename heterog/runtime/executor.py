@@ -14,44 +14,44 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
-from heterog.graph.axis_plan import AxisPlan
+from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import Special
 from heterog.graph.workload import named_leaves
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.conversions import Conversions
 from heterog.runtime.gradients import Gradients
-from heterog.runtime.local_op import LocalOp
+from heterog.runtime.layouts import Layout
+from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.losses import Losses
 from heterog.runtime.optimizer import StepUpdates, Updates
 from heterog.runtime.random_stream import RandomStream
-from heterog.runtime.rank_program import Layout, Near, RankProgram
+from heterog.runtime.rank_program import Near, RankProgram
 from heterog.runtime.recorder import Recorder as Recorder
 from heterog.runtime.slices import Slices
 from heterog.runtime.step_order import LOSS, NORM, StepOrder, Turn
-from heterog.runtime.values import Held, Values
+from heterog.runtime.values import Held, Reader, Values
 from heterog.strategy.program import Program, TaskKind
-from heterog.strategy.strategy import SLICED
 
 _RECOMPUTE = TaskKind.RECOMPUTE
 _Action = Callable[[int, int, int, StepUpdates], None]
 
 
 class _Call(NamedTuple):
-    """An op as this rank runs it, on units of a micro-batch."""
+    """An op as this rank runs it, on its part of a micro-batch."""
 
     op: int
     local_op: LocalOp
-    layout: Layout | None
-    begin: int
-    num_units: int
+    reader: Reader
+    extent: Extent
     is_first: bool
+    is_first_member: bool
     near: Near
-    inputs: list[tuple[int, Placement, bool]]
+    inputs: list[tuple[int, int, int]]
     made: range
+    draws_for: int | None
 
 
 class StepExecutor:
@@ -102,7 +102,7 @@ class StepExecutor:
         self._parameters = parameters
         self._max_grad_norm = max_grad_norm
         device = device or torch.device("cpu")
-        self._random = RandomStream(seed, part.rank, device)
+        self._random = RandomStream(seed, device)
         self._ops = ops
         self.turns, self._end = order.for_rank(part)
         self._slices = slices or Slices([], part.rank, {})
@@ -279,7 +279,9 @@ class StepExecutor:
             TaskKind.COMPUTE: self._compute,
             TaskKind.RECOMPUTE: self._compute,
             TaskKind.ACCUMULATE: lambda task, row, _, step: step.gradients.accumulate(task, row),
-            TaskKind.FLATTEN: lambda _, number, micro, step: step.gradients.flatten(number, micro),
+            TaskKind.FLATTEN: lambda task, number, micro, step: step.gradients.flatten(
+                task, number, micro
+            ),
             TaskKind.SUM: lambda _, row, __, step: step.gradients.add_pushed(row),
             TaskKind.UPDATE: lambda _, row, __, step: updates.update(row, step),
             TaskKind.PUSH: lambda task, row, _, step: step.gradients.push(task, row),
@@ -307,7 +309,7 @@ class StepExecutor:
 
     def _gather_value(self, task: int, slot: int, micro: int, step: StepUpdates) -> None:
         self._conversions.run(task, TaskKind.GATHER_VALUE, slot, micro)
-        step.gradients.keep_gathered(task, self._part.layout_of_slot(slot), micro)
+        step.gradients.keep_gathered(task, slot, micro)
 
     def _gather(self, task: int, number: int, micro: int, step: StepUpdates) -> None:
         """Gather the parameters of a bucket: for good, or for the ops that read them next."""
@@ -328,30 +330,32 @@ class StepExecutor:
         call = self._calls.get(task)
         if call is None:
             call = self._calls[task] = self._call(task, row, micro)
-        op, local_op, layout, begin, count, is_first, near, wanted, made = call
+        op, local_op, reader, made = call.op, call.local_op, call.reader, call.made
+        layout = reader.layout
         is_again = self._kind[task] == _RECOMPUTE
         inputs = [
-            values.input(tensor, needed, near, layout, micro, whole=whole)
-            for tensor, needed, whole in wanted
+            values.read(op, position, tensor, whole, call.near, reader)
+            for position, tensor, whole in call.inputs
         ]
         if is_again:
             inputs = self._with_own_buffers(op, inputs)
+        enters = {"is_first": call.is_first, "is_first_member": call.is_first_member}
         if local_op.is_random:
             # Seeded by what identifies the op: run again, it draws the same numbers.
-            shared = local_op.rule.special == Special.SHARED_RANDOM_STREAM
-            with self._random.drawing(self.num_steps, op, micro, shared=shared):
-                outputs = local_op(inputs, count, is_first=is_first)
+            with self._random.drawing(self.num_steps, op, micro, rank=call.draws_for):
+                outputs = local_op(inputs, call.extent, **enters)
         else:
-            outputs = local_op(inputs, count, is_first=is_first)
-        if local_op.rule.special == Special.NLL_GLOBAL_WEIGHT:
+            outputs = local_op(inputs, call.extent, **enters)
+        if Special.NLL_GLOBAL_WEIGHT in local_op.specials:
             assert layout is not None
             weight = self._losses.label_weight(op, local_op, layout)
             outputs[0] = outputs[0] / weight
-            if len(layout.devices) == 1:  # nobody to reduce it with, and the backward reads it
+            if self._losses.has_all_labels(op, layout):
+                # Nobody to reduce it with, and the backward reads it.
                 outputs[1] = weight
         made = made[: len(outputs)]  # a token may follow, which only orders tasks
         for buffer, output in zip(made, outputs, strict=True):
-            values.held[buffer] = Held(output, begin, count)
+            values.held[buffer] = Held(output, reader.samples, reader.units)
         if not is_again:
             step.gradients.keep(task, layout, micro)
             self._losses.keep(task, op, layout, micro)
@@ -363,25 +367,50 @@ class StepExecutor:
         """What stays the same whenever an op is run; looked up once."""
         part = self._part
         op = self._op[row]
-        layout = part.layout_of_op(op)
-        begin, count = layout.range(micro, self.rank) if layout else (0, 0)
+        layout, rank = part.layout_of_op(op), self.rank
+        reader = self._values.reader(layout, micro)
+        local_op = self._ops[op]
+        extent = local_op.whole
+        is_first = is_first_member = True
+        if layout is not None:
+            extent = Extent(reader.samples[1], reader.units[1])
+            is_first_member = layout.axis == BATCH_AXIS or layout.speaks(rank)
+            # The micro-batches of a step are summed up like its devices.
+            is_first = micro == 0 and (
+                layout.first(micro) == rank
+                if layout.axis == BATCH_AXIS
+                else layout.is_in_first_team(micro, rank)
+            )
         return _Call(
             op=op,
-            local_op=self._ops[op],
-            layout=layout,
-            begin=begin,
-            num_units=count,
-            # The micro-batches of a step are summed up like its devices.
-            is_first=layout is None or (layout.first(micro) == self.rank and micro == 0),
+            local_op=local_op,
+            reader=reader,
+            extent=extent,
+            is_first=is_first,
+            is_first_member=is_first_member,
             near=part.near(task),
             inputs=[
-                (tensor, needed, self._values.is_whole_needed(tensor, needed, layout))
-                for tensor, needed in zip(
-                    self.graph.ops[op].inputs, part.plan.needed[op], strict=True
-                )
+                (position, tensor, self._values.whole_needed(op, position, tensor))
+                for position, tensor in enumerate(self.graph.ops[op].inputs)
             ],
             made=part.made(task),
+            draws_for=self._draws_for(local_op, layout),
         )
+
+    def _draws_for(self, local_op: LocalOp, layout: Layout | None) -> int | None:
+        """The rank whose random numbers an op draws; ``None``: every rank draws the same."""
+        own = Special.OWN_RANDOM_STREAM
+        if layout is None or own in (local_op.along_axis.special, local_op.along_batch.special):
+            is_split = layout is not None and (
+                layout.axis == BATCH_AXIS or local_op.along_axis.special == own
+            )
+            if is_split:
+                return self.rank
+        if layout is None or local_op.along_batch.special != own:
+            return None
+        if layout.num_teams == 1 and self._part.num_micro == 1:
+            return None  # the whole of it, on all devices
+        return layout.speaker(self.rank)
 
     def _with_own_buffers(self, op: int, inputs: list[Tensor]) -> list[Tensor]:
         """Copies in place of the model's buffers: BatchNorm updates its statistics in them."""
@@ -413,12 +442,6 @@ def local_ops(captured: CapturedStep, plan: AxisPlan, device: torch.device) -> d
 def _check(part: RankProgram) -> None:
     """Refuse what cannot be executed as it stands."""
     refused = micro_batches_refused(part.graph, part.num_micro)
-    strategy = part.strategy
-    sliced = any(d.sync in SLICED and len(d.devices) > 1 for d in strategy.decisions)
-    if strategy.op_rules and (part.num_micro > 1 or sliced):
-        refused = "op rules cannot be executed with micro-batches or ZeRO yet; leave one out."
-    if any(decision.teams for decision in strategy.decisions):
-        refused = "teams cannot be executed yet; plan without them."
     if refused:
         raise StrategyError(refused)
 

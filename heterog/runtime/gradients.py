@@ -6,10 +6,15 @@ import torch
 from torch import Tensor
 
 from heterog.runtime.collectives import Communicator, Pending, add_in_place, slice_counts
-from heterog.runtime.rank_program import Layout, RankProgram
+from heterog.runtime.layouts import Layout
+from heterog.runtime.rank_program import Near, RankProgram
 from heterog.runtime.slices import SlicedBucket, Slices
 from heterog.runtime.values import Values
 from heterog.strategy.program import TaskKind
+from heterog.strategy.rings import Ring
+
+_InRing = tuple[int, tuple[int, ...]]
+"""A bucket, and the devices of one of its rings."""
 
 
 class Gradients:
@@ -38,16 +43,17 @@ class Gradients:
         self._values = values
         self._parameters = parameters
         self._communicator = communicator
-        self._own: dict[int, Tensor] = {}  # of the micro-batches so far
+        self._own: dict[int, Tensor | Pending] = {}  # of the micro-batches so far
         # By (row, micro-batch): a device that waits for an earlier one goes on with the next.
         self._fresh: dict[tuple[int, int], Tensor | Pending] = {}
         self._pushed: dict[int, list[Pending]] = {}  # to this rank, which serves the parameter
         self._sums: dict[int, Tensor] = {}
-        self._flat: dict[int, Tensor] = {}  # by bucket, as the next two
-        self._slices: dict[int, Pending] = {}
-        self._totals: dict[int, Pending] = {}
+        self._flat: dict[_InRing, Tensor] = {}
+        self._parts: dict[_InRing, Pending] = {}
+        self._totals: dict[_InRing, Pending] = {}
+        self._slices: dict[int, Pending] = {}  # under ZeRO, by bucket
         # Under ZeRO-2 and -3, which scatter each micro-batch's gradients.
-        self._of_micro: dict[tuple[int, int], Tensor] = {}  # by row and micro-batch
+        self._of_micro: dict[tuple[int, int], Tensor | Pending] = {}  # by row and micro-batch
         self._flat_of_micro: dict[tuple[int, int], Tensor] = {}  # by bucket and micro-batch
         self._scattered: list[Pending] = []  # those that nobody has waited for
         self._last_scatter: dict[tuple[int, ...], Pending] = {}  # of ZeRO-1, by devices
@@ -57,56 +63,61 @@ class Gradients:
         """Keep the gradients that an op has made."""
         part = self._part
         for buffer in part.made(task):
-            value, _ = part.value_in(buffer)
+            value, whole = part.value_in(buffer)
             for row in part.parameters_of_value.get(value, ()):
-                if layout is not None and part.gradient_is_gathered(row, layout):
-                    continue
-                near = {(value, False): buffer}
-                gradient, _ = self._values.tensor(
-                    part.graph.updates[row][2], False, near, layout, micro
-                )
-                bucket = part.sliced_bucket(row)
-                if bucket is not None and bucket.stage > 1:
-                    self._of_micro[row, micro] = gradient
-                else:
-                    self._put(row, micro, gradient)
+                if not part.gradient_is_converted(row):
+                    self._keep(row, {(value, whole): buffer}, layout, micro)
 
-    def keep_gathered(self, task: int, layout: Layout, micro: int) -> None:
+    def keep_gathered(self, task: int, slot: int, micro: int) -> None:
         """Keep the gradients that a gather has made whole."""
         part = self._part
+        value = int(part.tables.slot_value[slot])
         for buffer in part.made(task):
-            value, _ = part.value_in(buffer)
             for row in part.parameters_of_value.get(value, ()):
-                maker = part.layout_of_op(part.maker(value))
                 if (
-                    maker is layout
-                    and part.gradient_is_gathered(row, layout)
+                    int(part.tables.gradient_slot[row]) == slot
                     and part.program.buffer_device[buffer] == part.rank
                 ):
-                    near = {(value, True): buffer}
-                    gradient, _ = self._values.tensor(
-                        part.graph.updates[row][2], True, near, layout, micro
-                    )
-                    self._put(row, micro, gradient)
+                    layout = part.layout_of_op(part.maker(value))
+                    self._keep(row, {part.value_in(buffer): buffer}, layout, micro)
+
+    def _keep(self, row: int, near: Near, layout: Layout | None, micro: int) -> None:
+        """Keep a gradient, or what will be one when the collective that makes it whole is done."""
+        values, tensor = self._values, self._part.graph.updates[row][2]
+        reader = values.reader(layout, micro)
+        ((_, buffer),) = near.items()
+        held = values.held[buffer]
+
+        def gradient() -> Tensor:
+            return values.gradient(tensor, near, held, reader)
+
+        is_coming = isinstance(held.value, Pending)
+        kept = Pending(None, gradient) if is_coming else gradient()
+        bucket = self._part.sliced_bucket(row)
+        if bucket is not None and bucket.stage > 1:
+            self._of_micro[row, micro] = kept
+        else:
+            self._put(row, micro, kept)
 
     def _put(self, row: int, micro: int, gradient: Tensor | Pending) -> None:
         if (row, micro) in self._part.accumulated:
             self._fresh[row, micro] = gradient
         else:
-            self._own[row] = _waited(gradient)
+            self._own[row] = gradient
 
     def accumulate(self, task: int, row: int) -> None:
         """Add the gradient of a micro-batch to that of those before, in place where it may be."""
         micro = int(self._part.program.micro[task])
-        own, fresh = self._own[row], _waited(self._fresh.pop((row, micro)))
+        own, fresh = _waited(self._own[row]), _waited(self._fresh.pop((row, micro)))
         is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
         if is_shared or not own.is_contiguous():
             self._own[row] = own + fresh
         else:
             add_in_place(own, fresh)
+            self._own[row] = own
 
-    def flatten(self, bucket: int, micro: int) -> None:
-        """Copy gradients into their bucket, if there is more than one."""
+    def flatten(self, task: int, bucket: int, micro: int) -> None:
+        """Copy gradients into their bucket, if there is more than one or a ring takes a part."""
         members = self._part.bucket_members[bucket]
         sliced = self._part.sliced.get(bucket)
         if sliced is not None and sliced.stage > 1:
@@ -115,24 +126,35 @@ class Gradients:
                 self._scattered.pop(0).wait()
             if len(members) == 1:
                 return
-            parts = [self._of_micro.pop((row, micro)).reshape(-1) for row in members]
+            parts = [_waited(self._of_micro.pop((row, micro))).reshape(-1) for row in members]
             self._flat_of_micro[bucket, micro] = torch.cat(parts)
             return
-        self._flat[bucket] = torch.cat([self._take_own(row).reshape(-1) for row in members])
+        ring = self._part.flattened_for(task)
+        self._flat[bucket, ring.devices] = torch.cat([self._in_ring(row, ring) for row in members])
+
+    def _in_ring(self, row: int, ring: Ring) -> Tensor:
+        """What this rank gives to a ring of the gradient of a parameter, flat."""
+        part = self._part
+        is_last = len([each for each in part.rings(row) if part.rank in each.devices]) == 1
+        own = self._take_own(row) if is_last else self._own_or_zeros(row)
+        if part.rank not in ring.givers:
+            own = torch.zeros_like(own)
+        return part.cut_to_ring(own, row, ring).reshape(-1)
 
     def synchronise(self, task: int, kind: TaskKind, bucket: int) -> None:
         """Issue a collective of a bucket."""
         channel = self._part.channel(task)
-        flat = self._take_flat(task, bucket, 0, in_place=True)
+        key = bucket, channel.devices
+        flat = self._take_flat(task, key, 0, in_place=True)
         if kind == TaskKind.ALL_REDUCE:
-            self._totals[bucket] = self._communicator.all_reduce(flat, channel.devices)
+            self._totals[key] = self._communicator.all_reduce(flat, channel.devices)
             return
         counts = slice_counts(flat.numel(), channel.slices)
         if kind == TaskKind.REDUCE_SCATTER:
-            self._slices[bucket] = self._communicator.reduce_scatter(flat, channel.devices, counts)
+            self._parts[key] = self._communicator.reduce_scatter(flat, channel.devices, counts)
             return
-        self._slices.pop(bucket).wait()
-        self._totals[bucket] = self._communicator.all_gather_slices(flat, channel.devices, counts)
+        self._parts.pop(key).wait()
+        self._totals[key] = self._communicator.all_gather_slices(flat, channel.devices, counts)
 
     def scatter(self, task: int, number: int, micro: int) -> None:
         """Issue the reduce-scatter of a bucket that is updated in slices."""
@@ -141,7 +163,8 @@ class Gradients:
         before = self._slices.get(number)
         flat: Tensor | None = None
         if self._part.rank in senders:
-            flat = self._take_flat(task, number, micro, in_place=bucket.stage == 1)
+            key = number, bucket.devices
+            flat = self._take_flat(task, key, micro, in_place=bucket.stage == 1)
         self._slices[number] = self._communicator.reduce_scatter_slices(
             flat,
             bucket.devices,
@@ -165,17 +188,23 @@ class Gradients:
                 self._scattered.clear()
             self._scattered.append(self._slices[number])
 
-    def _take_flat(self, task: int, bucket: int, micro: int, *, in_place: bool) -> Tensor:
-        """This rank's gradients of a bucket, flat."""
+    def _take_flat(self, task: int, key: _InRing, micro: int, *, in_place: bool) -> Tensor:
+        """This rank's gradients of a bucket in a ring, flat."""
+        bucket, devices = key
         if not in_place:
             flat = self._flat_of_micro.pop((bucket, micro), None)
-            return self._of_micro.pop((bucket, micro)).reshape(-1) if flat is None else flat
-        if bucket not in self._flat:
+            if flat is None:
+                flat = _waited(self._of_micro.pop((bucket, micro))).reshape(-1)
+            return flat
+        if key not in self._flat:
             own = self._take_own(bucket).reshape(-1)
             # Collectives add in place: not where somebody still reads the gradient.
             is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
-            self._flat[bucket] = own.clone() if is_shared else own
-        return self._flat[bucket]
+            ring = next(each for each in self._part.rings(bucket) if each.devices == devices)
+            if self._part.rank not in ring.givers:
+                own = torch.zeros_like(own)
+            self._flat[key] = own.clone() if is_shared else own
+        return self._flat[key]
 
     def slice_total(self, bucket: int) -> Tensor:
         """This rank's slice of a bucket's gradients, summed over devices and micro-batches."""
@@ -202,7 +231,8 @@ class Gradients:
     def add_pushed(self, row: int) -> None:
         """Add what was pushed to this rank, and its own gradient."""
         parts = [pending.wait() for pending in self._pushed[row]]
-        own = self._own.get(row)
+        kept = self._own.get(row)
+        own = None if kept is None else _waited(kept)
         total = parts[0]  # received by this rank alone
         for part in (*parts[1:], *(() if own is None else (own,))):
             add_in_place(total, part)
@@ -213,15 +243,26 @@ class Gradients:
         shape = self._parameter(row).shape
         bucket = int(self._part.program.bucket[row])
         if bucket >= 0:
-            flat = self._totals[bucket].wait()
-            begin = self._part.bucket_begin[row]
-            return flat[begin : begin + shape.numel()].view(shape)
+            return self._total_of_rings(row, bucket).view(shape)
         if row in self._sums:
             return self._sums[row].view(shape)
         pushed = self._pushed.get(row)
         if pushed:
             return pushed[0].wait().view(shape)
         return self._own_or_zeros(row)
+
+    def _total_of_rings(self, row: int, bucket: int) -> Tensor:
+        """What the rings of this rank have added up of a parameter's gradient."""
+        part = self._part
+        pieces = []
+        for ring in part.rings(row):
+            if part.rank not in ring.devices:
+                continue
+            sizes = [part.ring_size(each, ring) for each in part.bucket_members[bucket]]
+            place = part.bucket_members[bucket].index(row)
+            flat = self._totals[bucket, ring.devices].wait()
+            pieces.append(flat.narrow(0, sum(sizes[:place]), sizes[place]))
+        return pieces[0] if len(pieces) == 1 else part.join_rings(row, pieces)
 
     def let_go(self, row: int) -> None:
         """A whole parameter was stepped: its gradient is not needed any more."""
@@ -232,13 +273,14 @@ class Gradients:
             return
         self._num_stepped[bucket] = self._num_stepped.get(bucket, 0) + 1
         if self._num_stepped[bucket] == len(self._part.bucket_members[bucket]):
-            self._totals.pop(bucket)
-            self._flat.pop(bucket, None)
+            for key in [key for key in self._totals if key[0] == bucket]:
+                self._totals.pop(key)
+                self._flat.pop(key, None)
 
     def let_go_slice(self, bucket: SlicedBucket) -> None:
         """A slice of parameters was stepped: its gradients are not needed any more."""
         pending = self._slices.pop(bucket.number)
-        self._flat.pop(bucket.number, None)
+        self._flat.pop((bucket.number, bucket.devices), None)
         self._scattered = [each for each in self._scattered if each is not pending]
         if self._last_scatter.get(bucket.devices) is pending:
             del self._last_scatter[bucket.devices]
@@ -246,7 +288,8 @@ class Gradients:
     def wait_for_issued(self) -> None:
         """Wait for the communication of this step that has been issued."""
         pushed = (pending for row in self._pushed.values() for pending in row)
-        for pending in (*self._slices.values(), *self._totals.values(), *pushed):
+        rings = *self._parts.values(), *self._totals.values()
+        for pending in (*self._slices.values(), *rings, *pushed):
             pending.wait()
 
     def _take_own(self, row: int) -> Tensor:
@@ -257,7 +300,7 @@ class Gradients:
 
     def _own_or_zeros(self, row: int) -> Tensor:
         gradient = self._own.get(row)
-        return torch.zeros_like(self._parameter(row)) if gradient is None else gradient
+        return torch.zeros_like(self._parameter(row)) if gradient is None else _waited(gradient)
 
     def _parameter(self, row: int) -> Tensor:
         return self._parameters[self._part.graph.updates[row][1]]

@@ -9,6 +9,8 @@ from heterog.strategy.strategy import Strategy
 
 Span = tuple[int, int]
 """(first, number) of some samples or units."""
+EVERY: Span = (0, -1)
+"""All there are."""
 
 
 class Layout:

@@ -1,28 +1,39 @@
 """One op of the graph on a device's share: its arguments, its kernel, and what keeps it exact."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from heterog.errors import StrategyError
-from heterog.graph.axis_plan import AxisPlan
+from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
 from heterog.graph.capture import ATTENTION_ALIASES
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.placement import Arg, OpCall, R, TensorRef
+from heterog.graph.placement import Arg, OpCall, Placement, R, TensorMeta, TensorRef
 from heterog.graph.sharding_rules import RuleResult, Special, local_args, local_shape
 from heterog.graph.sharding_rules.table import positions
 from heterog.runtime.attention import ATTENTION
+from heterog.runtime.placed import nested
 
 _RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
 _SUM_REDUCTION = 2
-_RANDOM = (Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM)
+_RANDOM = frozenset({Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM})
 _INSTEAD = {"attention": "Use dropout_p=0 in attention, and torch.nn.Dropout after it."}
+
+
+class Extent(NamedTuple):
+    """How much an op runs on: samples of the batch, and units of the axis of its rule."""
+
+    samples: int
+    units: int
 
 
 class LocalOp:
     """Calls the kernel of one op on local tensors.
+
+    An op follows the batch, or it has a rule: then it follows the batch between teams of devices,
+    and the axis of its rule inside a team.
 
     Args:
         graph: the captured step.
@@ -32,7 +43,9 @@ class LocalOp:
         device: where it runs; what the graph makes on the CPU is made there.
 
     Attributes:
-        units: of the axis that the op runs along: the batch size, mostly.
+        whole: the extent of the op on one device.
+        along_batch: its rule along the batch.
+        along_axis: its rule along the axis inside a team; all whole if it has none.
         is_random: it draws from torch's default generator.
 
     Raises:
@@ -46,14 +59,28 @@ class LocalOp:
         assert isinstance(target, torch._ops.OpOverload)
         self.index = index
         self.call = graph.call(index)
-        self.units = max(plan.units(index), 1)
+        is_ruled = plan.op_axis[index] != BATCH_AXIS
+        self.whole = Extent(graph.batch_size, max(plan.units(index), 1) if is_ruled else 1)
+        outputs = graph.outputs(index)
         special = plan.specials[index]
-        self.rule = RuleResult(
+        own = RuleResult(
             inputs=plan.needed[index],
-            outputs=tuple(plan.placements[tensor] for tensor in graph.outputs(index)),
+            outputs=tuple(plan.placements[tensor] for tensor in outputs),
             special=Special(special) if special else None,
         )
-        self.is_random = self.rule.special in _RANDOM
+        if is_ruled:
+            special = plan.batch.specials[index]
+            self.along_axis = own
+            self.along_batch = RuleResult(
+                inputs=plan.batch.needed[index],
+                outputs=tuple(plan.batch.placements[tensor] for tensor in outputs),
+                special=Special(special) if special else None,
+            )
+        else:
+            self.along_batch = own
+            self.along_axis = RuleResult(tuple(R for _ in own.inputs), tuple(R for _ in outputs))
+        self.specials = frozenset({self.along_batch.special, self.along_axis.special})
+        self.is_random = bool(self.specials & _RANDOM)
         where = f"op '{self.call.kind}' in module '{graph.ops[index].module}'"
         if _draws(self.call, target) and (self.call.kind == "attention" or not self.is_random):
             raise StrategyError(
@@ -73,58 +100,83 @@ class LocalOp:
         values = list(meta) if isinstance(meta, tuple | list) else [meta]
         self._kept = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
         self._kept = self._kept[: len(self.call.outputs)]
-        self._templates: dict[int, list[tuple[str, Arg, bool]]] = {}
+        self._templates: dict[Extent, list[tuple[str, Arg, bool]]] = {}
 
     def __call__(
-        self, inputs: Sequence[Tensor], samples: int, *, is_first: bool = True
+        self,
+        inputs: Sequence[Tensor],
+        extent: Extent,
+        *,
+        is_first: bool = True,
+        is_first_member: bool = True,
     ) -> list[Tensor]:
         """Run on local inputs.
 
         Args:
-            inputs: the op's tensor inputs, placed as its rule wants them.
-            samples: samples, or units of the op's axis, of the local share.
-            is_first: what must enter a sum over devices once enters it on this device.
+            inputs: the op's tensor inputs, placed as its rules want them.
+            extent: samples and units of the local share.
+            is_first: what must enter a sum over the batch once enters it on this device.
+            is_first_member: what must enter a sum over a team once enters it on this device.
 
         Returns:
             The local outputs.
         """
-        if self.call.kind in _RESHAPES or self.rule.special == Special.AS_RESHAPE:
+        if self.call.kind in _RESHAPES or Special.AS_RESHAPE in self.specials:
             # After a gather or a cut the strides may not allow a view.
-            shape = local_shape(
-                self.call.outputs[0].shape, self.rule.outputs[0], samples, self.units
-            )
-            return [inputs[0].reshape(shape)]
-        if self.rule.special == Special.BIAS_ON_ONE_RANK and not is_first:
-            summand = self._summand()
-            inputs = [*inputs[:summand], torch.zeros_like(inputs[summand]), *inputs[summand + 1 :]]
+            return [inputs[0].reshape(self.local_shape_of_output(0, extent))]
+        for rule, enters in ((self.along_batch, is_first), (self.along_axis, is_first_member)):
+            if rule.special == Special.BIAS_ON_ONE_RANK and not enters:
+                summand = self._summand(rule)
+                zeros = torch.zeros_like(inputs[summand])
+                inputs = [*inputs[:summand], zeros, *inputs[summand + 1 :]]
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
-        for name, argument, is_keyword in self._template(samples):
+        for name, argument, is_keyword in self._template(extent):
             value = _fill(argument, inputs)
             if is_keyword:
                 keywords[name] = value
             else:
                 positional.append(value)
-        if self.rule.special == Special.NLL_GLOBAL_WEIGHT:
+        if Special.NLL_GLOBAL_WEIGHT in self.specials:
             positional[3] = _SUM_REDUCTION
         result = self._target(*positional, **keywords)
         outputs = list(result) if isinstance(result, tuple | list) else [result]
         kept = [outputs[position] for position in self._kept]
-        if self.rule.special == Special.MEAN_TO_SUM:
-            kept = [output * (samples / self.units) for output in kept]
+        parts = zip((self.along_batch, self.along_axis), extent, self.whole, strict=True)
+        for rule, share, whole in parts:
+            if rule.special == Special.MEAN_TO_SUM:
+                kept = [output * (share / whole) for output in kept]
         return kept
 
-    def _summand(self) -> int:
+    def local_shape_of_output(self, index: int, extent: Extent) -> tuple[int, ...]:
+        """Shape of an output on a local share."""
+        return self._local_shape(
+            self.call.outputs[index].shape,
+            self.along_batch.outputs[index],
+            self.along_axis.outputs[index],
+            extent,
+        )
+
+    def _local_shape(
+        self, shape: tuple[int, ...], in_batch: Placement, on_axis: Placement, extent: Extent
+    ) -> tuple[int, ...]:
+        shape = local_shape(shape, in_batch, extent.samples, self.whole.samples)
+        if extent.units == self.whole.units:
+            return shape
+        inside = nested(on_axis, in_batch, self.whole.samples, extent.samples)
+        return local_shape(shape, inside, extent.units, self.whole.units)
+
+    def _summand(self, rule: RuleResult) -> int:
         """The input that must enter a sum over devices once."""
         if "other" in self.call.args:
-            return self.rule.inputs.index(R)  # of two that are added, the one that all have
+            return rule.inputs.index(R)  # of two that are added, the one that all have
         (summand,) = positions(self.call, "bias" if "bias" in self.call.args else "self")
         return summand
 
-    def _template(self, samples: int) -> list[tuple[str, Any, bool]]:
-        """Arguments in schema order for a number of samples, tensors still as references."""
-        if samples not in self._templates:
-            local = local_args(self.call, self.rule, samples, self.units)
+    def _template(self, extent: Extent) -> list[tuple[str, Any, bool]]:
+        """Arguments in schema order for a local share, tensors still as references."""
+        if extent not in self._templates:
+            local = self._local_args(extent)
             template: list[tuple[str, Any, bool]] = []
             for argument in self._schema.arguments:
                 name = ATTENTION_ALIASES.get(argument.name, argument.name)
@@ -134,8 +186,37 @@ class LocalOp:
                     # Unchanged: dtypes and devices are text in the graph, objects here.
                     value = _Constant(original)
                 template.append((argument.name, value, bool(argument.kwarg_only)))
-            self._templates[samples] = template
-        return self._templates[samples]
+            self._templates[extent] = template
+        return self._templates[extent]
+
+    def _local_args(self, extent: Extent) -> dict[str, Arg]:
+        """Arguments on the samples of a device or team, then on the units of a device."""
+        total, samples = self.whole.samples, extent.samples
+        args = local_args(self.call, self.along_batch, samples, total)
+        if extent.units == self.whole.units:
+            return args
+
+        def local(metas: tuple[TensorMeta, ...], places: tuple[Placement, ...]) -> Any:
+            return tuple(
+                TensorMeta(local_shape(meta.shape, place, samples, total), meta.dtype)
+                for meta, place in zip(metas, places, strict=True)
+            )
+
+        def inside(outer: tuple[Placement, ...], inner: tuple[Placement, ...]) -> Any:
+            pairs = zip(inner, outer, strict=True)
+            return tuple(nested(place, around, total, samples) for place, around in pairs)
+
+        batch, axis = self.along_batch, self.along_axis
+        call = OpCall(
+            kind=self.call.kind,
+            args=args,
+            inputs=local(self.call.inputs, batch.inputs),
+            outputs=local(self.call.outputs, batch.outputs),
+        )
+        rule = RuleResult(
+            inside(batch.inputs, axis.inputs), inside(batch.outputs, axis.outputs), axis.special
+        )
+        return local_args(call, rule, extent.units, self.whole.units)
 
 
 def _draws(call: OpCall, target: torch._ops.OpOverload) -> bool:

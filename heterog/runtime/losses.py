@@ -2,11 +2,12 @@
 
 from torch import Tensor, ne, where
 
-from heterog.graph.placement import Placement
+from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS
 from heterog.runtime.collectives import Pending
+from heterog.runtime.layouts import Layout
 from heterog.runtime.local_op import LocalOp
-from heterog.runtime.rank_program import Layout, RankProgram
-from heterog.runtime.values import Values
+from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.values import Reader, Values
 
 
 class Losses:
@@ -37,11 +38,22 @@ class Losses:
         if op != self._op:
             return
         part = self._part
-        near = {(part.value_in(buffer)[0], False): buffer for buffer in part.made(task)}
-        value, placement = self._values.tensor(part.graph.loss, False, near, layout, micro)
-        first = layout.first(micro) if layout else part.rank
-        if placement.kind == "P" or first == part.rank:
-            self.total += value.reshape(()) / (1 if placement.kind == "P" else part.num_micro)
+        near = {part.value_in(buffer): buffer for buffer in part.made(task)}
+        seen = self._values.look(
+            part.graph.loss, AS_MADE, near, self._values.reader(layout, micro)
+        )
+        is_sum = part.plan.batch_placement(part.graph.loss).kind == "P"
+        counts = True
+        if layout is not None:
+            is_ruled = layout.axis != BATCH_AXIS
+            if is_sum:  # each device, or each team, has a part
+                counts = not is_ruled or seen.is_part_in_team or layout.speaks(part.rank)
+            elif seen.is_part_in_team:
+                counts = layout.is_in_first_team(micro, part.rank)
+            else:
+                counts = layout.first(micro) == part.rank
+        if counts:
+            self.total += seen.value.reshape(()) / (1 if is_sum else part.num_micro)
 
     def keep_label_weight(self, value: int, pending: Pending) -> None:
         """The weight of all labels is on its way."""
@@ -51,31 +63,48 @@ class Losses:
         """Weight of the labels that count in the whole batch, on all devices together."""
         value = self._part.value_of[self._part.graph.outputs(op)[1]]
         if value not in self._label_weights:
-            assert len(layout.devices) == 1, "the program reduces the label weight first"
-            local = self.local_label_weight(op, local_op, layout)
+            assert self.has_all_labels(op, layout), "the program reduces the label weight first"
+            local = self.local_label_weight(op, local_op, layout, speaks=True)
             self._label_weights[value] = Pending(None, lambda: local)
         return self._label_weights[value].wait()
 
-    def local_label_weight(self, op: int, local_op: LocalOp, layout: Layout) -> Tensor:
-        """Weight of this rank's labels over all micro-batches."""
+    def has_all_labels(self, op: int, layout: Layout) -> bool:
+        """Whether each device that makes a loss knows the weight of all labels by itself."""
+        weight = self._part.graph.outputs(op)[1]
+        is_split = layout.axis == BATCH_AXIS or self._part.plan.placements[weight].kind == "P"
+        return len(layout.devices) == 1 or (layout.num_teams == 1 and not is_split)
+
+    def local_label_weight(
+        self, op: int, local_op: LocalOp, layout: Layout, *, speaks: bool = False
+    ) -> Tensor:
+        """Weight of this rank's labels over all micro-batches.
+
+        Of a team, whose members have the same labels, one speaks; or everybody, for itself.
+        """
         part = self._part
-        inputs, needed = part.graph.ops[op].inputs, part.plan.needed[op]
+        inputs = part.graph.ops[op].inputs
         ignored = local_op.call.args["ignore_index"]
         assert isinstance(ignored, int)
         total = self._values.zeros(part.graph.outputs(op)[1], ())
         for micro in range(part.num_micro):
             if layout.range(micro, part.rank)[1] == 0:
                 continue
-            target = self._known(inputs[1], needed[1], layout, micro)
+            is_alike = layout.axis != BATCH_AXIS and (
+                part.plan.placements[part.graph.outputs(op)[1]].kind != "P"
+            )
+            if is_alike and not speaks and not layout.speaks(part.rank):
+                continue
+            reader = self._values.reader(layout, micro)
+            target = self._known(op, 1, inputs[1], reader)
             counts = ne(target, ignored)
             if local_op.call.args.get("weight") is not None:
-                weight = self._known(inputs[2], needed[2], layout, micro)
+                weight = self._known(op, 2, inputs[2], reader)
                 # No mask selects elements: their number would be known to the data alone.
                 total += (weight[where(counts, target, 0)] * counts).sum()
             else:
                 total += counts.sum()
         return total
 
-    def _known(self, tensor: int, needed: Placement, layout: Layout, micro: int) -> Tensor:
+    def _known(self, op: int, position: int, tensor: int, reader: Reader) -> Tensor:
         """What a loss reads that follows from the batch, before the op that makes it has run."""
-        return self._values.placed(self._values.from_batch(tensor), needed, layout, micro)
+        return self._values.cut_whole(self._values.from_batch(tensor), op, position, reader)

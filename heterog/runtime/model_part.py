@@ -51,7 +51,7 @@ class ModelPart:
         for row, (place, layout) in self.sharded.items():
             # A slice of its own memory, so that the whole is given back.
             value = parameters[graph.updates[row][1]]
-            begin, count = layout.range(0, rank)
+            begin, count = layout.units_of(rank)
             value.data = cut(value.data, place, layout.units, begin, count).clone(
                 memory_format=torch.contiguous_format
             )
@@ -82,7 +82,7 @@ class ModelPart:
     def holds_replica(self, row: int) -> bool:
         """Whether this rank has a parameter as a device of its group, or a slice of it."""
         if row in self.sharded:
-            return self.sharded[row][1].range(0, self._rank)[1] > 0
+            return self.sharded[row][1].units_of(self._rank)[1] > 0
         return self._rank in self.decision(row).devices
 
     def _held(self) -> dict[int, None]:

@@ -81,7 +81,7 @@ class Updates:
         self._owned = [
             row
             for row in range(len(part.graph.updates))
-            if part.rank in part.owners(row) and part.sliced_bucket(row) is None
+            if part.rank in part.owners(row) and not part.zero_stage(row)
         ]
         self._step: StepUpdates | None = None  # that all waiting parameters belong to
         self._waiting: dict[int, int] = {}  # row by tensor id
@@ -170,7 +170,11 @@ class Updates:
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         gradients = step.gradients
         parts = [gradients.total(row) for row in self._owned]
-        parts += [gradients.slice_total(n) for n, own in self._slices.own.items() if own.numel()]
+        parts += [
+            gradients.slice_total(number)
+            for number, own in self._slices.own.items()
+            if own.numel() and self._slices.buckets[number].is_first
+        ]
         norms = [torch.linalg.vector_norm(part) for part in parts]
         if norms:
             squares += torch.stack([norm.double() for norm in norms]).square().sum()

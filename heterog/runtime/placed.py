@@ -38,6 +38,25 @@ def cut(tensor: Tensor, placement: Placement, total: int, begin: int, count: int
     return part.reshape(*shape[:dim], outer * count * inner, *shape[dim + 1 :])
 
 
+def nested(place: Placement, other: Placement, total: int, count: int) -> Placement:
+    """Where units lie in a tensor of which only a part along another axis is there.
+
+    Args:
+        place: where the units lie in the whole tensor.
+        other: where the units of the other axis lie.
+        total: units of the other axis in the whole tensor.
+        count: units of it that are there.
+
+    >>> from heterog.graph.placement import S
+    >>> nested(S(0, 8), S(0), total=8, count=2)  # positions inside samples, in one dimension
+    Placement(kind='S', dim=0, outer=2)
+    """
+    around = other.outer * total
+    if place.kind != "S" or other.kind != "S" or place.dim != other.dim or place.outer % around:
+        return place
+    return Placement("S", place.dim, place.outer // total * count)
+
+
 def join(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     """Put parts with consecutive samples together: the inverse of ``cut``."""
     dim, outer = placement.dim, placement.outer

@@ -15,30 +15,29 @@ _EVERY_RANK = 0
 
 
 class RandomStream:
-    """Seeds for the ops of one rank.
+    """Seeds for the ops of a rank.
 
     Args:
         seed: of the run; the same on all ranks.
-        rank: this rank.
         device: where its ops draw.
     """
 
-    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
-        self._rank = rank
         self._generator = _default_generator(device)
 
     @contextmanager
-    def drawing(self, step: int, op: int, micro: int, *, shared: bool) -> Iterator[None]:
+    def drawing(self, step: int, op: int, micro: int, *, rank: int | None) -> Iterator[None]:
         """Random numbers drawn inside belong to an op.
 
         Args:
             step: number of the step.
             op: the op.
-            micro: the micro-batch, of which a shared op sees nothing: it draws for the whole step.
-            shared: every rank draws the same numbers.
+            micro: the micro-batch, of which an op that all ranks share sees nothing: it draws for
+                the whole step.
+            rank: whose numbers these are; ``None``: every rank draws the same.
         """
-        own = (_EVERY_RANK, 0) if shared else (1 + self._rank, micro)
+        own = (_EVERY_RANK, 0) if rank is None else (1 + rank, micro)
         mixed = np.random.SeedSequence((self._seed, step, op, *own)).generate_state(1, np.uint64)
         state = self._generator.get_state()
         # torch takes seeds as signed numbers of 64 bits.

@@ -4,100 +4,59 @@ import copy
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
-from heterog.graph.axis_plan import BATCH_AXIS, axis_plan
+from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM, axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Placement
-from heterog.runtime.slices import SlicedBucket, sliced_buckets
+from heterog.graph.sharding_rules import local_shape
+from heterog.runtime.layouts import Layout, layouts_of_groups
+from heterog.runtime.placed import cut, join
+from heterog.runtime.slices import ZERO_STAGES, SlicedBucket, parameter_rings, sliced_buckets
 from heterog.strategy.channels import Channel
-from heterog.strategy.layout import axis_shares, batch_shares, micro_shares
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
+from heterog.strategy.rings import Ring
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import graph_tables
 
 _KINDS = {int(kind): kind for kind in TaskKind}
 # Looked up for every task; Python 3.11 takes its time for a member of an enum.
 _GATHER_PARAMETERS, _REDUCE_VALUE = TaskKind.GATHER_PARAMETERS, TaskKind.REDUCE_VALUE
+CONVERSIONS = frozenset(
+    {
+        *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND),
+        *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
+    }
+)
+"""Kinds of tasks that bring a value to where, and how, it is needed."""
 _ENDS_UPDATE = frozenset({TaskKind.UPDATE, TaskKind.PULL})
 
-Near = dict[tuple[int, bool], int]
-"""Buffer of each value that a task reads, by (value, whether it was made whole)."""
+Near = dict[tuple[int, int], int]
+"""Buffer of each value that a task reads, by (value, how much of it was made for the reader)."""
 
 
-def gathered(bucket: int) -> tuple[int, bool]:
+def gathered(bucket: int) -> tuple[int, int]:
     """Stands for a value: the parameters of a bucket, gathered for some ops."""
-    return -2 - bucket, True
+    return -2 - bucket, EVERYTHING
 
 
-class Layout:
-    """Which units of an axis (the samples of the batch, mostly) each device owns.
+def nearest(near: Near, value: int, whole: int) -> int | None:
+    """Buffer that holds as much of a value as a reader needs; ``None`` if there is none.
 
-    Attributes:
-        devices: of the groups.
-        shares: units of each device, per micro-batch.
-        begins: first unit of each device within the micro-batch.
-        axis: number of the axis; 0 is the batch.
-        units: units of the whole axis.
+    What needed no conversion is there as it was made.
     """
-
-    def __init__(
-        self,
-        devices: tuple[int, ...],
-        shares: Sequence[Sequence[int]],
-        *,
-        axis: int = BATCH_AXIS,
-        units: int = 0,
-    ) -> None:
-        self.devices = devices
-        self.axis = axis
-        self.units = units
-        self.shares = [dict(zip(devices, row, strict=True)) for row in shares]
-        self.begins: list[dict[int, int]] = []
-        for row in shares:
-            begin = 0
-            begins = {}
-            for device, count in zip(devices, row, strict=True):
-                begins[device] = begin
-                begin += int(count)
-            self.begins.append(begins)
-
-    def range(self, micro: int, device: int) -> tuple[int, int]:
-        """(first unit within the micro-batch, number of units) of a device."""
-        return self.begins[micro].get(device, 0), int(self.shares[micro].get(device, 0))
-
-    def first(self, micro: int) -> int:
-        """First device that has a share."""
-        return next(device for device, count in self.shares[micro].items() if count)
+    for level in _LEVELS[whole]:
+        if (value, level) in near:
+            return near[value, level]
+    return None
 
 
-def layouts_of_groups(strategy: Strategy, axes: Sequence[int] = (0,)) -> list[list[Layout]]:
-    """Layout of each group along each axis; equal devices and shares have the same object.
-
-    Args:
-        strategy: with a decision for every group.
-        axes: units of each axis; the batch first.
-    """
-    known: dict[tuple[tuple[int, ...], tuple[int, ...], int], Layout] = {}
-    for decision in strategy.decisions:
-        for axis, units in enumerate(axes):
-            key = (decision.devices, decision.shares, axis)
-            if key in known:
-                continue
-            if axis == BATCH_AXIS:
-                own = batch_shares(decision.shares, units) if units else decision.shares
-                shares = micro_shares(
-                    decision.layout._replace(shares=own),
-                    strategy.micro_batches,
-                    strategy.micro_sizes,
-                ).tolist()
-            else:
-                shares = [axis_shares(units, decision.shares)]
-            known[key] = Layout(decision.devices, shares, axis=axis, units=max(units, 1))
-    return [
-        [known[decision.devices, decision.shares, axis] for decision in strategy.decisions]
-        for axis in range(len(axes))
-    ]
+_LEVELS = {
+    AS_MADE: (AS_MADE, IN_TEAM, EVERYTHING),
+    IN_TEAM: (IN_TEAM, AS_MADE, EVERYTHING),
+    EVERYTHING: (EVERYTHING, IN_TEAM, AS_MADE),
+}
 
 
 def sharded_parameters(graph: OpGraph, strategy: Strategy) -> dict[int, tuple[Placement, Layout]]:
@@ -130,13 +89,13 @@ class RankProgram:
         kinds: of the program's tasks.
         num_micro: micro-batches of the step.
         micro_begin: first sample of each micro-batch.
+        micro_size: samples of each micro-batch.
         value_of: value by the tensor that owns its memory.
         sharded: placement and layout of the parameters that live in slices, by row.
         parameters_of_value: rows of ``graph.updates`` whose gradient a value holds.
         accumulated: (row, micro-batch) of the gradients that this rank adds to those before.
         bucket_members: rows of each bucket, in the order in which they lie in it.
-        bucket_begin: first element of each row in its bucket.
-        sliced: buckets that are updated in slices, by number.
+        sliced: buckets that are updated in slices by this rank, by number.
         sliced_of_tensor: the same by tensor id of the parameters in them.
     """
 
@@ -150,8 +109,9 @@ class RankProgram:
         self._group = group_ops(graph).group
         self._layouts = layouts_of_groups(strategy, self.plan.axes)
         self.sharded = sharded_parameters(graph, strategy)
-        sizes = [sum(row.values()) for row in self._layouts[BATCH_AXIS][0].shares]
-        self.micro_begin = [sum(sizes[:micro]) for micro in range(len(sizes))]
+        layout = self._layouts[BATCH_AXIS][0]
+        self.micro_size = [layout.size(micro) for micro in range(self.num_micro)]
+        self.micro_begin = [sum(self.micro_size[:micro]) for micro in range(self.num_micro)]
         self.value_of = {
             int(tensor): value for value, tensor in enumerate(self.tables.value_tensor)
         }
@@ -159,14 +119,9 @@ class RankProgram:
         for row, value in enumerate(self.tables.parameter_gradient):
             self.parameters_of_value.setdefault(int(value), []).append(row)
         self.bucket_members: dict[int, list[int]] = {}
-        self.bucket_begin: dict[int, int] = {}
         self._fill_buckets()
-        self.sliced: dict[int, SlicedBucket] = {
-            bucket.number: bucket for bucket in sliced_buckets(graph, strategy, program)
-        }
-        self.sliced_of_tensor: dict[int, SlicedBucket] = {
-            graph.updates[row][1]: bucket for bucket in self.sliced.values() for row in bucket.rows
-        }
+        self.sliced: dict[int, SlicedBucket] = {}
+        self.sliced_of_tensor: dict[int, SlicedBucket] = {}
         # As lists: single elements are looked up for every task.
         self.kinds = [_KINDS[kind] for kind in program.kind.tolist()]
         self._read_start: list[int] = program.read_start.tolist()
@@ -174,7 +129,8 @@ class RankProgram:
         self._buffer_start: list[int] = program.buffer_start.tolist()
         self._reads_of: dict[int, list[int]] = {}
         self._near_of: dict[int, Near] = {}
-        self._value_in_buffer: dict[int, tuple[int, bool]] = {}
+        self._ring_devices: dict[int, tuple[int, ...]] = {}
+        self._value_in_buffer: dict[int, tuple[int, int]] = {}
         self._look_from(rank)
 
     def seen_from(self, rank: int) -> "RankProgram":
@@ -187,6 +143,16 @@ class RankProgram:
         """Note what depends on the rank."""
         program = self.program
         self.rank = rank
+        self.sliced = {
+            bucket.number: bucket
+            for bucket in sliced_buckets(self.graph, self.strategy, program)
+            if rank in bucket.devices
+        }
+        self.sliced_of_tensor = {
+            self.graph.updates[row][1]: bucket
+            for bucket in self.sliced.values()
+            for row in bucket.rows
+        }
         adds = (program.kind == TaskKind.ACCUMULATE) & (program.device == rank)
         self.accumulated = frozenset(
             zip(program.subject[adds].tolist(), program.micro[adds].tolist(), strict=True)
@@ -196,66 +162,132 @@ class RankProgram:
             program.kind < FIRST_LINK_KIND, program.device == rank, member[program.channel]
         )
         self._takes_part: list[bool] = is_mine.tolist()
+        gathers = (program.kind == TaskKind.GATHER_VALUE) & is_mine
+        self._gathered_slots = frozenset(program.subject[gathers].tolist())
 
     def _fill_buckets(self) -> None:
-        filled: dict[int, int] = {}
-        for row, (_, parameter, _) in enumerate(self.graph.updates):
+        for row in range(len(self.graph.updates)):
             bucket = int(self.program.bucket[row])
             if bucket >= 0:
                 self.bucket_members.setdefault(bucket, []).append(row)
-                begin = self.bucket_begin[row] = filled.get(bucket, 0)
-                filled[bucket] = begin + self.graph.tensors[parameter].meta.num_elements
 
     def layout_of_op(self, op: int) -> Layout | None:
         """Layout of an op's group along the op's axis; ``None`` for constants."""
         group = int(self._group[op])
         return self._layouts[int(self.plan.op_axis[op])][group] if group >= 0 else None
 
-    def layout_of_slot(self, slot: int) -> Layout:
-        """Layout of the group that a slot brings its value to.
+    def target_of_slot(self, slot: int) -> tuple[Layout, Layout]:
+        """Layouts of the group that a slot brings its value to.
 
-        A value that is split lies along its own axis there, any other one where its reader runs.
+        Along the axis of the op that makes the value, and along that of the reader.
         """
-        tensor = self.tables.value_tensor[self.tables.slot_value[slot]]
-        is_split = self.plan.placements[tensor].kind == "S"
-        axis = self.plan.tensor_axis[tensor] if is_split else self.tables.slot_axis[slot]
-        return self._layouts[int(axis)][int(self.tables.slot_group[slot])]
+        tables, group = self.tables, int(self.tables.slot_group[slot])
+        made = int(tables.op_axis[tables.value_op[tables.slot_value[slot]]])
+        return self._layouts[made][group], self._layouts[int(tables.slot_axis[slot])][group]
 
     def owners(self, row: int) -> list[int]:
         """Devices whose copies of a parameter count: home or first replica, or all slices."""
         if row in self.sharded:
             _, layout = self.sharded[row]
-            return [device for device, count in layout.shares[0].items() if count]
+            return [device for device in layout.first_team() if layout.units_of(device)[1]]
         home = self.strategy.homes[row]
         if home >= 0:
             return [home]
         group = int(self._group[self.graph.updates[row][0]])
         return [self.strategy.decisions[group].devices[0]]
 
-    def gradient_is_gathered(self, row: int, layout: Layout) -> bool:
-        """Whether a gradient is made in parts on a layout, and a collective makes it whole."""
-        return bool(self.tables.gradient_slot[row] >= 0) and len(layout.devices) > 1
+    def gradient_is_converted(self, row: int) -> bool:
+        """Whether a gradient is made in parts here, and a collective makes it whole."""
+        slot = int(self.tables.gradient_slot[row])
+        return slot >= 0 and slot in self._gathered_slots
 
-    def samples_in(self, layout: Layout, micro: int) -> tuple[int, int]:
-        """(first, number) of this rank's units of the whole axis in a micro-batch."""
-        begin, count = layout.range(micro, self.rank)
-        return (begin + self.micro_begin[micro] if layout.axis == BATCH_AXIS else begin), count
+    def zero_stage(self, row: int) -> int:
+        """Stage of ZeRO in which a parameter is updated in slices, 0 if it is not."""
+        if int(self.program.bucket[row]) < 0:
+            return 0
+        group = int(self._group[self.graph.updates[row][0]])
+        return ZERO_STAGES.get(self.strategy.decisions[group].sync, 0)
 
     def sliced_bucket(self, row: int) -> SlicedBucket | None:
-        """The bucket in which a parameter is updated in slices, if it is."""
+        """The bucket in which this rank updates a slice of a parameter, if it does."""
         return self.sliced.get(int(self.program.bucket[row]))
 
+    def ring_of(self, row: int) -> Ring | None:
+        """The ring in which this rank adds up a parameter's gradients; ``None`` if in none.
+
+        Under ZeRO there is at most one.
+        """
+        return next((ring for ring in self.rings(row) if self.rank in ring.devices), None)
+
+    def rings(self, row: int) -> tuple[Ring, ...]:
+        """All rings that add up a parameter's gradients."""
+        return parameter_rings(self.graph, self.strategy, row)
+
+    def ring_size(self, row: int, ring: Ring) -> int:
+        """Elements of a parameter that a ring adds up."""
+        size = self.graph.tensors[self.graph.updates[row][1]].meta.num_elements
+        return size if row not in self.sharded else round(size * ring.part)
+
+    def flattened_for(self, task: int) -> Ring:
+        """The ring for which a task copies gradients together."""
+        if not self._ring_devices:
+            self._find_rings_of_copies()
+        devices = self._ring_devices[task]
+        row = int(self.program.subject[task])
+        return next(ring for ring in self.rings(row) if ring.devices == devices)
+
+    def _find_rings_of_copies(self) -> None:
+        """Note over which devices the copies are added up: those of the task that reads them."""
+        program = self.program
+        collective = (TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER)
+        for task in np.flatnonzero(np.isin(program.kind, collective)).tolist():
+            for buffer in self.reads(task):
+                maker = int(program.buffer_maker[buffer])
+                if self.kinds[maker] is TaskKind.FLATTEN:
+                    self._ring_devices[maker] = self.channel(task).devices
+
+    def cut_to_ring(self, gradient: Tensor, row: int, ring: Ring) -> Tensor:
+        """The part of this rank's gradient of a parameter that a ring adds up."""
+        if row not in self.sharded:
+            return gradient
+        place, layout = self.sharded[row]
+        begin, count = layout.units_of(self.rank)
+        return cut(gradient, place, count, ring.begin - begin, ring.end - ring.begin)
+
+    def join_rings(self, row: int, pieces: Sequence[Tensor]) -> Tensor:
+        """The parts of a gradient that several rings have added up, in their order."""
+        place, layout = self.sharded[row]
+        shape = self.graph.tensors[self.graph.updates[row][1]].shape
+        own = [ring for ring in self.rings(row) if self.rank in ring.devices]
+        shaped = [
+            piece.view(local_shape(shape, place, ring.end - ring.begin, layout.units))
+            for piece, ring in zip(pieces, own, strict=True)
+        ]
+        return join(shaped, place)
+
     def senders(self, bucket: SlicedBucket, micro: int) -> list[int]:
-        """Devices that have gradients to scatter: those with samples."""
-        layout = self._layouts[BATCH_AXIS][int(self._group[self.graph.updates[bucket.number][0]])]
+        """Devices that have gradients to scatter: those whose ops have samples."""
+        row = bucket.number
+        value = int(self.tables.parameter_gradient[row])
+        op = int(self.tables.value_op[value])
+        group = int(self.tables.parameter_group[row])
+        layout = self._layouts[int(self.tables.op_axis[op])][group]
+        if self.tables.gradient_slot[row] >= 0:  # every member of a team with samples has it whole
+            layout = self._layouts[BATCH_AXIS][group]
         micros = range(self.num_micro) if bucket.stage == 1 else (micro,)
-        return [d for d in layout.devices if any(layout.range(m, d)[1] for m in micros)]
+
+        def has(device: int, micro: int) -> bool:
+            if self.tables.gradient_slot[row] >= 0:
+                return layout.team_samples(micro, device)[1] > 0
+            return layout.range(micro, device)[1] > 0
+
+        return [d for d in bucket.ring.givers if any(has(d, m) for m in micros)]
 
     def ends_update(self, task: int) -> bool:
         """Whether a task makes new parameters: steps them or brings them to other devices."""
         kind = self.kinds[task]
         if kind is _GATHER_PARAMETERS:
-            return self.sliced[int(self.program.subject[task])].stage < 3
+            return self.zero_stage(int(self.program.subject[task])) < 3
         return kind in _ENDS_UPDATE
 
     def takes_part(self, task: int) -> bool:
@@ -301,25 +333,23 @@ class RankProgram:
             self._near_of[task] = near
         return near
 
-    def value_in(self, buffer: int) -> tuple[int, bool]:
-        """(value, whether it was made whole by a collective) of a buffer; -1 for tokens."""
+    def value_in(self, buffer: int) -> tuple[int, int]:
+        """(value, how much of it a conversion has made) of a buffer; -1 for tokens."""
         known = self._value_in_buffer.get(buffer)
         if known is None:
             known = self._value_in_buffer[buffer] = self._look_up_value(buffer)
         return known
 
-    def _look_up_value(self, buffer: int) -> tuple[int, bool]:
+    def _look_up_value(self, buffer: int) -> tuple[int, int]:
         maker = int(self.program.buffer_maker[buffer])
         kind, subject = self.kinds[maker], int(self.program.subject[maker])
         if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
             first = int(self.program.buffer_start[maker])
             value = int(self.tables.value_start[subject]) + buffer - first
             is_token = value >= int(self.tables.value_start[subject + 1])
-            return (-1 if is_token else value), False
-        if kind in (TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND):
-            return int(self.tables.slot_value[subject]), False
-        if kind in (TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE):
-            return int(self.tables.slot_value[subject]), True
+            return (-1 if is_token else value), AS_MADE
+        if kind in CONVERSIONS:
+            return int(self.tables.slot_value[subject]), int(self.tables.slot_whole[subject])
         if kind == TaskKind.GATHER_PARAMETERS and self.program.buffer_device[buffer] >= 0:
             return gathered(subject)
-        return -1, False
+        return -1, AS_MADE

@@ -20,12 +20,11 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.graph.sharding_rules import local_shape
 from heterog.planners.issue_order import IssuedStep, Rehearse
 from heterog.planners.planner import TimeUp
 from heterog.runtime.collectives import Communicator, Pending, Sending
 from heterog.runtime.executor import StepExecutor, device_sets, local_ops
-from heterog.runtime.local_op import LocalOp
+from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.model_part import ModelPart
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.step_order import LOSS, NORM, step_order
@@ -423,46 +422,57 @@ class _RehearsedOp(LocalOp):
     def __init__(self, kernel: LocalOp, known: dict[str, dict[Any, list[Tensor]]]) -> None:
         self.index = kernel.index
         self.call = kernel.call
-        self.rule = kernel.rule
-        self.units = kernel.units
+        self.along_batch = kernel.along_batch
+        self.along_axis = kernel.along_axis
+        self.specials = kernel.specials
+        self.whole = kernel.whole
         self.is_random = False  # no numbers are drawn
         self._kernel = kernel
-        self._known = known.setdefault(repr((self.call, self.rule, self.units)), {})
+        self._known = known.setdefault(
+            repr((self.call, self.along_batch, self.along_axis, self.whole)), {}
+        )
 
     def __call__(
-        self, inputs: Sequence[Tensor], samples: int, *, is_first: bool = True
+        self,
+        inputs: Sequence[Tensor],
+        extent: Extent,
+        *,
+        is_first: bool = True,
+        is_first_member: bool = True,
     ) -> list[Tensor]:
         """See ``LocalOp``."""
-        key = samples, is_first, tuple((value.shape, value.stride()) for value in inputs)
+        enters = is_first, is_first_member
+        key = extent, enters, tuple((value.shape, value.stride()) for value in inputs)
         made = self._known.get(key)
         if made is None:
-            made = self._known[key] = self._make(inputs, samples, is_first)
+            made = self._known[key] = self._make(inputs, extent, enters)
         return list(made)
 
-    def _make(self, inputs: Sequence[Tensor], samples: int, is_first: bool) -> list[Tensor]:
-        if self._is_as_captured(inputs, samples):
+    def _make(
+        self, inputs: Sequence[Tensor], extent: Extent, enters: tuple[bool, bool]
+    ) -> list[Tensor]:
+        if self._is_as_captured(inputs, extent):
             # It is known what it makes. Some kernels of the meta device refuse or shape what those
             # of devices do not (_grouped_mm, _embedding_bag).
             return [
                 torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=META)
                 for meta in self.call.outputs
             ]
-        made = self._kernel(inputs, samples, is_first=is_first)
-        places = zip(made, self.call.outputs, self.rule.outputs, strict=True)
-        for value, meta, place in places:
-            wanted = local_shape(meta.shape, place, samples, self.units)
+        made = self._kernel(inputs, extent, is_first=enters[0], is_first_member=enters[1])
+        for index, value in enumerate(made):
+            wanted = self.local_shape_of_output(index, extent)
             if tuple(value.shape) != wanted:
                 raise RehearsalError(f"it makes {tuple(value.shape)} instead of {wanted}")
         return made
 
-    def _is_as_captured(self, inputs: Sequence[Tensor], samples: int) -> bool:
+    def _is_as_captured(self, inputs: Sequence[Tensor], extent: Extent) -> bool:
         """Whether an op gets and makes whole tensors, as it did when it was captured."""
         given = [(tuple(value.shape), value.dtype) for value in inputs]
         return given == [
             (meta.shape, getattr(torch, meta.dtype)) for meta in self.call.inputs
         ] and all(
-            local_shape(meta.shape, place, samples, self.units) == meta.shape
-            for meta, place in zip(self.call.outputs, self.rule.outputs, strict=True)
+            self.local_shape_of_output(index, extent) == meta.shape
+            for index, meta in enumerate(self.call.outputs)
         )
 
 

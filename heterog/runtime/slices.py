@@ -18,8 +18,13 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.runtime.collectives import slice_counts
 from heterog.strategy.channels import slice_parts
+from heterog.strategy.lowering import ring_decision
 from heterog.strategy.program import Program
+from heterog.strategy.rings import Ring, gradient_rings
 from heterog.strategy.strategy import SLICED, Strategy, Sync
+from heterog.strategy.tables import graph_tables
+
+ZERO_STAGES = {Sync.ZERO1: 1, Sync.ZERO2: 2, Sync.ZERO3: 3}
 
 
 class Piece(NamedTuple):
@@ -41,6 +46,10 @@ class SlicedBucket:
         sizes: elements of each of ``rows``.
         devices: that own slices.
         counts: elements of each device's slice, 0 allowed.
+        ring: the devices, which of them have a part of the sum of the gradients, and which units
+            of parameters that live in slices they hold.
+        is_first: no bucket of the same number before this one, among other devices, has the same
+            elements.
     """
 
     number: int
@@ -49,6 +58,8 @@ class SlicedBucket:
     sizes: tuple[int, ...]
     devices: tuple[int, ...]
     counts: tuple[int, ...]
+    ring: Ring
+    is_first: bool = True
 
     @property
     def num_elements(self) -> int:
@@ -64,6 +75,10 @@ class SlicedBucket:
     def begins(self) -> dict[int, int]:
         """First element of each row."""
         return {row: sum(self.sizes[:index]) for index, row in enumerate(self.rows)}
+
+    def size_of(self, row: int) -> int:
+        """Elements of a row that lie in the bucket."""
+        return self.sizes[self.rows.index(row)]
 
     def pieces(self, device: int) -> Iterator[Piece]:
         """What a device's slice holds of each parameter, in order."""
@@ -99,18 +114,33 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
                 f"one bucket of {decision.sync.name.lower()}, which is cut as one flat tensor; "
                 "plan with bucket_bytes 0."
             )
-        sizes = tuple(each.meta.num_elements for each in tensors)
-        found.append(
-            SlicedBucket(
-                number=number,
-                stage={Sync.ZERO1: 1, Sync.ZERO2: 2, Sync.ZERO3: 3}[decision.sync],
-                rows=tuple(rows),
-                sizes=sizes,
-                devices=decision.devices,
-                counts=tuple(slice_counts(sum(sizes), slice_parts(decision))),
+        for place, ring in enumerate(parameter_rings(graph, strategy, number)):
+            sizes = tuple(round(each.meta.num_elements * ring.part) for each in tensors)
+            own = ring_decision(ring, decision)
+            found.append(
+                SlicedBucket(
+                    number=number,
+                    stage=ZERO_STAGES[decision.sync],
+                    rows=tuple(rows),
+                    sizes=sizes,
+                    devices=ring.devices,
+                    counts=tuple(slice_counts(sum(sizes), slice_parts(own))),
+                    ring=ring,
+                    is_first=place == 0 or ring.part < 1.0,
+                )
             )
-        )
     return found
+
+
+def parameter_rings(graph: OpGraph, strategy: Strategy, row: int) -> tuple[Ring, ...]:
+    """The rings that add up the gradients of a parameter, by row of ``graph.updates``."""
+    tables = graph_tables(graph, strategy.op_rules)
+    domain = int(tables.gradient_domain[row])
+    if domain < 0:
+        return ()
+    decision = strategy.decisions[int(tables.parameter_group[row])]
+    axes = tuple(int(units) for units in tables.axis_units[1:])
+    return gradient_rings(decision.layout, axes)[domain]
 
 
 class Slices:

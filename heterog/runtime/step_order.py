@@ -103,7 +103,7 @@ def _updates_between_ops(part: RankProgram, tasks: Sequence[int]) -> set[int]:
         if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
             goes_on.add(device)
         elif kind == TaskKind.UPDATE and device in goes_on:
-            if part.sliced_bucket(int(program.subject[task])) is not None:
+            if part.zero_stage(int(program.subject[task])):
                 found.add(task)
     return found
 
@@ -131,8 +131,8 @@ def _makers(part: RankProgram, end: Sequence[int]) -> dict[tuple[int, int], int]
             continue
         subject = int(program.subject[task])
         if part.kinds[task] == TaskKind.GATHER_PARAMETERS:
-            bucket = part.sliced[subject]
-            makes |= {(row, device): task for row in bucket.rows for device in bucket.devices}
+            rows, devices = part.bucket_members[subject], part.channel(task).devices
+            makes |= {(row, device): task for row in rows for device in devices}
         else:  # a slice is followed by its gather
             makes.setdefault((subject, int(program.device[task])), task)
     return makes
@@ -163,9 +163,8 @@ def _interleaved(part: RankProgram, begun: Sequence[int], end: Sequence[int]) ->
 
     for task in begun:
         if task >= 0 and part.kinds[task] == TaskKind.GATHER_PARAMETERS:
-            bucket = part.sliced[int(program.subject[task])]
-            for row in bucket.rows:
-                for device in bucket.devices:
+            for row in part.bucket_members[int(program.subject[task])]:
+                for device in part.channel(task).devices:
                     if (row, device) in makes:
                         finish(makes[row, device])
         if task >= 0 and part.kinds[task] == TaskKind.COMPUTE:

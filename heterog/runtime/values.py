@@ -1,39 +1,57 @@
 """What a rank holds during a step, and how an op's inputs are read from it."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from heterog.graph.axis_plan import BATCH_AXIS
+from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING
 from heterog.graph.op_graph import TensorKind
-from heterog.graph.placement import P, Placement, R
+from heterog.graph.sharding_rules import local_shape
 from heterog.runtime.collectives import Pending
-from heterog.runtime.local_op import LocalOp
-from heterog.runtime.placed import cut
-from heterog.runtime.rank_program import Layout, Near, RankProgram, gathered
+from heterog.runtime.layouts import EVERY, Layout, Span
+from heterog.runtime.local_op import Extent, LocalOp
+from heterog.runtime.placed import cut, nested
+from heterog.runtime.rank_program import CONVERSIONS, Near, RankProgram, gathered, nearest
 from heterog.strategy.program import TaskKind
 
-_READS_VALUES = frozenset(
-    {
-        *(TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND),
-        *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
-    }
-)
+_READS_VALUES = CONVERSIONS | {TaskKind.COMPUTE, TaskKind.RECOMPUTE}
 
 
 @dataclass(slots=True)
 class Held:
-    """What a buffer holds: a tensor or one on its way, and which units of the micro-batch."""
+    """What a buffer holds: a tensor or one on its way, and which part of the value that is.
+
+    Attributes:
+        value: the tensor.
+        samples: of the micro-batch, if the value is split along the batch.
+        units: of the axis of the rule that made it, if the value is split along that.
+    """
 
     value: Tensor | Pending
-    begin: int = 0
-    count: int = 0
+    samples: Span = EVERY
+    units: Span = EVERY
 
     def tensor(self) -> Tensor:
         """The tensor, waited for if it is on its way."""
         return self.value.wait() if isinstance(self.value, Pending) else self.value
+
+
+class Reader(NamedTuple):
+    """Who reads a tensor in which micro-batch, and the samples and units that it works on.
+
+    Without a layout, a constant: it reads and makes whole tensors.
+    """
+
+    layout: Layout | None
+    micro: int = 0
+    samples: Span = (0, 0)  # of the micro-batch
+    first_sample: int = 0  # of the micro-batch in the batch
+    all_samples: Span = (0, 0)  # of the batch
+    units: Span = (0, 1)
+    all_units: int = 1
 
 
 class Values:
@@ -83,9 +101,9 @@ class Values:
         # Where parameters lie in their buckets.
         self._span: dict[int, slice] = {}
         for tensor, bucket in part.sliced_of_tensor.items():
-            begins = {part.graph.updates[row][1]: at for row, at in bucket.begins().items()}
-            size = part.graph.tensors[tensor].meta.num_elements
-            self._span[tensor] = slice(begins[tensor], begins[tensor] + size)
+            for row, begin in bucket.begins().items():
+                if part.graph.updates[row][1] == tensor:
+                    self._span[tensor] = slice(begin, begin + bucket.size_of(row))
         self.held: dict[int, Held] = {}
         self._left: dict[int, int] = {}
         self._batch: Mapping[int, Tensor] = {}
@@ -97,6 +115,21 @@ class Values:
         self._left = dict(self._num_reads)
         self._batch = batch
         self._from_batch = {}
+
+    def reader(self, layout: Layout | None, micro: int) -> Reader:
+        """This rank, as it reads for an op of a layout."""
+        part = self._part
+        if layout is None:
+            return Reader(None, micro, all_samples=(0, part.graph.batch_size))
+        return Reader(
+            layout=layout,
+            micro=micro,
+            samples=layout.samples(micro, part.rank),
+            first_sample=part.micro_begin[micro],
+            all_samples=(0, part.graph.batch_size),
+            units=layout.range(micro, part.rank) if layout.axis != BATCH_AXIS else (0, 1),
+            all_units=layout.units if layout.axis != BATCH_AXIS else 1,
+        )
 
     def is_read(self, buffer: int) -> bool:
         """Whether anyone on this rank still reads a buffer."""
@@ -121,66 +154,110 @@ class Values:
         dtype = getattr(torch, self._part.graph.tensors[tensor].dtype)
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
-    def is_whole_needed(self, tensor: int, needed: Placement, layout: Layout | None) -> bool:
-        """Whether an op reads a tensor whole, and not the units of its layout only."""
-        axis = layout.axis if layout else BATCH_AXIS
-        return self._part.plan.is_whole_needed(tensor, needed, axis)
+    def whole_needed(self, op: int, position: int, tensor: int) -> int:
+        """How much of a tensor an op reads, through all views between it and its value."""
+        return self._part.plan.whole_needed(op, position, tensor)
 
-    def input(
-        self,
-        tensor: int,
-        needed: Placement,
-        near: Near,
-        layout: Layout | None,
-        micro: int,
-        *,
-        whole: bool | None = None,
+    def read(
+        self, op: int, position: int, tensor: int, whole: int, near: Near, reader: Reader
     ) -> Tensor:
         """A tensor placed as an op on this rank needs it.
 
-        ``whole`` is what ``is_whole_needed`` says, if that is known already.
+        Args:
+            op: that reads.
+            position: of the tensor among its inputs.
+            tensor: that is read.
+            whole: ``whole_needed`` of it.
+            near: the buffers of the task.
+            reader: this rank, as the op reads.
         """
-        if whole is None:
-            whole = self.is_whole_needed(tensor, needed, layout)
-        value, placement = self.tensor(tensor, whole, near, layout, micro)
-        return value if placement.kind != "R" else self.placed(value, needed, layout, micro)
+        plan = self._part.plan
+        seen = self.look(tensor, whole, near, reader)
+        seen = self._cut_free(seen, op, position, reader, along_axis=True)
+        if reader.layout is None:
+            return seen.value
+        layout, rank = reader.layout, self._part.rank
+        in_batch, on_axis = plan.batch_needed(op, position), plan.needed[op][position]
+        is_ruled = plan.op_axis[op] != BATCH_AXIS
+        if in_batch.kind == "P":
+            # A whole value read as a part of a sum enters it once: on the first device, or team.
+            # So does what all members of a team have alike.
+            if seen.is_part_of_sum:
+                enters = is_ruled or not seen.is_alike_in_team or layout.speaks(rank)
+            elif is_ruled:
+                enters = layout.is_in_first_team(reader.micro, rank)
+            else:
+                enters = layout.first(reader.micro) == rank
+            if not enters:
+                return torch.zeros_like(seen.value)
+        if is_ruled and on_axis.kind == "P" and not seen.is_part_in_team:
+            return seen.value if layout.speaks(rank) else torch.zeros_like(seen.value)
+        return seen.value
 
-    def placed(
-        self, value: Tensor, needed: Placement, layout: Layout | None, micro: int
-    ) -> Tensor:
-        """Slice a whole tensor where the reader wants its own units only.
+    def cut_whole(self, value: Tensor, op: int, position: int, reader: Reader) -> Tensor:
+        """What an op wants of a tensor that is here whole: its own samples or units."""
+        return self._cut_free(Seen(value), op, position, reader, along_axis=True).value
 
-        Where it wants a part of a sum, the first device has the whole and the others nothing.
+    def gradient(self, tensor: int, near: Near, held: Held, reader: Reader) -> Tensor:
+        """A gradient as it was made, or as it was gathered, through the views of it.
+
+        Args:
+            tensor: the gradient.
+            near: the buffer that it is in.
+            held: what that holds, or held.
+            reader: this rank, as the op that made the gradient.
         """
-        if layout is None:
-            return value
-        if needed.kind == "S":
-            return cut(value, needed, layout.units, *self._part.samples_in(layout, micro))
-        if needed.kind == "P" and layout.first(micro) != self._part.rank:
-            return torch.zeros_like(value)
-        return value
+        ((_, whole),), (buffer,) = near.keys(), near.values()
+        is_there = buffer in self.held
+        self.held[buffer] = held
+        found = self.look(tensor, whole, near, reader).value
+        if not is_there:
+            del self.held[buffer]
+        return found
 
-    def tensor(
-        self, tensor: int, whole: bool, near: Near, layout: Layout | None, micro: int
-    ) -> tuple[Tensor, Placement]:
-        """A tensor and its placement, through the views between it and the value it looks at."""
+    def _cut_free(
+        self, seen: "Seen", op: int, position: int, reader: Reader, *, along_axis: bool
+    ) -> "Seen":
+        """Cut what is whole where an op wants its own samples or units only."""
+        if reader.layout is None:
+            return seen
+        plan = self._part.plan
+        in_batch = plan.batch_needed(op, position)
+        value = seen.value
+        if in_batch.kind == "S" and not seen.has_samples and reader.samples != reader.all_samples:
+            total = reader.all_samples[1]
+            begin, count = reader.samples[0] + reader.first_sample, reader.samples[1]
+            value = cut(value, in_batch, total, begin, count)
+        has_samples = seen.has_samples or in_batch.kind == "S"
+        on_axis = plan.needed[op][position]
+        has_units = seen.has_units
+        is_ruled = plan.op_axis[op] != BATCH_AXIS
+        if along_axis and is_ruled and on_axis.kind == "S" and not has_units:
+            has_units = True
+            if has_samples:
+                on_axis = nested(on_axis, in_batch, reader.all_samples[1], reader.samples[1])
+            value = cut(value, on_axis, reader.all_units, *reader.units)
+        return replace(seen, value=value, has_samples=has_samples, has_units=has_units)
+
+    def look(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
+        """A tensor through the views between it and the value it looks at."""
         graph, plan = self._part.graph, self._part.plan
         maker = int(graph.producer[tensor])
         if maker < 0:
-            return self._step_input(tensor, whole, near, layout, micro)
-        if graph.is_view[maker]:
-            source = graph.ops[maker].inputs[0]
-            needed = plan.needed[maker][0]
-            inner = whole or plan.is_whole_needed(source, needed, int(plan.op_axis[maker]))
-            value, placement = self.tensor(source, inner, near, layout, micro)
-            if inner:
-                # Everything after the gather is whole as well.
-                return self._view(maker, tensor, value, layout, micro, is_whole=True), R
-            if placement.kind == "R":
-                value = self.placed(value, needed, layout, micro)
-            result = self._view(maker, tensor, value, layout, micro, is_whole=False)
-            return result, plan.placements[tensor]
-        return self._value(tensor, whole, near, layout, micro)
+            return self._step_input(tensor, whole, near, reader)
+        if not graph.is_view[maker]:
+            return self._value(tensor, whole, near, reader)
+        source = graph.ops[maker].inputs[0]
+        inner = max(whole, plan.whole_needed(maker, 0, source))
+        seen = self.look(source, inner, near, reader)
+        if inner == EVERYTHING:  # and so is everything after it
+            return Seen(self._view(maker, tensor, seen.value, None))
+        seen = self._cut_free(seen, maker, 0, reader, along_axis=inner == AS_MADE)
+        extent = Extent(
+            reader.samples[1] if seen.has_samples else reader.all_samples[1],
+            reader.units[1] if seen.has_units else self._ops[maker].whole.units,
+        )
+        return replace(seen, value=self._view(maker, tensor, seen.value, extent))
 
     def from_batch(self, tensor: int) -> Tensor:
         """The whole of a tensor that follows from the batch (``BatchPlan.follows_batch``).
@@ -197,60 +274,109 @@ class Values:
             return (self._batch if is_batch else self._buffers)[tensor]
         local_op = self._ops[maker]
         inputs = [self.from_batch(each) for each in graph.ops[maker].inputs]
-        made = local_op(inputs, local_op.units)
+        made = local_op(inputs, local_op.whole)
         self._from_batch |= dict(zip(graph.outputs(maker), made, strict=True))
         return self._from_batch[tensor]
 
-    def _view(
-        self,
-        op: int,
-        tensor: int,
-        value: Tensor,
-        layout: Layout | None,
-        micro: int,
-        *,
-        is_whole: bool,
-    ) -> Tensor:
-        count = layout.range(micro, self._part.rank)[1] if layout else 0
+    def _view(self, op: int, tensor: int, value: Tensor, extent: Extent | None) -> Tensor:
         local_op = self._ops[op]
-        outputs = local_op([value], local_op.units if is_whole else count)
+        outputs = local_op([value], extent or local_op.whole)
         return outputs[tensor - self._part.graph.outputs(op)[0]]
 
-    def _step_input(
-        self, tensor: int, whole: bool, near: Near, layout: Layout | None, micro: int
-    ) -> tuple[Tensor, Placement]:
-        bucket = self._part.sliced_of_tensor.get(tensor)
+    def _step_input(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
+        part = self._part
+        bucket = part.sliced_of_tensor.get(tensor)
+        placement = part.plan.placements[tensor]
+        is_sharded = part.plan.tensor_axis[tensor] != BATCH_AXIS
         if bucket is not None and bucket.stage == 3:
             flat = self.held[near[gathered(bucket.number)]].tensor()
-            return flat[self._span[tensor]].view(self._part.graph.tensors[tensor].shape), R
+            value = flat[self._span[tensor]].view(self._read_parameter(tensor).shape)
+            return Seen(value, has_units=is_sharded)
         if tensor in self._parameters:
-            return self._read_parameter(tensor), self._part.plan.placements[tensor]
-        if self._part.graph.tensors[tensor].kind != TensorKind.BATCH:
-            return self._buffers[tensor], R
-        placement = self._part.plan.placements[tensor]
+            return Seen(self._read_parameter(tensor), has_units=is_sharded)
+        if part.graph.tensors[tensor].kind != TensorKind.BATCH:
+            return Seen(self._buffers[tensor])
         value = self._batch[tensor]
-        if whole:
-            return value, R
-        if placement.kind == "S" and layout is not None:
-            value = cut(value, placement, layout.units, *self._part.samples_in(layout, micro))
-        return value, placement
+        if whole == EVERYTHING or placement.kind != "S" or reader.layout is None:
+            return Seen(value)
+        begin, count = reader.samples
+        total = reader.all_samples[1]
+        return Seen(
+            cut(value, placement, total, begin + reader.first_sample, count), has_samples=True
+        )
 
-    def _value(
-        self, tensor: int, whole: bool, near: Near, layout: Layout | None, micro: int
-    ) -> tuple[Tensor, Placement]:
-        """The value that a buffer holds, narrowed to the samples that are wanted."""
-        value, placement = self._part.value_of[tensor], self._part.plan.placements[tensor]
-        buffer = near.get((value, whole), near.get((value, not whole)))
+    def _value(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
+        """The value that a buffer holds, narrowed to the samples and units that are wanted."""
+        part, plan = self._part, self._part.plan
+        value = part.value_of[tensor]
+        in_batch, on_axis = plan.batch_placement(tensor), plan.placements[tensor]
+        is_ruled = plan.tensor_axis[tensor] != BATCH_AXIS
+        buffer = nearest(near, value, whole)
         if buffer is None:
-            assert placement == P, f"tensor {tensor} is not here"
+            assert "P" in (in_batch.kind, on_axis.kind), f"tensor {tensor} is not here"
             # A whole value seen as a partial sum: it is on another device, and zero here.
-            return self.zeros(tensor, self._part.graph.tensors[tensor].shape), P
+            return self._nothing(tensor, reader)
         held = self.held[buffer]
         result = held.tensor()
-        if whole:
-            return result, R
-        if placement.kind == "S" and layout is not None:
-            begin, count = layout.range(micro, self._part.rank)
-            if (begin, count) != (held.begin, held.count):
-                result = cut(result, placement, held.count, begin - held.begin, count)
-        return result, placement
+        if whole == EVERYTHING:
+            return Seen(result)
+        has_samples = in_batch.kind == "S" and reader.layout is not None
+        if has_samples and reader.samples != held.samples:
+            (low, owned), (begin, count) = held.samples, reader.samples
+            result = cut(result, in_batch, owned, begin - low, count)
+        is_made_whole = part.value_in(buffer)[1] != AS_MADE and whole != AS_MADE
+        has_units = is_ruled and on_axis.kind == "S" and whole == AS_MADE
+        if has_units and reader.units != held.units:
+            if has_samples:
+                on_axis = nested(on_axis, in_batch, reader.all_samples[1], reader.samples[1])
+            low, owned = (0, reader.all_units) if held.units == EVERY else held.units
+            begin, count = reader.units
+            result = cut(result, on_axis, owned, begin - low, count)
+        return Seen(
+            result,
+            has_samples=has_samples,
+            has_units=has_units,
+            is_part_of_sum=in_batch.kind == "P" and not (is_ruled and self._has_one_team(tensor)),
+            is_alike_in_team=is_ruled and (on_axis.kind != "P" or is_made_whole),
+            is_part_in_team=is_ruled and on_axis.kind == "P" and not is_made_whole,
+        )
+
+    def _has_one_team(self, tensor: int) -> bool:
+        """Whether the devices that make a tensor are one team, which has all samples."""
+        layout = self._part.layout_of_op(int(self._part.graph.producer[tensor]))
+        return layout is not None and layout.num_teams == 1
+
+    def _nothing(self, tensor: int, reader: Reader) -> "Seen":
+        """Zeros in place of a part of a sum that is elsewhere."""
+        plan = self._part.plan
+        shape = self._part.graph.tensors[tensor].shape
+        in_batch = plan.batch_placement(tensor)
+        if in_batch.kind == "S":
+            shape = local_shape(shape, in_batch, reader.samples[1], reader.all_samples[1])
+        return Seen(
+            self.zeros(tensor, shape),
+            has_samples=in_batch.kind == "S",
+            is_part_of_sum=True,
+            is_part_in_team=True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a reader sees of a tensor.
+
+    Attributes:
+        value: the tensor.
+        has_samples: it is cut to the reader's samples.
+        has_units: it is cut to the reader's units.
+        is_part_of_sum: it is a part of a sum over the batch.
+        is_alike_in_team: all members of a team have the same part.
+        is_part_in_team: it is a part of a sum over the team.
+    """
+
+    value: Tensor
+    has_samples: bool = False
+    has_units: bool = False
+    is_part_of_sum: bool = False
+    is_alike_in_team: bool = False
+    is_part_in_team: bool = False

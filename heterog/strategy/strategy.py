@@ -263,7 +263,16 @@ class Strategy:
                 )
 
     def _check_rules(self, graph: OpGraph) -> None:
-        axis_plan(graph, self.op_rules)
+        plan = axis_plan(graph, self.op_rules)
+        parted = self.num_micro_batches > 1 or any(each.teams for each in self.decisions)
+        crossing = plan.crossing() if self.op_rules and parted else None
+        if crossing is not None:
+            op = graph.ops[crossing]
+            raise StrategyError(
+                f"the rule of op {crossing} '{op.kind}' in module '{op.module}' cuts across "
+                "samples, so that it has no meaning on a part of the batch; plan without "
+                "micro-batches and teams, or without that rule."
+            )
 
     def _check_homes(self, graph: OpGraph, cluster: Cluster) -> None:
         group = group_ops(graph).group

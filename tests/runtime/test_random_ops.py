@@ -216,8 +216,8 @@ def test_noise_that_all_samples_share_is_the_same_on_every_rank(
 
 def test_the_seed_of_an_op_depends_on_what_it_should() -> None:
     def draw(seed: int, rank: int, step: int, op: int, micro: int, shared: bool) -> float:
-        stream = RandomStream(seed, rank, torch.device("cpu"))
-        with stream.drawing(step, op, micro, shared=shared):
+        stream = RandomStream(seed, torch.device("cpu"))
+        with stream.drawing(step, op, micro, rank=None if shared else rank):
             return float(torch.rand(()))
 
     own = draw(0, 0, 0, 0, 0, False)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.grouping import group_ops
-from heterog.graph.placement import Placement
 from heterog.planners.plan import Plan
+from heterog.runtime.layouts import Layout
 from heterog.runtime.losses import Losses
-from heterog.runtime.rank_program import Layout
 from heterog.runtime.rehearsal import rehearse
+from heterog.runtime.values import Reader
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Decision
@@ -85,8 +85,9 @@ def test_the_whole_batch_in_micro_batches() -> None:
 def labels_read_from_buffers() -> Iterator[None]:
     """As it was: labels are looked for among what ops have made, before any has run."""
 
-    def known(self: Losses, tensor: int, needed: Placement, layout: Layout, micro: int) -> Tensor:
-        return self._values.input(tensor, needed, {}, layout, micro)
+    def known(self: Losses, op: int, position: int, tensor: int, reader: Reader) -> Tensor:
+        whole = self._values.whole_needed(op, position, tensor)
+        return self._values.read(op, position, tensor, whole, {}, reader)
 
     with mock.patch.object(Losses, "_known", known):
         yield

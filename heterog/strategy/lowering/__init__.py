@@ -33,6 +33,7 @@ from heterog.strategy.channels import Channel, ChannelTable
 from heterog.strategy.lowering.choice import Choice as Choice
 from heterog.strategy.lowering.choice import Encoder as Encoder
 from heterog.strategy.lowering.choice import encode as encode
+from heterog.strategy.lowering.choice import ring_decision as ring_decision
 from heterog.strategy.lowering.resident import resident_bytes as resident_bytes
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.scratch import make_scratch as make_scratch
