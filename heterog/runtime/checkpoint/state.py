@@ -28,6 +28,11 @@ def check_whole(step: DeployedStep) -> None:
             "which checkpoints cannot hold yet. Keep step.state_dict() instead, which has them "
             "whole on rank 0, or plan without op rules."
         )
+    if any(bucket.ring.part < 1.0 or not bucket.is_first for bucket in step.part.buckets):
+        raise StrategyError(
+            "the plan keeps the optimizer's state in slices inside teams, which checkpoints "
+            "cannot hold yet. Keep step.state_dict(), or plan without ZeRO or without teams."
+        )
 
 
 def check_fits(step: DeployedStep, contents: Contents, folder: str | Path) -> None:
