@@ -135,7 +135,7 @@ def test_an_order_against_the_data() -> None:
 def test_messages_that_do_not_match() -> None:
     """One rank believes in other shares than the rest: what it sends is not what is expected."""
     plan = uniform("mlp", "ring")
-    range_of = Layout.range
+    range_of = Layout.own_samples
 
     def other(self: Layout, micro: int, device: int) -> tuple[int, int]:
         begin, count = range_of(self, micro, device)
@@ -146,7 +146,7 @@ def test_messages_that_do_not_match() -> None:
     decisions = [SYNCS["ring"], *[Decision(devices=(1, 2), shares=(4, 4))] * (groups - 1)]
     plan = plan_of(graph, strategy_of(graph, decisions))
     assert verdict("mlp", plan) == ""
-    with mock.patch.object(Layout, "range", other):
+    with mock.patch.object(Layout, "own_samples", other):
         assert "rank " in verdict("mlp", plan)
 
 
