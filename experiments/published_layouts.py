@@ -390,7 +390,7 @@ def _sailor_model(row: dict[str, Any]) -> tuple[str, int, int, int]:
 
 def _hosts_of_team(entries: Sequence[Sequence[Any]], size: int, first: int) -> list[str]:
     """One host for each node that a team has GPUs on, with as many as the team uses."""
-    hosts = []
+    hosts: list[str] = []
     for card, count, _ in entries:
         used = min(size, int(count)) if len(entries) > 1 else size
         name, link, nic = SAILOR_CARDS.get(card, (card, "pcie3", "10 Gbit/s"))
