@@ -1,0 +1,38 @@
+"""What people run today, executed: layouts on four real ranks give the numbers of one device."""
+
+from pathlib import Path
+
+import pytest
+
+from heterog.strategy.layouts.layout import parse_layout
+from heterog.strategy.layouts.placed import place_layout
+from heterog.strategy.layouts.stages import layers_of
+from heterog.strategy.lowering import lower
+from heterog.strategy.program import TaskKind
+from tests.runtime.grids import grid_cluster
+from tests.runtime.ranks import Ranks
+from tests.runtime.strategies import graph_of
+from tests.runtime.test_teams import trained_alike
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gpt", "tp=2,zero=1,micro_batch=2,recompute=full"),
+        ("gpt", "tp=2,pp=2,micro_batch=2,recompute=full"),
+        ("gpt", "tp=2,pp=2,schedule=gpipe,micro_batch=4"),
+        ("gpt", "pp=2,zero=1,recompute=full"),
+        ("gpt", "zero=3,micro_batch=1"),
+        ("mlp", "tp=4,num_micro=2"),
+        ("mlp", "tp=2,pp=2,layers=3-2,num_micro=4"),
+    ],
+)
+def test_a_layout_is_executed(four_ranks: Ranks, tmp_path: Path, name: str, text: str) -> None:
+    graph, cluster = graph_of(name), grid_cluster(4)
+    given = place_layout(parse_layout(text), graph, cluster)
+    assert given.sizes.num_devices == 4
+    if "full" in text and layers_of(graph).names:
+        program = lower(graph, cluster, given.strategy)
+        assert (program.kind == TaskKind.RECOMPUTE).any()
+    trained_alike(four_ranks, tmp_path, name, given.strategy)
