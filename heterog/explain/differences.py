@@ -36,6 +36,7 @@ def differences(
     subjects: tuple[tuple[str, Callable[[Strategy], str]], ...] = (
         ("devices", lambda each: _devices(each, cluster)),
         ("stages", lambda each: _stages(each, graph)),
+        ("teams", _teams),
         ("samples", lambda each: _samples(each, cluster)),
         ("single ops", _rules),
         ("micro-batches", _micro_batches),
@@ -79,6 +80,15 @@ def _stages(strategy: Strategy, graph: OpGraph) -> str:
     return f"{len(runs)}, the later ones from {shown}"
 
 
+def _teams(strategy: Strategy) -> str:
+    """How many devices do the ops with rules together."""
+    if not strategy.op_rules:
+        return "none"
+    teams = [team for decision in strategy.decisions for team in decision.layout.all_teams]
+    sizes = sorted({len(team) for team in teams})
+    return f"of {sizes[0]}" if len(sizes) == 1 else f"of {sizes[0]} to {sizes[-1]}"
+
+
 def _samples(strategy: Strategy, cluster: Cluster) -> str:
     """The different ways in which groups share the batch, the most common first."""
     ways = Counter(
@@ -88,7 +98,13 @@ def _samples(strategy: Strategy, cluster: Cluster) -> str:
     )
     if not ways:
         return "no device shares a batch with another"
+    of_teams = [
+        {sum(d.shares[d.devices.index(device)] for device in team) for team in d.layout.all_teams}
+        for d in dict.fromkeys(strategy.decisions)
+    ]
     if all(len(set(shares)) == 1 for _, shares in ways):
+        return "even"
+    if strategy.op_rules and all(len(samples) == 1 for samples in of_teams):
         return "even"
     (devices, shares), _ = ways.most_common(1)[0]
     by_kind: dict[tuple[str, int], int] = {}
@@ -110,7 +126,7 @@ def _micro_batches(strategy: Strategy) -> str:
     count = strategy.num_micro_batches
     if count == 1:
         return "none"
-    sizes = sorted({sum(column) for column in zip(*strategy.micro_batches, strict=True)})
+    sizes = sorted(set(strategy.micro_sizes))
     span = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     return f"{count} of {span} samples on all devices"
 
