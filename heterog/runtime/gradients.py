@@ -137,7 +137,7 @@ class Gradients:
         part = self._part
         is_last = len([each for each in part.rings(row) if part.rank in each.devices]) == 1
         own = self._take_own(row) if is_last else self._own_or_zeros(row)
-        if part.rank not in ring.givers:
+        if not part.gives(row, ring, part.rank):
             own = torch.zeros_like(own)
         return part.cut_to_ring(own, row, ring).reshape(-1)
 
@@ -201,7 +201,7 @@ class Gradients:
             # Collectives add in place: not where somebody still reads the gradient.
             is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
             ring = next(each for each in self._part.rings(bucket) if each.devices == devices)
-            if self._part.rank not in ring.givers:
+            if not self._part.gives(bucket, ring, self._part.rank):
                 own = torch.zeros_like(own)
             self._flat[key] = own.clone() if is_shared else own
         return self._flat[key]

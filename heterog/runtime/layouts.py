@@ -53,14 +53,15 @@ class Layout:
         cut = cut_layout(samples, max(layout.devices) + 1, micro_batches, sizes)
         self._team = {device: number for number, team in enumerate(teams) for device in team}
         weights = dict(zip(layout.devices, layout.parts or layout.shares, strict=True))
-        self._speakers = frozenset(
-            next((device for device in team if weights[device]), team[0]) for team in teams
-        )
         self._units: dict[int, Span] = {}
         if axis != BATCH_AXIS:
             for team, counts in zip(teams, layout.units(units), strict=True):
                 for place, device in enumerate(team):
                     self._units[device] = sum(counts[:place]), counts[place]
+                    weights[device] = counts[place]  # one with a weight may have no units
+        self._speakers = frozenset(
+            next((device for device in team if weights[device]), team[0]) for team in teams
+        )
         by_device = range(len(cut.own))
         self._own: list[dict[int, Span]] = [
             {d: (int(cut.own_begin[m, d]), int(cut.own[m, d])) for d in self.devices}

@@ -281,7 +281,23 @@ class RankProgram:
                 return layout.team_samples(micro, device)[1] > 0
             return layout.range(micro, device)[1] > 0
 
-        return [d for d in bucket.ring.givers if any(has(d, m) for m in micros)]
+        ring = bucket.ring
+        return [
+            device
+            for device in ring.devices
+            if self.gives(row, ring, device) and any(has(device, micro) for micro in micros)
+        ]
+
+    def gives(self, row: int, ring: Ring, device: int) -> bool:
+        """Whether a device's gradient is a part of a ring's sum.
+
+        Of members of a team that have made the same, the first one's is.
+        """
+        if not ring.is_once:
+            return True
+        maker = int(self.tables.value_op[int(self.tables.parameter_gradient[row])])
+        group = int(self.tables.parameter_group[row])
+        return self._layouts[int(self.tables.op_axis[maker])][group].speaks(device)
 
     def ends_update(self, task: int) -> bool:
         """Whether a task makes new parameters: steps them or brings them to other devices."""
