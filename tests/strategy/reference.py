@@ -1159,15 +1159,14 @@ class Walk:
             return
         chunk = self.chunk_of(task.device, self.group)
         assert chunk is not None
-        later = [
-            other
-            for other in self.reading.ops
-            if other > op
+        is_followed = any(
+            other > op
             and self.reading.group[other] in self.chunks[task.device][chunk]
-            and task.device in self.shares.of_op(other, self.micro)
             and (self.pass_of(other) == Pass.WEIGHTS) == (self.work == Pass.WEIGHTS)
-        ]
-        if not later and (task.device, chunk, self.number, self.micro) in self.entered:
+            and task.device in self.shares.of_op(other, self.micro)
+            for other in reversed(self.reading.ops)
+        )
+        if not is_followed and (task.device, chunk, self.number, self.micro) in self.entered:
             self.tokens[task.device, chunk][-1].append(task.make(task.device))
 
 
