@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from heterog.errors import StrategyError
-from heterog.graph.op_graph import OpGraph
+from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.op_graph import OpGraph, Phase
+from heterog.graph.op_rule import OpRule
+from heterog.graph.placement import R
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layout import Layout, cut_layout, micro_shares
 from heterog.strategy.lowering import lower
@@ -95,6 +98,29 @@ def test_unlike_teams_add_up_the_intervals_between_all_cuts() -> None:
     # Teams of different sizes: the first member of each speaks for it.
     assert [(r.devices, r.is_once) for r in peers] == [((0, 1, 2, 3, 4), True)]
     assert [r.devices for r in inside] == [(0, 1), (2, 3, 4)]
+
+
+def test_a_member_without_units_gets_the_gradient_of_its_team() -> None:
+    """Ops that each member of a team does whole; one member has no weight and does nothing.
+
+    Without its team's gradient the ring of its position would add up one team alone.
+    """
+    graph, strategy = grid(replace(PAIRS, parts=(1, 0, 1, 1)))
+    group = group_ops(graph).group
+    rules = tuple(
+        (op, OpRule(inputs=(R,) * len(each.inputs), outputs=(R,) * each.num_outputs, units=1))
+        for op, each in enumerate(graph.ops)
+        if not graph.is_view[op] and each.phase != Phase.UPDATE and group[op] != CONSTANT_GROUP
+    )
+    program = lower(graph, FOUR, replace(strategy, op_rules=rules))
+    pushes = np.flatnonzero(program.kind == TaskKind.PUSH)
+    routes = [program.channels[program.channel[task]].devices for task in pushes]
+    assert routes == [(0, 1)] * len(graph.updates)
+    for task in np.flatnonzero(program.kind == TaskKind.ALL_REDUCE):
+        waits = program.dependencies(int(task))
+        if program.channels[program.channel[task]].devices == (1, 3):
+            assert set(pushes) & set(waits)
+        assert len(waits) == 2  # one part of each team
 
 
 def test_unlike_replicas_have_columns_of_their_own() -> None:
