@@ -15,6 +15,7 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.errors import StrategyError
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
@@ -219,6 +220,8 @@ def random_strategy_of(
     plain = random_strategy(rng, graph, cluster)
     if in_teams:
         plain = with_random_teams(rng, plain)
+    if plain.num_micro_batches > 1 or in_teams:
+        rules = within_samples(graph, rules)
     strategy = with_rules(graph, plain, rules, keeps_slices=True)
     try:
         strategy.check(graph, cluster)
@@ -229,6 +232,14 @@ def random_strategy_of(
     if strategy.num_micro_batches > 1 and rng.random() < 0.3:
         strategy = with_random_turns(rng, strategy, cluster.num_devices)
     return Case(graph, cluster, strategy, 1 if strategy.step_barrier else rng.randint(2, 3))
+
+
+def within_samples(graph: OpGraph, rules: OpRules) -> OpRules:
+    """The rules that have a meaning on a part of the batch, too."""
+    while rules and (crossing := axis_plan(graph, rules).crossing()) is not None:
+        last = max(op for op, _ in rules if op <= crossing)  # a view follows another op's rule
+        rules = tuple((op, rule) for op, rule in rules if op != last)
+    return rules
 
 
 def with_random_blocks(rng: Random, strategy: Strategy) -> Strategy:
