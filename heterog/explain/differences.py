@@ -53,12 +53,13 @@ def differences(
 
 
 def _devices(strategy: Strategy, cluster: Cluster) -> str:
-    used = {
-        device
-        for decision in strategy.decisions
-        for device, share in zip(decision.devices, decision.shares, strict=True)
-        if share
-    }
+    used: set[int] = set()
+    for decision in dict.fromkeys(strategy.decisions):
+        share = dict(zip(decision.devices, decision.shares, strict=True))
+        for team in decision.layout.all_teams:
+            # By rules, a member without samples of its own works on those of its team.
+            together = strategy.op_rules and any(share[device] for device in team)
+            used |= {device for device in team if together or share[device]}
     if len(used) == cluster.num_devices:
         return f"all {len(used)}"
     kinds = Counter(cluster.devices[device].type.name for device in sorted(used))

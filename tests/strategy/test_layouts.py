@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from heterog.cluster import Cluster
+from heterog.explain.differences import differences
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
@@ -295,3 +296,15 @@ def test_a_shared_weight_is_said() -> None:
     given = placed("pp=2", graph_of(4, tied=True))
     assert any("shares a weight with a later stage" in remark for remark in given.remarks)
     assert not placed("pp=2").remarks
+
+
+def test_differences_name_what_a_plan_does_otherwise() -> None:
+    before, after = placed("tp=2,pp=2,micro_batch=1").strategy, placed("zero=1").strategy
+    found = {each.what: each for each in differences(before, after, GRAPH, CLUSTER)}
+    assert "devices" not in found, "members without samples of their own work, too"
+    assert "samples" not in found, "both share the batch evenly"
+    assert (found["teams"].given, found["teams"].ours) == ("of 2", "none")
+    assert found["stages"].given.startswith("2, the later ones from blocks.4")
+    assert found["micro-batches"].ours == "none"
+    assert "ZeRO-1" in found["gradients"].ours
+    assert not differences(before, before, GRAPH, CLUSTER)
