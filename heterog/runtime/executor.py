@@ -282,7 +282,7 @@ class StepExecutor:
             TaskKind.FLATTEN: lambda task, number, micro, step: step.gradients.flatten(
                 task, number, micro
             ),
-            TaskKind.SUM: lambda _, row, __, step: step.gradients.add_pushed(row),
+            TaskKind.SUM: lambda task, row, _, step: step.gradients.add_pushed(task, row),
             TaskKind.UPDATE: lambda _, row, __, step: updates.update(row, step),
             TaskKind.PUSH: lambda task, row, _, step: step.gradients.push(task, row),
             TaskKind.PULL: lambda task, row, _, __: updates.pull(task, row),
@@ -374,7 +374,7 @@ class StepExecutor:
         is_first = is_first_member = True
         if layout is not None:
             extent = Extent(reader.samples[1], reader.units[1])
-            is_first_member = layout.axis == BATCH_AXIS or layout.speaks(rank)
+            is_first_member = layout.axis == BATCH_AXIS or layout.speaks(micro, rank)
             # The micro-batches of a step are summed up like its devices.
             is_first = micro == 0 and (
                 layout.first(micro) == rank
@@ -394,10 +394,10 @@ class StepExecutor:
                 for position, tensor in enumerate(self.graph.ops[op].inputs)
             ],
             made=part.made(task),
-            draws_for=self._draws_for(local_op, layout),
+            draws_for=self._draws_for(local_op, layout, micro),
         )
 
-    def _draws_for(self, local_op: LocalOp, layout: Layout | None) -> int | None:
+    def _draws_for(self, local_op: LocalOp, layout: Layout | None, micro: int) -> int | None:
         """The rank whose random numbers an op draws; ``None``: every rank draws the same."""
         own = Special.OWN_RANDOM_STREAM
         if layout is None or own in (local_op.along_axis.special, local_op.along_batch.special):
@@ -410,7 +410,7 @@ class StepExecutor:
             return None
         if layout.num_teams == 1 and self._part.num_micro == 1:
             return None  # the whole of it, on all devices
-        return layout.speaker(self.rank)
+        return layout.speaker(micro, self.rank)
 
     def _with_own_buffers(self, op: int, inputs: list[Tensor]) -> list[Tensor]:
         """Copies in place of the model's buffers: BatchNorm updates its statistics in them."""

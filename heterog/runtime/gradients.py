@@ -83,6 +83,8 @@ class Gradients:
 
     def _keep(self, row: int, near: Near, layout: Layout | None, micro: int) -> None:
         """Keep a gradient, or what will be one when the collective that makes it whole is done."""
+        if not self._part.gives(row, micro):
+            return
         values, tensor = self._values, self._part.graph.updates[row][2]
         reader = values.reader(layout, micro)
         ((_, buffer),) = near.items()
@@ -137,8 +139,6 @@ class Gradients:
         part = self._part
         is_last = len([each for each in part.rings(row) if part.rank in each.devices]) == 1
         own = self._take_own(row) if is_last else self._own_or_zeros(row)
-        if not part.gives(row, ring, part.rank):
-            own = torch.zeros_like(own)
         return part.cut_to_ring(own, row, ring).reshape(-1)
 
     def synchronise(self, task: int, kind: TaskKind, bucket: int) -> None:
@@ -159,7 +159,7 @@ class Gradients:
     def scatter(self, task: int, number: int, micro: int) -> None:
         """Issue the reduce-scatter of a bucket that is updated in slices."""
         bucket = self._part.sliced[number]
-        senders = self._part.senders(bucket, micro)
+        senders = self._part.senders(task)
         before = self._slices.get(number)
         flat: Tensor | None = None
         if self._part.rank in senders:
@@ -190,7 +190,7 @@ class Gradients:
 
     def _take_flat(self, task: int, key: _InRing, micro: int, *, in_place: bool) -> Tensor:
         """This rank's gradients of a bucket in a ring, flat."""
-        bucket, devices = key
+        bucket, _ = key
         if not in_place:
             flat = self._flat_of_micro.pop((bucket, micro), None)
             if flat is None:
@@ -200,9 +200,6 @@ class Gradients:
             own = self._take_own(bucket).reshape(-1)
             # Collectives add in place: not where somebody still reads the gradient.
             is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
-            ring = next(each for each in self._part.rings(bucket) if each.devices == devices)
-            if not self._part.gives(bucket, ring, self._part.rank):
-                own = torch.zeros_like(own)
             self._flat[key] = own.clone() if is_shared else own
         return self._flat[key]
 
@@ -216,6 +213,7 @@ class Gradients:
         micro = int(self._part.program.micro[task])
         if self._part.rank == src:
             gradient = self._fresh.get((row, micro), self._own.get(row))
+            gradient = self._of_micro.get((row, micro), gradient)
             assert gradient is not None
             self._communicator.send(_waited(gradient), dst, task)
             if self._part.strategy.homes[row] == dst:
@@ -225,14 +223,18 @@ class Gradients:
         pending = self._communicator.receive(like, src, task)
         if self._part.strategy.homes[row] == self._part.rank:
             self._pushed.setdefault(row, []).append(pending)
+        elif self._part.zero_stage(row) > 1:
+            self._of_micro[row, micro] = pending
         else:
             self._put(row, micro, pending)
 
-    def add_pushed(self, row: int) -> None:
-        """Add what was pushed to this rank, and its own gradient."""
+    def add_pushed(self, task: int, row: int) -> None:
+        """Add what was pushed to this rank, and its own gradient if that is a part of the sum."""
         parts = [pending.wait() for pending in self._pushed[row]]
         kept = self._own.get(row)
-        own = None if kept is None else _waited(kept)
+        makers = [int(self._part.program.buffer_maker[b]) for b in self._part.reads(task)]
+        is_part = any(self._part.kinds[maker] is not TaskKind.PUSH for maker in makers)
+        own = None if kept is None or not is_part else _waited(kept)
         total = parts[0]  # received by this rank alone
         for part in (*parts[1:], *(() if own is None else (own,))):
             add_in_place(total, part)

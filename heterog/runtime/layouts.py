@@ -52,16 +52,12 @@ class Layout:
         samples = layout._replace(shares=batch_shares(layout.shares, batch_size))
         cut = cut_layout(samples, max(layout.devices) + 1, micro_batches, sizes)
         self._team = {device: number for number, team in enumerate(teams) for device in team}
-        weights = dict(zip(layout.devices, layout.parts or layout.shares, strict=True))
+        self._teams = teams
         self._units: dict[int, Span] = {}
         if axis != BATCH_AXIS:
             for team, counts in zip(teams, layout.units(units), strict=True):
                 for place, device in enumerate(team):
                     self._units[device] = sum(counts[:place]), counts[place]
-                    weights[device] = counts[place]  # one with a weight may have no units
-        self._speakers = frozenset(
-            next((device for device in team if weights[device]), team[0]) for team in teams
-        )
         by_device = range(len(cut.own))
         self._own: list[dict[int, Span]] = [
             {d: (int(cut.own_begin[m, d]), int(cut.own[m, d])) for d in self.devices}
@@ -110,20 +106,22 @@ class Layout:
         return next(device for device, count in self.shares[micro].items() if count)
 
     def is_in_first_team(self, micro: int, device: int) -> bool:
-        """Whether a device belongs to the team of the first one that works on something."""
-        return self._team.get(device) == self._team[self.first(micro)]
+        """Whether a device belongs to the first team that works on something."""
+        first = min(self._team[each] for each, count in self.shares[micro].items() if count)
+        return self._team.get(device) == first
 
-    def speaks(self, device: int) -> bool:
-        """Whether a device gives what all members of its team have alike."""
-        return device in self._speakers
+    def speaks(self, micro: int, device: int) -> bool:
+        """Whether a device is the first of its team that works on something."""
+        return device in self._team and self.speaker(micro, device) == device
 
-    def speaker(self, device: int) -> int:
-        """The device that gives what all members of a device's team have alike."""
-        return next(each for each in self._speakers if self._team[each] == self._team[device])
+    def speaker(self, micro: int, device: int) -> int:
+        """The first device of another's team that works on something; -1 if none does."""
+        members = self._teams[self._team[device]]
+        return next((each for each in members if self.shares[micro][each]), -1)
 
-    def are_together(self, one: int, other: int) -> bool:
-        """Whether two devices belong to one team."""
-        return self._team.get(one) == self._team.get(other)
+    def team_of(self, device: int) -> tuple[int, ...]:
+        """The team of a device, in order."""
+        return self._teams[self._team[device]]
 
     def first_team(self) -> list[int]:
         """Members of the first team."""

@@ -47,7 +47,7 @@ class Losses:
         if layout is not None:
             is_ruled = layout.axis != BATCH_AXIS
             if is_sum:  # each device, or each team, has a part
-                counts = not is_ruled or seen.is_part_in_team or layout.speaks(part.rank)
+                counts = not is_ruled or seen.is_part_in_team or layout.speaks(micro, part.rank)
             elif seen.is_part_in_team:
                 counts = layout.is_in_first_team(micro, part.rank)
             else:
@@ -92,7 +92,7 @@ class Losses:
             is_alike = layout.axis != BATCH_AXIS and (
                 part.plan.placements[part.graph.outputs(op)[1]].kind != "P"
             )
-            if is_alike and not speaks and not layout.speaks(part.rank):
+            if is_alike and not speaks and not layout.speaks(micro, part.rank):
                 continue
             reader = self._values.reader(layout, micro)
             target = self._known(op, 1, inputs[1], reader)

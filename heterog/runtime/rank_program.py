@@ -265,39 +265,35 @@ class RankProgram:
         ]
         return join(shaped, place)
 
-    def senders(self, bucket: SlicedBucket, micro: int) -> list[int]:
-        """Devices that have gradients to scatter: those whose ops have samples."""
-        row = bucket.number
-        value = int(self.tables.parameter_gradient[row])
-        op = int(self.tables.value_op[value])
-        group = int(self.tables.parameter_group[row])
-        layout = self._layouts[int(self.tables.op_axis[op])][group]
-        if self.tables.gradient_slot[row] >= 0:  # every member of a team with samples has it whole
-            layout = self._layouts[BATCH_AXIS][group]
-        micros = range(self.num_micro) if bucket.stage == 1 else (micro,)
+    def senders(self, task: int) -> list[int]:
+        """Devices that have gradients for a reduce-scatter, beside slices of earlier ones."""
+        program = self.program
+        found = {
+            int(program.buffer_device[buffer])
+            for buffer in self.reads(task)
+            if self.kinds[int(program.buffer_maker[buffer])] is not TaskKind.REDUCE_SCATTER
+        }
+        return sorted(found - {-1})
 
-        def has(device: int, micro: int) -> bool:
-            if self.tables.gradient_slot[row] >= 0:
-                return layout.team_samples(micro, device)[1] > 0
-            return layout.range(micro, device)[1] > 0
+    def gives(self, row: int, micro: int) -> bool:
+        """Whether this rank's gradient of a parameter enters the sum over devices.
 
-        ring = bucket.ring
-        return [
-            device
-            for device in ring.devices
-            if self.gives(row, ring, device) and any(has(device, micro) for micro in micros)
-        ]
-
-    def gives(self, row: int, ring: Ring, device: int) -> bool:
-        """Whether a device's gradient is a part of a ring's sum.
-
-        Of members of a team that have made the same, the first one's is.
+        Where all devices are in one ring, of the members of a team that made the same gradient
+        the first one gives it.
         """
-        if not ring.is_once:
+        if not any(ring.is_once for ring in self.rings(row)):
             return True
-        maker = int(self.tables.value_op[int(self.tables.parameter_gradient[row])])
-        group = int(self.tables.parameter_group[row])
-        return self._layouts[int(self.tables.op_axis[maker])][group].speaks(device)
+        value = int(self.tables.parameter_gradient[row])
+        layout = self.layout_of_op(self.maker(value))
+        assert layout is not None
+        team = layout.team_of(self.rank)
+        if self.tables.gradient_slot[row] >= 0:  # gathered, so that every member has it
+            return team[0] == self.rank
+        return layout.speaks(micro, self.rank)
+
+    def is_converted(self, buffer: int) -> bool:
+        """Whether a buffer holds what a conversion has made of a value."""
+        return self.kinds[int(self.program.buffer_maker[buffer])] in CONVERSIONS
 
     def ends_update(self, task: int) -> bool:
         """Whether a task makes new parameters: steps them or brings them to other devices."""

@@ -182,16 +182,21 @@ class Values:
         if in_batch.kind == "P":
             # A whole value read as a part of a sum enters it once: on the first device, or team.
             # So does what all members of a team have alike.
+            micro = reader.micro
             if seen.is_part_of_sum:
-                enters = is_ruled or not seen.is_alike_in_team or layout.speaks(rank)
-            elif is_ruled:
-                enters = layout.is_in_first_team(reader.micro, rank)
+                enters = is_ruled or not seen.is_alike_in_team or layout.speaks(micro, rank)
+            elif seen.is_converted:  # brought to those alone on which it enters
+                enters = True
             else:
-                enters = layout.first(reader.micro) == rank
+                enters = layout.is_in_first_team(micro, rank) and (
+                    is_ruled or seen.is_part_in_team or layout.speaks(micro, rank)
+                )
             if not enters:
                 return torch.zeros_like(seen.value)
         if is_ruled and on_axis.kind == "P" and not seen.is_part_in_team:
-            return seen.value if layout.speaks(rank) else torch.zeros_like(seen.value)
+            return (
+                seen.value if layout.speaks(reader.micro, rank) else torch.zeros_like(seen.value)
+            )
         return seen.value
 
     def cut_whole(self, value: Tensor, op: int, position: int, reader: Reader) -> Tensor:
@@ -339,6 +344,7 @@ class Values:
             is_part_of_sum=in_batch.kind == "P" and not (is_ruled and self._has_one_team(tensor)),
             is_alike_in_team=is_ruled and (on_axis.kind != "P" or is_made_whole),
             is_part_in_team=is_ruled and on_axis.kind == "P" and not is_made_whole,
+            is_converted=on_axis.kind == "P" and part.is_converted(buffer),
         )
 
     def _has_one_team(self, tensor: int) -> bool:
@@ -372,6 +378,7 @@ class Seen:
         is_part_of_sum: it is a part of a sum over the batch.
         is_alike_in_team: all members of a team have the same part.
         is_part_in_team: it is a part of a sum over the team.
+        is_converted: it was a part of a sum, and has come from elsewhere as the whole.
     """
 
     value: Tensor
@@ -380,3 +387,4 @@ class Seen:
     is_part_of_sum: bool = False
     is_alike_in_team: bool = False
     is_part_in_team: bool = False
+    is_converted: bool = False
