@@ -618,6 +618,7 @@ def _copy_whole(
         if choice.shares[source, micro, device] > 0 and scratch.slot_buffer[slot, device] >= 0:
             sender = device
             break
+    sent = scratch.slot_buffer[slot, sender] if sender >= 0 else -1
     first, first_team = -1, num_devices
     for device in range(num_devices):
         if choice.shares[target, micro, device] > 0:
@@ -635,5 +636,5 @@ def _copy_whole(
             continue
         if scratch.slot_buffer[slot, device] < 0:
             write_task(tape, _SEND, slot, device, micro, 0, sender * num_devices + device, size)
-            write_read(tape, scratch.slot_buffer[slot, sender])
+            write_read(tape, sent)  # the sender itself may count as zero
             scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
