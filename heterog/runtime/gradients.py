@@ -190,14 +190,15 @@ class Gradients:
 
     def _take_flat(self, task: int, key: _InRing, micro: int, *, in_place: bool) -> Tensor:
         """This rank's gradients of a bucket in a ring, flat."""
-        bucket, _ = key
+        bucket = key[0]
         if not in_place:
             flat = self._flat_of_micro.pop((bucket, micro), None)
             if flat is None:
                 flat = _waited(self._of_micro.pop((bucket, micro))).reshape(-1)
             return flat
         if key not in self._flat:
-            own = self._take_own(bucket).reshape(-1)
+            # A replica without a gradient gives zeros to each of its rings; nobody copies those.
+            own = self._in_ring(bucket, self._part.ring_over(bucket, key[1]))
             # Collectives add in place: not where somebody still reads the gradient.
             is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
             self._flat[key] = own.clone() if is_shared else own

@@ -234,6 +234,10 @@ class RankProgram:
             self._find_rings_of_copies()
         devices = self._ring_devices[task]
         row = int(self.program.subject[task])
+        return self.ring_over(row, devices)
+
+    def ring_over(self, row: int, devices: tuple[int, ...]) -> Ring:
+        """The ring of a parameter's gradients over some devices."""
         return next(ring for ring in self.rings(row) if ring.devices == devices)
 
     def _find_rings_of_copies(self) -> None:
