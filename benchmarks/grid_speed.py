@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -31,8 +32,10 @@ BATCH, TOKENS, VOCABULARY = 128, 4096, 128_256
 def llama_8b(layers: int) -> Workload:
     """Llama 3 8B (Grattafiori et al. 2024) without weights."""
 
+    hub: Any = transformers  # its configurations take more than their types say
+
     def model() -> nn.Module:
-        config = transformers.LlamaConfig(
+        config = hub.LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=4096,
             intermediate_size=14336,
@@ -44,7 +47,7 @@ def llama_8b(layers: int) -> Workload:
             use_cache=False,
             attn_implementation="sdpa",
         )
-        return _Logits(transformers.LlamaForCausalLM(config)).bfloat16()
+        return _Logits(hub.LlamaForCausalLM(config)).bfloat16()
 
     def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
