@@ -31,7 +31,6 @@ BATCH, TOKENS, VOCABULARY = 128, 4096, 128_256
 
 def llama_8b(layers: int) -> Workload:
     """Llama 3 8B (Grattafiori et al. 2024) without weights."""
-
     hub: Any = transformers  # its configurations take more than their types say
 
     def model() -> nn.Module:
