@@ -10,6 +10,7 @@ from heterog.graph.capture import capture_step
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.given import GivenLayout
+from heterog.planners.issue_order import Rehearse
 from heterog.planners.plan import BEST, Plan, make_plan
 from heterog.planners.planner import Budget
 from heterog.planners.portfolio import AUTO
@@ -44,12 +45,7 @@ def plan(
         The best plan; ``plan.outcome`` says whether it fits and runs. That of a workload has been
         rehearsed: played through on all ranks, without data.
     """
-    rehearse = None
-    if isinstance(workload, OpGraph):
-        graph = workload
-    else:
-        captured = capture_step(workload)
-        graph, rehearse = captured.graph, rehearsal_of(captured)
+    graph, rehearse = _captured(workload)
     use_policy(policy)
     methods = method.split(",") if isinstance(method, str) else method
     if policy != DEFAULT_POLICY and not {AUTO, *LEARNED} & set(methods):
@@ -69,6 +65,14 @@ def plan(
         step_barrier=step_barrier,
         rehearse=rehearse,
     )
+
+
+def _captured(workload: Workload | OpGraph) -> tuple[OpGraph, Rehearse | None]:
+    """The graph of a workload, and what plays plans of it through; a graph alone cannot be."""
+    if isinstance(workload, OpGraph):
+        return workload, None
+    captured = capture_step(workload)
+    return captured.graph, rehearsal_of(captured)
 
 
 def layout(
@@ -128,12 +132,7 @@ def layout(
         layers=tuple(layers),
         split=tuple(split),
     )
-    rehearse = None
-    if isinstance(workload, OpGraph):
-        graph = workload
-    else:
-        captured = capture_step(workload)
-        graph, rehearse = captured.graph, rehearsal_of(captured)
+    graph, rehearse = _captured(workload)
     return make_plan(
         graph,
         cluster,

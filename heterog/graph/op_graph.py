@@ -8,7 +8,7 @@ device would run them.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -260,6 +260,15 @@ class OpGraph:
             for tensor in dict.fromkeys(op.inputs):
                 readers[tensor].append(index)
         return tuple(map(tuple, readers))
+
+    def readers(self, tensor: int) -> Iterator[int]:
+        """Ops other than views that read a tensor, through all views."""
+        for reader in self.consumers[tensor]:
+            if self.is_view[reader]:
+                for output in self.outputs(reader):
+                    yield from self.readers(output)
+            else:
+                yield int(reader)
 
     @cached_property
     def parameters(self) -> tuple[int, ...]:

@@ -89,7 +89,6 @@ class RankProgram:
         kinds: of the program's tasks.
         num_micro: micro-batches of the step.
         micro_begin: first sample of each micro-batch.
-        micro_size: samples of each micro-batch.
         value_of: value by the tensor that owns its memory.
         sharded: placement and layout of the parameters that live in slices, by row.
         parameters_of_value: rows of ``graph.updates`` whose gradient a value holds.
@@ -110,8 +109,8 @@ class RankProgram:
         self._layouts = layouts_of_groups(strategy, self.plan.axes)
         self.sharded = sharded_parameters(graph, strategy)
         layout = self._layouts[BATCH_AXIS][0]
-        self.micro_size = [layout.size(micro) for micro in range(self.num_micro)]
-        self.micro_begin = [sum(self.micro_size[:micro]) for micro in range(self.num_micro)]
+        sizes = [layout.size(micro) for micro in range(self.num_micro)]
+        self.micro_begin = [sum(sizes[:micro]) for micro in range(self.num_micro)]
         self.value_of = {
             int(tensor): value for value, tensor in enumerate(self.tables.value_tensor)
         }
@@ -120,6 +119,8 @@ class RankProgram:
             self.parameters_of_value.setdefault(int(value), []).append(row)
         self.bucket_members: dict[int, list[int]] = {}
         self._fill_buckets()
+        self._rings = parameter_rings(graph, strategy)
+        self._buckets = sliced_buckets(graph, strategy, program)
         self.sliced: dict[int, SlicedBucket] = {}
         self.sliced_of_tensor: dict[int, SlicedBucket] = {}
         # As lists: single elements are looked up for every task.
@@ -143,11 +144,7 @@ class RankProgram:
         """Note what depends on the rank."""
         program = self.program
         self.rank = rank
-        self.sliced = {
-            bucket.number: bucket
-            for bucket in sliced_buckets(self.graph, self.strategy, program)
-            if rank in bucket.devices
-        }
+        self.sliced = {each.number: each for each in self._buckets if rank in each.devices}
         self.sliced_of_tensor = {
             self.graph.updates[row][1]: bucket
             for bucket in self.sliced.values()
@@ -212,16 +209,9 @@ class RankProgram:
         """The bucket in which this rank updates a slice of a parameter, if it does."""
         return self.sliced.get(int(self.program.bucket[row]))
 
-    def ring_of(self, row: int) -> Ring | None:
-        """The ring in which this rank adds up a parameter's gradients; ``None`` if in none.
-
-        Under ZeRO there is at most one.
-        """
-        return next((ring for ring in self.rings(row) if self.rank in ring.devices), None)
-
     def rings(self, row: int) -> tuple[Ring, ...]:
         """All rings that add up a parameter's gradients."""
-        return parameter_rings(self.graph, self.strategy, row)
+        return self._rings[row]
 
     def ring_size(self, row: int, ring: Ring) -> int:
         """Elements of a parameter that a ring adds up."""

@@ -98,6 +98,7 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
         StrategyError: one has parameters of different dtypes.
     """
     group = group_ops(graph).group
+    rings = parameter_rings(graph, strategy)
     members: dict[int, list[int]] = {}
     for row, (op, _, _) in enumerate(graph.updates):
         decision = strategy.decisions[int(group[op])]
@@ -114,7 +115,7 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
                 f"one bucket of {decision.sync.name.lower()}, which is cut as one flat tensor; "
                 "plan with bucket_bytes 0."
             )
-        for place, ring in enumerate(parameter_rings(graph, strategy, number)):
+        for place, ring in enumerate(rings[number]):
             sizes = tuple(round(each.meta.num_elements * ring.part) for each in tensors)
             own = ring_decision(ring, decision)
             found.append(
@@ -132,15 +133,16 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
     return found
 
 
-def parameter_rings(graph: OpGraph, strategy: Strategy, row: int) -> tuple[Ring, ...]:
-    """The rings that add up the gradients of a parameter, by row of ``graph.updates``."""
-    tables = graph_tables(graph, strategy.op_rules)
-    domain = int(tables.gradient_domain[row])
-    if domain < 0:
-        return ()
-    decision = strategy.decisions[int(tables.parameter_group[row])]
+def parameter_rings(graph: OpGraph, strategy: Strategy) -> list[tuple[Ring, ...]]:
+    """The rings that add up the gradients of each parameter, by row of ``graph.updates``."""
+    tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
     axes = tuple(int(units) for units in tables.axis_units[1:])
-    return gradient_rings(decision.layout, axes)[domain]
+    rings: list[tuple[Ring, ...]] = []
+    rows = zip(tables.gradient_domain.tolist(), tables.parameter_group.tolist(), strict=True)
+    for domain, group in rows:
+        layout = strategy.decisions[group].layout
+        rings.append(gradient_rings(layout, axes)[domain] if domain >= 0 else ())
+    return rings
 
 
 class Slices:

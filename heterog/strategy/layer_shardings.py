@@ -172,20 +172,10 @@ def _moved_bytes(graph: OpGraph, rules: OpRules) -> float:
         for tensor, place in zip(graph.outputs(op), rule.outputs, strict=True):
             if place.kind != "R" and not all(
                 reader in inside or graph.ops[reader].phase == Phase.UPDATE
-                for reader in _readers(graph, tensor)
+                for reader in graph.readers(tensor)
             ):
                 moved[tensor] = float(size[tensor]) * (2.0 if place.kind == "P" else 1.0)
     return max(sum(moved.values()), 1.0)
-
-
-def _readers(graph: OpGraph, tensor: int) -> Iterator[int]:
-    """Ops other than views that read a tensor, through all views."""
-    for reader in graph.consumers[tensor]:
-        if graph.is_view[reader]:
-            for output in graph.outputs(reader):
-                yield from _readers(graph, output)
-        else:
-            yield int(reader)
 
 
 _Signature = tuple[tuple[tuple[int, int, int], OpRule], ...]

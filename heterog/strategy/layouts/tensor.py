@@ -195,7 +195,7 @@ def _gathered(graph: OpGraph, split: dict[int, OpRule]) -> Iterable[str]:
         for tensor, place in zip(graph.outputs(op), split[op].outputs, strict=True):
             reads_whole = any(
                 reader not in split and not graph.is_view[reader]
-                for reader in _readers(graph, tensor)
+                for reader in graph.readers(tensor)
             )
             if place.kind == "S" and reads_whole:
                 largest = max(largest, float(graph.tensor_bytes[tensor]))
@@ -207,13 +207,3 @@ def _gathered(graph: OpGraph, split: dict[int, OpRule]) -> Iterable[str]:
             "The loss reads the logits whole, so teams gather them (Megatron-LM sums over the "
             "parts of the vocabulary instead)."
         )
-
-
-def _readers(graph: OpGraph, tensor: int) -> Iterable[int]:
-    """Ops other than views that read a tensor, through all views."""
-    for reader in graph.consumers[tensor]:
-        if graph.is_view[reader]:
-            for output in graph.outputs(reader):
-                yield from _readers(graph, output)
-        else:
-            yield int(reader)

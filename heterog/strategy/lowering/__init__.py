@@ -38,7 +38,6 @@ from heterog.strategy.lowering.resident import resident_bytes as resident_bytes
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.scratch import make_scratch as make_scratch
 from heterog.strategy.lowering.tape import IN_TURN, OVERFLOW, Tape, make_tape
-from heterog.strategy.lowering.turns import encode_turns as encode_turns
 from heterog.strategy.lowering.walk import lower_kernel as lower_kernel
 from heterog.strategy.program import Program
 from heterog.strategy.strategy import Strategy

@@ -138,7 +138,7 @@ def _convert_along_batch(
         elif whole != AS_MADE or source != target or not _covers(choice, source, reader, micro):
             _reduce(tables, choice, scratch, tape, slot, source, source, micro, False)
             if whole == AS_MADE or source != target:
-                who = _FIRST if whole == AS_MADE else _FIRST_TEAM if whole == IN_TEAM else _ALL
+                who = _who_gets(whole)
                 _copy_whole(tables, choice, scratch, tape, slot, source, reader, micro, who)
     elif source != reader:
         _copy_whole(tables, choice, scratch, tape, slot, source, reader, micro, _ALL)
@@ -169,7 +169,7 @@ def _convert_ruled(
         if over_teams == _P and (whole != IN_TEAM or not same):
             _reduce(tables, choice, scratch, tape, slot, source, row, micro, False)
             if whole == AS_MADE or not same:
-                who = _FIRST if whole == AS_MADE else _FIRST_TEAM if whole == IN_TEAM else _ALL
+                who = _who_gets(whole)
                 _copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
             return
         _reduce_in_teams(tables, choice, scratch, tape, slot, source, row, micro)
@@ -212,6 +212,14 @@ def _convert_ruled(
         if kind == _P and whole == AS_MADE:
             who = _FIRST if reader_axis == 0 else _FIRSTS
         _copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
+
+
+@helper
+def _who_gets(whole: int) -> int:
+    """Who gets the sum of all parts, by how much of it readers need."""
+    if whole == AS_MADE:
+        return _FIRST
+    return _FIRST_TEAM if whole == IN_TEAM else _ALL
 
 
 @helper
@@ -517,12 +525,22 @@ def _gather_in_teams(
             samples = 0
         write_task(tape, _GATHER_VALUE, slot, -1, micro, samples, channel, size)
         set_units(tape, max(units, 0))
-        for device in range(num_devices):
-            if teams.number[layout, device] == number and choice.shares[row, micro, device] > 0:
-                write_read(tape, scratch.slot_buffer[slot, device])
-        for device in range(num_devices):
-            if teams.number[layout, device] == number:
-                scratch.slot_buffer[slot, device] = write_buffer(tape, device, whole)
+        _meet(choice, scratch, tape, slot, layout, row, micro, number, whole)
+
+
+@helper
+def _meet(
+    choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int, row: int, micro: int,
+    team: int, size: float,
+) -> None:  # fmt: skip
+    """The collective that was begun last reads what a team's members have, and gives to all."""
+    for device in range(choice.member.shape[1]):
+        is_member = choice.teams.number[layout, device] == team
+        if is_member and choice.shares[row, micro, device] > 0:
+            write_read(tape, scratch.slot_buffer[slot, device])
+    for device in range(choice.member.shape[1]):
+        if choice.teams.number[layout, device] == team:
+            scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
 
 
 @helper
@@ -587,12 +605,7 @@ def _reduce_in_teams(
         if in_batch:
             size *= samples / tables.batch_size
         write_task(tape, _REDUCE_VALUE, slot, -1, micro, samples if in_batch else 0, channel, size)
-        for device in range(num_devices):
-            if teams.number[layout, device] == number and choice.shares[row, micro, device] > 0:
-                write_read(tape, scratch.slot_buffer[slot, device])
-        for device in range(num_devices):
-            if teams.number[layout, device] == number:
-                scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
+        _meet(choice, scratch, tape, slot, layout, row, micro, number, size)
 
 
 @helper

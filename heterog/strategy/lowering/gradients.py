@@ -87,11 +87,7 @@ def is_whole_everywhere(tables: GraphTables, choice: Choice, parameter: int) -> 
     domain = tables.gradient_domain[parameter]
     if domain != _PEERS:
         return bool(domain == _NOBODY)
-    layout = choice.layout[tables.parameter_group[parameter]]
-    for device in range(choice.member.shape[1]):
-        if choice.teams.number[layout, device] > 0:
-            return False
-    return True
+    return bool(choice.teams.num_teams[choice.layout[tables.parameter_group[parameter]]] == 1)
 
 
 @helper
