@@ -41,7 +41,7 @@ from heterog.agents.shipped import HELD_OUT_CLUSTERS, HELD_OUT_MODELS
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.planner import Budget, MethodRow, Task
+from heterog.planners.planner import Budget, MethodRow, Problem
 from heterog.simulator.evaluator import Evaluator
 
 PAPER_BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar")
@@ -110,11 +110,11 @@ def evaluate_pair(
         leads_search=not arguments.no_search,
         progress=teller(),
     )
-    task = Task(
+    problem = Problem(
         evaluator=Evaluator(graph, cluster), budget=Budget(evaluations=10_000), seed=arguments.seed
     )
     begin = time.perf_counter()
-    proposed = ask(policy, task)
+    proposed = ask(policy, problem)
     seconds = {each.method: each.step_time_s for each in found.rows}
     reference = seconds[LONG_SEARCH]
     baselines = [seconds[name] for name in PAPER_BASELINES]

@@ -18,7 +18,7 @@ from typing import Any
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.hap import Hap, Ingredients
-from heterog.planners.planner import Budget, MethodRow, Planner, Task, planner_by_name
+from heterog.planners.planner import Budget, MethodRow, Planner, Problem, planner_by_name
 from heterog.planners.portfolio import run_method
 from heterog.planners.spmd.prices import PADDED_ONLY
 from heterog.simulator.evaluator import Evaluator
@@ -49,13 +49,13 @@ def measure(model: str, batch_size: int | None, budget: Budget, *, ablate: bool)
     workload = build(model, batch_size) if batch_size else build(model)
     evaluator = Evaluator(capture(workload), Cluster.load(CLUSTER))
     evaluator.warm_up()
-    task = Task(evaluator=evaluator, budget=budget)
+    problem = Problem(evaluator=evaluator, budget=budget)
 
     def run(planner: Planner) -> MethodRow:
-        return run_method(planner, task)
+        return run_method(planner, problem)
 
     begin_s = time.process_time()
-    first = planner_by_name("hap").plan(task)
+    first = planner_by_name("hap").plan(problem)
     cpu_seconds = time.process_time() - begin_s
     hap = run(planner_by_name("hap"))
     baseline = best_of([run(planner_by_name(name)) for name in DATA_PARALLEL])

@@ -26,7 +26,7 @@ from heterog.agents.sources import PIPELINED_PART, PairSource, captured
 from heterog.agents.training import Report, Trainer
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.planner import Budget, MethodRow, Task
+from heterog.planners.planner import Budget, MethodRow, Problem
 from heterog.planners.portfolio import run_method
 from heterog.simulator.evaluator import Evaluator
 from heterog.workers import Workers, open_workers
@@ -54,7 +54,7 @@ def told(model: str) -> Report:
 
 
 def curve(
-    policy: Policy, task: Task, budget: Budget, report: Report, name: str
+    policy: Policy, problem: Problem, budget: Budget, report: Report, name: str
 ) -> tuple[list[tuple[float, float]], MethodRow]:
     """((seconds, best coarse step so far), final row) of fine-tuning a policy."""
     points: list[tuple[float, float]] = []
@@ -65,7 +65,9 @@ def curve(
         if not points or best < points[-1][1]:
             points.append((time.perf_counter() - begin, best))
 
-    asked = Task(evaluator=task.evaluator, budget=task.budget, seed=task.seed, report=note)
+    asked = Problem(
+        evaluator=problem.evaluator, budget=problem.budget, seed=problem.seed, report=note
+    )
     return points, run_method(FineTuned(policy, budget), asked)
 
 
@@ -88,13 +90,13 @@ def leave_out(
     fresh = Policy(PolicyConfig()).eval()
     evaluator = Evaluator(graph, cluster)
     evaluator.warm_up()
-    task = Task(evaluator=evaluator, budget=Budget(seconds=1.0), seed=config.seed)
+    problem = Problem(evaluator=evaluator, budget=Budget(seconds=1.0), seed=config.seed)
     zero_shot = [
-        run_method(Agent(each, name=name), task)
+        run_method(Agent(each, name=name), problem)
         for each, name in ((policy, "pretrained"), (fresh, "scratch"))
     ]
-    tuned, tuned_row = curve(policy, task, budget, report, "pretrained")
-    scratch, scratch_row = curve(fresh, task, budget, report, "scratch")
+    tuned, tuned_row = curve(policy, problem, budget, report, "pretrained")
+    scratch, scratch_row = curve(fresh, problem, budget, report, "scratch")
     best = min((points[-1][1] for points in (tuned, scratch) if points), default=0.0)
     return {
         "model": graph.name,

@@ -15,7 +15,7 @@ from functools import cache
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.planner import Budget, MethodRow, Planner, Task
+from heterog.planners.planner import Budget, MethodRow, Planner, Problem
 from heterog.planners.poplar import STAGES, EvenZero, Poplar
 from heterog.planners.portfolio import run_method
 from heterog.simulator.evaluator import Evaluator
@@ -37,10 +37,10 @@ def rows_of(
 ) -> list[dict[str, object]]:
     """Poplar and even ZeRO at every stage."""
     evaluator = Evaluator(graph_of(model, batch_size), Cluster.load(cluster))
-    task = Task(evaluator=evaluator, budget=Budget(evaluations=evaluations))
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=evaluations))
 
     def judged(planner: Planner) -> MethodRow:
-        return run_method(planner, task)
+        return run_method(planner, problem)
 
     rows: list[dict[str, object]] = []
     for stage in STAGES:

@@ -30,7 +30,7 @@ from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.planners.plan import Plan, load_plan, plan_from_rows
-from heterog.planners.planner import Budget, Planner, Task
+from heterog.planners.planner import Budget, Planner, Problem
 from heterog.planners.poplar import STAGES, EvenZero, Poplar
 from heterog.planners.portfolio import run_method
 from heterog.runtime.deploy import deploy
@@ -49,10 +49,10 @@ def make_plans(cluster: Cluster, model: str, batch_size: int, budget: Budget) ->
     """Plans for every stage: ``poplar0``, ``even0``, maybe ``even_steps0`` and so on."""
     graph = capture(load_workload(f"{WORKLOADS}:{model}", batch_size))
     evaluator = Evaluator(graph, cluster)
-    task = Task(evaluator=evaluator, budget=budget)
+    problem = Problem(evaluator=evaluator, budget=budget)
 
     def made(planner: Planner) -> Plan:
-        row = run_method(planner, task)
+        row = run_method(planner, problem)
         return plan_from_rows(
             evaluator, [row], budget=str(budget), seed=0, search_seconds=row.search_seconds
         )

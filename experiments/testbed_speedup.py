@@ -35,7 +35,7 @@ from heterog.runtime.deploy import deploy
 from heterog.runtime.launch import run_commands
 from heterog.runtime.rank import end_together, join
 from heterog.runtime.testbed import Testbed
-from heterog.strategy.layout import split_evenly, split_in_proportion
+from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.zoo import load_workload
 
 TESTBEDS = ("skew_compute", "skew_network", "skew_both")

@@ -19,12 +19,12 @@ _BRIEF.maxlevel = 3
 _BRIEF.maxstring = _BRIEF.maxother = 200
 
 
-def name_problem(name: str) -> str | None:
+def name_fault(name: str) -> str | None:
     r"""Why a text cannot be a name, in words; ``None`` if it can.
 
-    >>> name_problem("V100-16GB"), name_problem("model.py:workload (batch 4)")
+    >>> name_fault("V100-16GB"), name_fault("model.py:workload (batch 4)")
     (None, None)
-    >>> name_problem('x"; rm')
+    >>> name_fault('x"; rm')
     'has \'"\', which names cannot have: letters, digits, spaces and . _ : @ + , ( ) / # = -'
     """
     if not name:
@@ -44,10 +44,10 @@ def name_problem(name: str) -> str | None:
     )
 
 
-def text_problem(text: str) -> str | None:
+def text_fault(text: str) -> str | None:
     r"""Why a text (a module's path, a remark) is not one printable line; ``None`` if it is.
 
-    >>> text_problem("layers.0"), text_problem("a\x1b[2J")
+    >>> text_fault("layers.0"), text_fault("a\x1b[2J")
     (None, "has '\\x1b', which is not printable")
     """
     if len(text) > MAX_TEXT:

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from heterog.errors import InputFileError
 from heterog.files import MAX_JSON_BYTES, read_json
-from heterog.names import is_identifier, name_problem, shown, text_problem
+from heterog.names import is_identifier, name_fault, shown, text_fault
 
 MAX_INT32 = 2**31 - 1
 _MOST_DEPTH = 16
@@ -30,14 +30,14 @@ class Record(BaseModel):
 
 
 def _checked_name(value: str) -> str:
-    if (problem := name_problem(value)) is not None:
-        raise ValueError(problem)
+    if (fault := name_fault(value)) is not None:
+        raise ValueError(fault)
     return value
 
 
 def _checked_text(value: str) -> str:
-    if (problem := text_problem(value)) is not None:
-        raise ValueError(problem)
+    if (fault := text_fault(value)) is not None:
+        raise ValueError(fault)
     return value
 
 
@@ -49,12 +49,12 @@ def _checked_identifier(value: str) -> str:
 
 def _checked_json(value: Any) -> Any:
     """JSON that nests no deeper than anything needs, with finite numbers and printable text."""
-    if (problem := _json_problem(value, _MOST_DEPTH)) is not None:
-        raise ValueError(problem)
+    if (fault := _json_fault(value, _MOST_DEPTH)) is not None:
+        raise ValueError(fault)
     return value
 
 
-def _json_problem(value: Any, depth: int) -> str | None:
+def _json_fault(value: Any, depth: int) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return "is not a finite number"
     if isinstance(value, int) and value.bit_length() > 64:
@@ -71,7 +71,7 @@ def _json_problem(value: Any, depth: int) -> str | None:
         return f"nests more than {_MOST_DEPTH} levels deep"
     inside = [*value, *value.values()] if isinstance(value, dict) else value
     return next(
-        (why for each in inside if (why := _json_problem(each, depth - 1)) is not None), None
+        (why for each in inside if (why := _json_fault(each, depth - 1)) is not None), None
     )
 
 
@@ -152,12 +152,12 @@ def parse_record(
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise InputFileError(f"{where}: {first_problem(error)}") from error
+        raise InputFileError(f"{where}: {first_fault(error)}") from error
     except RecursionError as error:
         raise InputFileError(f"{where}: it is nested too deeply.") from error
 
 
-def first_problem(error: ValidationError) -> str:
+def first_fault(error: ValidationError) -> str:
     """The first thing that is wrong with a record, in words, and how many more there are."""
     errors = error.errors(include_url=False)
     more = f" ({len(errors) - 1} more after this one)" if len(errors) > 1 else ""
@@ -178,7 +178,7 @@ def _in_words(details: ErrorDetails) -> str:
 
 
 def field_name(place: Sequence[int | str]) -> str:
-    """The place of a problem as ``ops.3.kind``, without what pydantic adds of its own."""
+    """The place of a fault as ``ops.3.kind``, without what pydantic adds of its own."""
     text = ".".join(str(part) for part in place if part not in _BRANCHES)
     text = text if text.isprintable() else ascii(text)[1:-1]
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -39,8 +39,8 @@ def parse_yaml(text: str, path: Path, *, what: str, if_empty: str) -> tuple[yaml
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
-        problem = " ".join(str(error.problem).split())
-        raise InputFileError(f"{where}: not valid YAML: {problem}.") from error
+        fault = " ".join(str(error.problem).split())
+        raise InputFileError(f"{where}: not valid YAML: {fault}.") from error
     # A tag that does not fit its value ("!!bool x") is whatever its constructor stumbles over.
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError) as error:
         raise InputFileError(f"{path}: not valid YAML: {_first_line(error)}.") from error
@@ -65,9 +65,9 @@ def _check_events(text: str, path: Path, what: str) -> None:
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         if depth > _MOST_DEPTH or number > _MOST_EVENTS:
-            problem = "nests too deeply" if depth > _MOST_DEPTH else "says too much"
+            fault = "nests too deeply" if depth > _MOST_DEPTH else "says too much"
             where = f"{path}, line {event.start_mark.line + 1}" if event.start_mark else path
-            raise InputFileError(f"{where}: {problem} for {what}.")
+            raise InputFileError(f"{where}: {fault} for {what}.")
 
 
 def _check_aliases(root: yaml.Node, path: Path) -> None:

@@ -94,7 +94,7 @@ def method_file(folder: Path, name: str, work: str) -> str:
         "import sys, time\n"
         "from heterog.planners.planner import PlanResult\n"
         f"class Own:\n    name, stage = '{name}', 'search'\n"
-        "    def plan(self, task):\n"
+        "    def plan(self, problem):\n"
         f"        print('{name} has begun', file=sys.stderr, flush=True)\n"
         f"        while True:\n            time.sleep(0.01)\n            {work}\n"
     )
@@ -118,7 +118,7 @@ def test_a_second_interrupt_ends_at_once_and_writes_nothing(tmp_path: Path) -> N
 
 
 def test_an_interrupted_comparison_keeps_its_rows(tmp_path: Path) -> None:
-    method = method_file(tmp_path, "patient", "task.evaluator.poll()")
+    method = method_file(tmp_path, "patient", "problem.evaluator.poll()")
     process = started(
         tmp_path, "compare", "--models", graph_file(tmp_path), "--methods", f"ddp,{method}",
         "--clusters", "hap_v100_p100", "--budget", "1h", "--csv", "rows.csv", "--json",
@@ -153,7 +153,7 @@ def test_an_interrupted_comparison_on_workers_keeps_what_they_have(
     tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:
     """It waited for the workers, for an hour, or lost their rows with them."""
-    process = comparison(tmp_path, method_file(tmp_path, "patient", "task.evaluator.poll()"), 2)
+    process = comparison(tmp_path, method_file(tmp_path, "patient", "problem.evaluator.poll()"), 2)
     (os.killpg if to_all else os.kill)(process.pid, number)
     _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130, err

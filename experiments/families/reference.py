@@ -15,11 +15,11 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import Special
 from heterog.planners.plan import Plan
-from heterog.runtime.layouts import Layout
 from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.placed import cut, join
 from heterog.runtime.random_stream import RandomStream
 from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.spans import Spans
 from heterog.strategy.lowering import lower
 
 STEPS = 3
@@ -128,7 +128,7 @@ def local_groups(part: RankProgram) -> list[Part]:
     """
     found: set[tuple[Part, ...]] = set()
     for index, op in enumerate(part.graph.ops):
-        layout = part.layout_of_op(index)
+        layout = part.spans_of_op(index)
         if "batch_norm" not in op.kind or op.phase != Phase.FORWARD or layout is None:
             continue
         if part.plan.specials[index] == Special.LOCAL_STATISTICS:
@@ -141,7 +141,7 @@ def local_groups(part: RankProgram) -> list[Part]:
     return list(min(found, default=()))
 
 
-def _parts(part: RankProgram, layout: Layout) -> Iterator[Part]:
+def _parts(part: RankProgram, layout: Spans) -> Iterator[Part]:
     for micro in range(part.num_micro):
         for device in layout.devices:
             begin, count = layout.range(micro, device)
@@ -180,7 +180,7 @@ class Draws(TorchDispatchMode):
         if special == Special.SHARED_RANDOM_STREAM:
             with RandomStream(0, torch.device("cpu")).drawing(self._step, op, 0, rank=None):
                 return tuple(local_op(inputs, local_op.whole))
-        layout = part.layout_of_op(op)
+        layout = part.spans_of_op(op)
         assert layout is not None
         place: Placement = part.plan.needed[op][0]
         drawn = []

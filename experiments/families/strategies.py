@@ -18,8 +18,8 @@ from heterog.planners.plan import Plan, make_plan, plan_from_rows
 from heterog.planners.planner import Candidate, MethodRow
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.division import split_evenly
 from heterog.strategy.layer_shardings import layer_shardings
-from heterog.strategy.layout import split_evenly
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.strategy.tensor_parallel import merge_rules
 

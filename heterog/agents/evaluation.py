@@ -13,7 +13,7 @@ from heterog.agents.planners import Agent, AgentSearch
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.compare import Comparison
-from heterog.planners.planner import Budget, MethodRow, Planner, Task, planners
+from heterog.planners.planner import Budget, MethodRow, Planner, Problem, planners
 from heterog.planners.portfolio import AUTO, best_row, run_method, run_methods
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
@@ -93,8 +93,8 @@ def evaluate_policy(
     )
     for planner in asked:
         progress(planner.name, 0.0, math.inf)
-        task = Task(evaluator=evaluator, budget=budget, seed=seed, seeds=seeds)
-        rows.append(run_method(planner, task))
+        problem = Problem(evaluator=evaluator, budget=budget, seed=seed, seeds=seeds)
+        rows.append(run_method(planner, problem))
     return Comparison(
         graph=graph,
         cluster=cluster,

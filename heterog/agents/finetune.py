@@ -22,7 +22,7 @@ from heterog.agents.proposals import propose, rescore
 from heterog.agents.reinforce import Reinforce
 from heterog.envs.pair import Pair, Score
 from heterog.envs.reward import RewardFunction, reward_of
-from heterog.planners.planner import Budget, PlanResult, Spending, Task
+from heterog.planners.planner import Budget, PlanResult, Problem, Spending
 from heterog.strategy.program import IntArray
 
 _NUM_SAMPLES = 24
@@ -33,7 +33,7 @@ _NUM_KEPT = 8
 
 
 class FineTuned:
-    """A policy, fine-tuned on the task's pair for a budget of its own.
+    """A policy, fine-tuned on the problem's pair for a budget of its own.
 
     Args:
         policy: where to begin; it is not changed.
@@ -61,14 +61,14 @@ class FineTuned:
         self._learning_rate = learning_rate
         self._reward = reward
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Learn until the budget is over; the best strategies seen come back."""
         begin = time.perf_counter()
-        before = propose(task, self.policy)
+        before = propose(problem, self.policy)
         pair = before.pair
         spending = Spending(self._budget, pair.evaluator)
         policy = copy.deepcopy(self.policy)
-        rng = np.random.default_rng([task.seed, 99])
+        rng = np.random.default_rng([problem.seed, 99])
         optimizer = torch.optim.Adam(policy.parameters(), self._learning_rate, betas=(0.9, 0.98))
         reinforce = Reinforce(_NUM_SAMPLES, entropy_nats=(8.0, 4.0), reward=self._reward)
         best: dict[bytes, tuple[IntArray, Score]] = {}
@@ -96,15 +96,15 @@ class FineTuned:
                 elites = np.array([row for _, (row, score) in kept if score.overflow == 0.0])
                 example = _example(pair, elites)
                 loss = loss + Imitation([example]).loss(policy, [example], rng)[0]
-                task.report(min(spending.fraction, 1.0), top.step_time_s)
+                problem.report(min(spending.fraction, 1.0), top.step_time_s)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
         torch.set_num_threads(threads)
         rows_best = np.array([row for row, _ in best.values()])
-        candidates, rescored = rescore(task, pair, rows_best, spent=0)
-        after = propose(task, policy.eval())
+        candidates, rescored = rescore(problem, pair, rows_best, spent=0)
+        after = propose(problem, policy.eval())
         proposed = before.num_evaluations + after.num_evaluations
         return PlanResult(
             candidates=(*candidates, *before.candidates, *after.candidates),

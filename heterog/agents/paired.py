@@ -16,7 +16,7 @@ from heterog.agents.planners import AgentSearch
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.local_search import LocalSearch
-from heterog.planners.planner import Budget, Planner, PlanResult, Task
+from heterog.planners.planner import Budget, Planner, PlanResult, Problem
 from heterog.planners.portfolio import run_method
 from heterog.planners.two_segment import TwoSegment
 from heterog.simulator.evaluator import Evaluator
@@ -72,13 +72,13 @@ class EnumerationSearch:
     name = ENUMERATION
     stage = "search"
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Enumerate, then search."""
-        assert task.budget.evaluations is not None
-        first = TwoSegment().plan(replace(task, budget=task.budget.part(0.5)))
-        left = max(task.budget.evaluations - first.num_evaluations, 1)
-        seeds = (*task.seeds, *first.candidates)
-        then = LocalSearch().plan(replace(task, budget=Budget(evaluations=left), seeds=seeds))
+        assert problem.budget.evaluations is not None
+        first = TwoSegment().plan(replace(problem, budget=problem.budget.part(0.5)))
+        left = max(problem.budget.evaluations - first.num_evaluations, 1)
+        seeds = (*problem.seeds, *first.candidates)
+        then = LocalSearch().plan(replace(problem, budget=Budget(evaluations=left), seeds=seeds))
         return PlanResult(
             candidates=(*then.candidates, *first.candidates[:1]),
             num_evaluations=first.num_evaluations + then.num_evaluations,
@@ -122,7 +122,7 @@ def paired_runs(
                     allowed = Budget(evaluations=budget)
                     begin = time.perf_counter()
                     row = run_method(
-                        planner, Task(evaluator=evaluators[number], budget=allowed, seed=seed)
+                        planner, Problem(evaluator=evaluators[number], budget=allowed, seed=seed)
                     )
                     yield Run(
                         model=graph.name,

@@ -21,7 +21,7 @@ import heterog.planners.portfolio  # noqa: F401
 # isort: split
 from heterog.agents.proposals import NUM_SAMPLES, Proposed, propose
 from heterog.planners.local_search import LocalSearch
-from heterog.planners.planner import Budget, PlanResult, Task, register
+from heterog.planners.planner import Budget, PlanResult, Problem, register
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
 
@@ -53,20 +53,20 @@ class _Policies:
 _policies = _Policies()
 
 
-def ask(policy: "str | Policy", task: Task, num_samples: int = NUM_SAMPLES) -> Proposed:
-    """What a policy, by its name or file or the network itself, proposes for a task.
+def ask(policy: "str | Policy", problem: Problem, num_samples: int = NUM_SAMPLES) -> Proposed:
+    """What a policy, by its name or file or the network itself, proposes for a problem.
 
     Under a budget in seconds, what it said before about the same evaluator is taken again:
     ``agent+search`` need not wait for the network that ``agent`` has just asked.
     """
     if not isinstance(policy, str):
-        return propose(task, policy, num_samples)
-    key = (policy, task.seed, task.step_barrier, task.orders, num_samples)
-    known = _proposed.setdefault(task.evaluator, {})
-    if task.budget.seconds is not None and key in known:
+        return propose(problem, policy, num_samples)
+    key = (policy, problem.seed, problem.step_barrier, problem.orders, num_samples)
+    known = _proposed.setdefault(problem.evaluator, {})
+    if problem.budget.seconds is not None and key in known:
         return replace(known[key], num_evaluations=0)
-    found = propose(task, _policies.get(policy).policy, num_samples, name=policy)
-    if task.budget.seconds is not None and found.candidates:
+    found = propose(problem, _policies.get(policy).policy, num_samples, name=policy)
+    if problem.budget.seconds is not None and found.candidates:
         known[key] = found
     return found
 
@@ -100,10 +100,10 @@ class Agent:
         """Import what a policy needs, and read it."""
         _prepare(self.policy, evaluator)
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Answer once; most of the budget is left over."""
         begin = time.perf_counter()
-        found = ask(self.policy, task, self._num_samples)
+        found = ask(self.policy, problem, self._num_samples)
         return PlanResult(
             candidates=found.candidates,
             num_evaluations=found.num_evaluations,
@@ -129,29 +129,31 @@ class AgentSearch:
         """Import what a policy needs, and read it."""
         _prepare(self.policy, evaluator)
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Propose, then search with what is left of the budget."""
         from heterog.agents.policy import draw
 
         begin = time.perf_counter()
-        spending = task.spend()
+        spending = problem.spend()
         # Half of a budget in seconds is left for the search, however long the policy takes.
         asked = (
-            task if task.budget.seconds is None else replace(task, budget=task.budget.part(0.5))
+            problem
+            if problem.budget.seconds is None
+            else replace(problem, budget=problem.budget.part(0.5))
         )
         found = ask(self.policy, asked)
-        rng = np.random.default_rng([task.seed, NUM_PROPOSALS])
+        rng = np.random.default_rng([problem.seed, NUM_PROPOSALS])
         rows = draw(found.scores, found.pair, NUM_PROPOSALS, rng).rows
         table = found.pair.table
         proposals = tuple(
             tuple(table[number] for number in found.pair.groups(row)) for row in rows
         )
         seeds = tuple(
-            replace(candidate, orders=task.orders[:2][-1:]) for candidate in found.candidates
+            replace(candidate, orders=problem.orders[:2][-1:]) for candidate in found.candidates
         )
-        rest = _left(task.budget, found.num_evaluations, spending.seconds)
+        rest = _left(problem.budget, found.num_evaluations, spending.seconds)
         searched = LocalSearch().plan(
-            replace(task, budget=rest, seeds=(*seeds, *task.seeds), proposals=proposals)
+            replace(problem, budget=rest, seeds=(*seeds, *problem.seeds), proposals=proposals)
         )
         return PlanResult(
             candidates=(*searched.candidates, *found.candidates[:1]),

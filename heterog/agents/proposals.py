@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Candidate, Task
+from heterog.planners.planner import Candidate, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS, Outcome
 from heterog.strategy.program import IntArray
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposed:
-    """What a policy proposes for a task.
+    """What a policy proposes for a problem.
 
     Attributes:
         candidates: the best by the op-level evaluator, best first.
@@ -87,12 +87,12 @@ class Whole:
 
 
 def propose(
-    task: Task, network: "Policy", num_samples: int = NUM_SAMPLES, *, name: str = ""
+    problem: Problem, network: "Policy", num_samples: int = NUM_SAMPLES, *, name: str = ""
 ) -> Proposed:
-    """Draw strategies for a task and choose the best.
+    """Draw strategies for a problem and choose the best.
 
     Args:
-        task: graph, cluster, seed; evaluations beyond its budget are not made.
+        problem: graph, cluster, seed; evaluations beyond its budget are not made.
         network: the policy.
         num_samples: draws, the greedy one included.
         name: of the policy, for logs.
@@ -100,23 +100,23 @@ def propose(
     from heterog.agents.ways import FEWEST_FOR_WAYS, draw_in, make_ways
     from heterog.envs.pair import Pair
 
-    if task.budget.evaluations is not None:
+    if problem.budget.evaluations is not None:
         # A fifth of a small budget is left for the op level.
-        num_samples = max(min(num_samples, int(0.8 * task.budget.evaluations)), 1)
-    evaluator, spending = task.evaluator, task.spend()
+        num_samples = max(min(num_samples, int(0.8 * problem.budget.evaluations)), 1)
+    evaluator, spending = problem.evaluator, problem.spend()
     tables = [Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)]
     if num_samples >= FEWEST_FOR_WAYS:
         tables += [pair for pair in (tables[0].divided(),) if pair is not None]
     ways = make_ways(network, tables, num_samples)
     with spending.limits():
-        draw_in(ways, num_samples, np.random.default_rng([task.seed, 64]), spending.check)
+        draw_in(ways, num_samples, np.random.default_rng([problem.seed, 64]), spending.check)
     spent = sum(len(way.rows) for way in ways)
     scored: list[tuple[Scored, Way]] = []
     for table in tables:
         own = [way for way in ways if way.pair.table is table.table]
         if not len(own[0].rows):  # out of time before it was drawn in
             continue
-        scorer = _Scorer(task, table, spent)
+        scorer = _Scorer(problem, table, spent)
         with spending.limits():
             _score(scorer, own)
         if spending.is_cut:
@@ -134,7 +134,7 @@ def propose(
     )
     _log.info(
         "policy %s, seed %d: %d draws for %s, %.0f %% do not fit",
-        name or "in training", task.seed, num_samples, tables[0].name,
+        name or "in training", problem.seed, num_samples, tables[0].name,
         100.0 * found.out_of_memory,
     )  # fmt: skip
     return found
@@ -159,7 +159,7 @@ def _score(scorer: "_Scorer", ways: "Sequence[Way]") -> None:
 
 
 def rescore(
-    task: Task, pair: "Pair", rows: IntArray, *, spent: int
+    problem: Problem, pair: "Pair", rows: IntArray, *, spent: int
 ) -> tuple[tuple[Candidate, ...], int]:
     """Score the first rows at the op level, in both bucket sizes, and vary the whole step.
 
@@ -167,15 +167,15 @@ def rescore(
     recomputation where nothing fits without.
 
     Args:
-        task: what the rows are for.
+        problem: what the rows are for.
         pair: its model and cluster.
         rows: best first by the coarse evaluator.
-        spent: evaluations of the task's budget that are gone.
+        spent: evaluations of the problem's budget that are gone.
 
     Returns:
         The best candidates, best first, and the evaluations made.
     """
-    scorer = _Scorer(task, pair, spent)
+    scorer = _Scorer(problem, pair, spent)
     scorer.search(rows)
     found = tuple(candidate for (_, candidate), _ in scorer.candidates())
     return found, scorer.num_evaluations
@@ -194,13 +194,13 @@ def _orders(num_micro: int, allowed: tuple[Order, ...]) -> tuple[Order, ...]:
 class _Scorer:
     """Scores rows at the op level, whatever holds for the whole step."""
 
-    def __init__(self, task: Task, pair: "Pair", spent: int) -> None:
-        evaluator = task.evaluator
-        self._task = task
+    def __init__(self, problem: Problem, pair: "Pair", spent: int) -> None:
+        evaluator = problem.evaluator
+        self._task = problem
         self.pair = pair
         self._left = math.inf
-        if task.budget.evaluations is not None:
-            self._left = max(task.budget.evaluations - spent, 1)
+        if problem.budget.evaluations is not None:
+            self._left = max(problem.budget.evaluations - spent, 1)
         self._space = StrategySpace(
             evaluator.graph,
             evaluator.cluster,
@@ -252,16 +252,16 @@ class _Scorer:
         is_spent = bool(self._scored) and self._num_evaluations + len(orders) > self._left
         if is_spent or self._num_tasks > MOST_TASKS:
             return np.inf, np.inf
-        task = self._task
+        problem = self._task
         choice = self._space.encode(
             self._groups(row, whole),
             bucket_bytes=whole.bucket_bytes,
-            num_steps=1 if task.step_barrier else UNROLLED_STEPS,
+            num_steps=1 if problem.step_barrier else UNROLLED_STEPS,
             micro_batches=self._space.micro_batches(whole.num_micro),
         )
         limit_s = best[1] if best[0] == 0.0 else np.inf
         preferences = []
-        for found in task.evaluator.evaluate_orders(choice, orders, limit_s):
+        for found in problem.evaluator.evaluate_orders(choice, orders, limit_s):
             preferences.append(found.preference)
             if whole.recompute > 0.0 and found.outcome == Outcome.OK:
                 filled = found.peak_memory_bytes / self.pair.memory.usable_bytes
@@ -269,7 +269,7 @@ class _Scorer:
                     preferences[-1] = 1.0, found.step_time_s
         self._scored[key] = min(preferences)
         self._num_evaluations += len(orders)
-        self._num_tasks += len(orders) * task.evaluator.num_tasks
+        self._num_tasks += len(orders) * problem.evaluator.num_tasks
         return self._scored[key]
 
     def ensure(self, row: IntArray) -> None:

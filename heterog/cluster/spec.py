@@ -329,11 +329,11 @@ class _Document:
                     shown = f"{shown}.{step}" if shown else str(step)
         return line + 1, shown
 
-    def refuse(self, location: Sequence[int | str], problem: str) -> NoReturn:
+    def refuse(self, location: Sequence[int | str], fault: str) -> NoReturn:
         """Raises InputFileError with file, line and field."""
         line, field = self.line_and_field(location)
         where = f"{self.path}, line {line}" + (f", {field_name([field])}" if field else "")
-        raise InputFileError(f"{where}: {problem}")
+        raise InputFileError(f"{where}: {fault}")
 
     def refuse_all(self, errors: Sequence[ErrorDetails]) -> NoReturn:
         """Raises InputFileError about the first error and counts the others."""
@@ -343,7 +343,7 @@ class _Document:
         if location and location[-1] == "mapping":  # pydantic's own: which branch of a union
             location = location[:-1]
         more = f" ({len(errors) - 1} more after this one)" if len(errors) > 1 else ""
-        self.refuse(location, _problem(errors[0]) + more)
+        self.refuse(location, _fault(errors[0]) + more)
 
 
 def _pair(node: yaml.MappingNode, key: str) -> tuple[yaml.Node, yaml.Node] | None:
@@ -351,7 +351,7 @@ def _pair(node: yaml.MappingNode, key: str) -> tuple[yaml.Node, yaml.Node] | Non
     return next((pair for pair in reversed(node.value) if pair[0].value == key), None)
 
 
-def _problem(error: ErrorDetails) -> str:
+def _fault(error: ErrorDetails) -> str:
     """What is wrong and what to write instead."""
     kind, got, context = error["type"], shown(error["input"]), error.get("ctx", {})
     if kind in ("model_type", "dict_type"):
@@ -424,8 +424,8 @@ class _Builder:
 
     def _claim(self, names: set[str], what: str, name: str, here: _Location) -> None:
         if name in names:
-            problem = f"there is already a {what} '{name}'; give each its own name."
-            self._document.refuse(here, problem)
+            fault = f"there is already a {what} '{name}'; give each its own name."
+            self._document.refuse(here, fault)
         names.add(name)
 
     def _calibration(self) -> str | None:
@@ -478,8 +478,8 @@ class _Builder:
             if names is None:
                 names = [f"{host}:{len(devices) + i}" for i in range(entry.count)]
             elif len(names) != entry.count:
-                problem = f"{len(names)} names for a count of {entry.count}; write one per device."
-                self._document.refuse((*here, "names"), problem)
+                fault = f"{len(names)} names for a count of {entry.count}; write one per device."
+                self._document.refuse((*here, "names"), fault)
             kind = self._type(entry, spec.testbed.cpu_quota, here)
             usable = self._usable_memory(entry, kind, here)
             for name in names:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from heterog.errors import ClusterError
-from heterog.names import name_problem, shown, text_problem
+from heterog.names import name_fault, shown, text_fault
 from heterog.units import format_bytes
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -378,13 +378,13 @@ class Cluster:
 def _check_name(name: str, what: str) -> None:
     if not name:
         raise ClusterError(f"{what} has an empty name; give it one.")
-    if (problem := name_problem(name)) is not None:
-        raise ClusterError(f"{what} has the name {shown(name)}, which {problem}.")
+    if (fault := name_fault(name)) is not None:
+        raise ClusterError(f"{what} has the name {shown(name)}, which {fault}.")
 
 
 def _check_text(text: str, what: str) -> None:
-    if (problem := text_problem(text)) is not None:
-        raise ClusterError(f"{what}, {shown(text)}, {problem}.")
+    if (fault := text_fault(text)) is not None:
+        raise ClusterError(f"{what}, {shown(text)}, {fault}.")
 
 
 def _check_positive(value: float, what: str) -> None:

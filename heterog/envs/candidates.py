@@ -20,7 +20,7 @@ import numpy as np
 from heterog.envs.coarse import CoarseEvaluator
 from heterog.planners.data_parallel import device_speeds
 from heterog.strategy.channels import balanced_slices
-from heterog.strategy.layout import split_evenly, split_in_proportion
+from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.program import FloatArray
 from heterog.strategy.space import device_sets
 from heterog.strategy.strategy import SLICED, Decision, Sync

@@ -17,7 +17,7 @@ from heterog.envs.candidates import ModelMemory
 from heterog.envs.coarse import CoarseEvaluator
 from heterog.envs.merging import sums
 from heterog.strategy.channels import ChannelKind
-from heterog.strategy.layout import split_evenly
+from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import SLICED, Decision, Sync
 
 OBSERVATION_VERSION = 2

@@ -15,7 +15,7 @@ from heterog.envs.coarse import CoarseEvaluator
 from heterog.envs.observation import Observation, Observer
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Budget, Task, planner_by_name
+from heterog.planners.planner import Budget, Problem, planner_by_name
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -171,11 +171,11 @@ class Pair:
     def baseline_s(self) -> float:
         """Seconds of the best data-parallel baseline, whether it fits or not."""
         evaluator = Evaluator(self.graph, self.cluster, self.evaluator.cost_model)
-        task = Task(evaluator=evaluator, budget=Budget(evaluations=1))
+        problem = Problem(evaluator=evaluator, budget=Budget(evaluations=1))
         scored = [
             evaluator.evaluate(candidate.strategy, candidate.orders[0])
             for name in BASELINES
-            for candidate in planner_by_name(name).plan(task).candidates[:1]
+            for candidate in planner_by_name(name).plan(problem).candidates[:1]
         ]
         return min(scored, key=lambda each: each.preference).step_time_s
 

@@ -10,7 +10,7 @@ from heterog.explain.decided import ranges_of
 from heterog.graph.grouping import group_ops
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
-from heterog.strategy.layout import split_in_proportion
+from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 _MOST_RANGES = 8

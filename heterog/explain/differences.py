@@ -56,7 +56,7 @@ def _devices(strategy: Strategy, cluster: Cluster) -> str:
     used: set[int] = set()
     for decision in dict.fromkeys(strategy.decisions):
         share = dict(zip(decision.devices, decision.shares, strict=True))
-        for team in decision.layout.all_teams:
+        for team in decision.division.all_teams:
             # By rules, a member without samples of its own works on those of its team.
             together = strategy.op_rules and any(share[device] for device in team)
             used |= {device for device in team if together or share[device]}
@@ -85,7 +85,7 @@ def _teams(strategy: Strategy) -> str:
     """How many devices do the ops with rules together."""
     if not strategy.op_rules:
         return "none"
-    teams = [team for decision in strategy.decisions for team in decision.layout.all_teams]
+    teams = [team for decision in strategy.decisions for team in decision.division.all_teams]
     sizes = sorted({len(team) for team in teams})
     return f"of {sizes[0]}" if len(sizes) == 1 else f"of {sizes[0]} to {sizes[-1]}"
 
@@ -100,7 +100,10 @@ def _samples(strategy: Strategy, cluster: Cluster) -> str:
     if not ways:
         return "no device shares a batch with another"
     of_teams = [
-        {sum(d.shares[d.devices.index(device)] for device in team) for team in d.layout.all_teams}
+        {
+            sum(d.shares[d.devices.index(device)] for device in team)
+            for team in d.division.all_teams
+        }
         for d in dict.fromkeys(strategy.decisions)
     ]
     if all(len(set(shares)) == 1 for _, shares in ways):

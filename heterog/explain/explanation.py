@@ -16,7 +16,7 @@ from heterog.explain.fit import Remedy, remedies
 from heterog.explain.what_if import EVALUATIONS, Change, value_of_changes, with_idle_devices
 from heterog.planners.given import GIVEN
 from heterog.planners.plan import Plan
-from heterog.planners.planner import Budget, MethodRow, Spending, Stop, Task, planner_by_name
+from heterog.planners.planner import Budget, MethodRow, Problem, Spending, Stop, planner_by_name
 from heterog.planners.portfolio import Progress, run_method
 from heterog.planners.stability import DATA_PARALLEL, TUNED_UNIFORM, Gain
 from heterog.simulator.critical_path import Piece, critical_pieces, totals
@@ -221,7 +221,7 @@ def explain(
     order = Order[plan.order.upper()]
     choice = evaluator.encode(plan.strategy)
     evaluation = evaluator.referee(choice, order)
-    program, start, finish = evaluator.referee_schedule(choice, order)
+    program, start, finish = evaluator.referee_timings(choice, order)
     timeline = Timeline(program, start, finish, plan.cluster, plan.graph)
     decided = what_was_decided(plan.strategy, plan.graph, plan.cluster)
     fit = memory_fit(evaluator, choice, order)
@@ -320,7 +320,7 @@ def _with_baselines(
     """The plan's rows and those of the baselines that it was made without, as far as time goes."""
     rows = list(plan.rows)
     known = {row.method for row in rows}
-    task = Task(
+    problem = Problem(
         evaluator=evaluator,
         budget=Budget(evaluations=EVALUATIONS),
         seed=plan.seed,
@@ -328,10 +328,10 @@ def _with_baselines(
     )
     missing = [name for name in (*DATA_PARALLEL, TUNED_UNIFORM) if name not in known]
     if seconds is not None and missing:
-        task = replace(task, budget=Budget(seconds=_BASELINES_PART * seconds / len(missing)))
+        problem = replace(problem, budget=Budget(seconds=_BASELINES_PART * seconds / len(missing)))
     if stop is not None:
-        task = replace(task, stop=stop)
-    return rows + [run_method(planner_by_name(name), task) for name in missing]
+        problem = replace(problem, stop=stop)
+    return rows + [run_method(planner_by_name(name), problem) for name in missing]
 
 
 def _uses_several(row: MethodRow) -> bool:

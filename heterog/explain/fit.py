@@ -7,7 +7,7 @@ from enum import StrEnum
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.memory_breakdown import Fit
-from heterog.strategy.layout import split_evenly, split_in_proportion
+from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.lowering import Choice, encode
 from heterog.strategy.strategy import Decision, Strategy
 

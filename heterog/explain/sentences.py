@@ -24,7 +24,7 @@ from heterog.explain.what_if import Change
 from heterog.planners.given import GIVEN
 from heterog.simulator.critical_path import Limit, Piece, Purpose, merge_blocks
 from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
-from heterog.strategy.layout import split_in_proportion
+from heterog.strategy.division import split_in_proportion
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.units import format_bytes, format_seconds
 

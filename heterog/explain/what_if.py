@@ -20,7 +20,7 @@ from heterog.explain.changed_cluster import (
     strategies_with,
 )
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Budget, Spending, Task, planner_by_name
+from heterog.planners.planner import Budget, Problem, Spending, planner_by_name
 from heterog.planners.portfolio import Progress
 from heterog.planners.stability import TUNED_UNIFORM
 from heterog.planners.tuned_uniform import machine_subsets, tuned_decision
@@ -179,12 +179,12 @@ def replan(
     elif known[0].num_micro_batches > 1:
         methods.append("pipeline")
     for method in methods:
-        task = Task(
+        problem = Problem(
             evaluator=evaluator,
             budget=Budget(evaluations=max(evaluations // (2 * len(methods)), 1)),
             step_barrier=barrier,
         )
-        candidates = planner_by_name(method).plan(task).candidates[:_MOST_JUDGED]
+        candidates = planner_by_name(method).plan(problem).candidates[:_MOST_JUDGED]
         pairs = [(each.strategy, order) for each in candidates for order in each.orders]
         if pairs:
             judged[method] = _best(_referee(evaluator, pairs))

@@ -6,7 +6,7 @@ from heterog.export.folder import ExportError
 from heterog.graph.batch_plan import batch_plan, reads_across_samples
 from heterog.graph.grouping import group_ops
 from heterog.planners.plan import Plan
-from heterog.strategy.layout import micro_shares
+from heterog.strategy.division import micro_shares
 from heterog.strategy.strategy import Decision, Sync
 
 _OTHER_COMMUNICATION = {
@@ -38,7 +38,7 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
             )
     _refuse_whole_batch_ops(plan, target)
     decision = strategy.decisions[0]
-    shares = micro_shares(decision.layout, strategy.micro_batches, strategy.micro_sizes)
+    shares = micro_shares(decision.division, strategy.micro_batches, strategy.micro_sizes)
     by_device = zip(decision.devices, shares.T.tolist(), strict=True)
     return {
         device: tuple(count for count in counts if count)

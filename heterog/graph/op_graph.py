@@ -19,7 +19,7 @@ import numpy.typing as npt
 from heterog.errors import GraphError
 from heterog.graph.op_costs import VIEW_KINDS
 from heterog.graph.placement import Arg, OpCall, Placement, TensorMeta
-from heterog.names import is_identifier, name_problem, shown, text_problem
+from heterog.names import is_identifier, name_fault, shown, text_fault
 
 MAX_BATCH_SIZE = 2**20
 MAX_BATCH_TIMES_OPS = 2**30
@@ -178,9 +178,9 @@ class OpGraph:
 
     def _check_words(self) -> None:
         """Names are names, and every other text is one line that can be printed."""
-        problem = name_problem(self.name)
-        if problem is not None:
-            raise GraphError(f"the name of the graph, {shown(self.name)}, {problem}.")
+        fault = name_fault(self.name)
+        if fault is not None:
+            raise GraphError(f"the name of the graph, {shown(self.name)}, {fault}.")
         if not is_identifier(self.optimizer):
             raise GraphError(
                 f"graph '{self.name}': the optimizer {shown(self.optimizer)} is not the name of "
@@ -190,8 +190,8 @@ class OpGraph:
         for op in self.ops:
             words.update((op.kind, op.module, op.name))
         for text in sorted(words):
-            if (problem := text_problem(text)) is not None:
-                raise GraphError(f"graph '{self.name}': the text {shown(text)} {problem}.")
+            if (fault := text_fault(text)) is not None:
+                raise GraphError(f"graph '{self.name}': the text {shown(text)} {fault}.")
 
     @property
     def num_ops(self) -> int:

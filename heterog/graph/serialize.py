@@ -118,7 +118,7 @@ from heterog.records import (
     Seconds,
     Text,
     field_name,
-    first_problem,
+    first_fault,
 )
 from heterog.units import format_bytes
 
@@ -230,7 +230,7 @@ def graph_from_dict(record: object, where: str) -> OpGraph:
         graph = reader.graph()
         _check_batch_plan(graph)
     except ValidationError as error:
-        raise InputFileError(f"{where}: {first_problem(error)}") from error
+        raise InputFileError(f"{where}: {first_fault(error)}") from error
     except GraphError as error:
         raise InputFileError(f"{where}: {error}") from error
     if reader.doubts:

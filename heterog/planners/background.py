@@ -102,7 +102,7 @@ def plan_background(
             f"a slow-down limit of {limit:g} is below 1: nothing is faster beside another job."
         )
     choice = evaluator.encode(strategy)
-    foreground = foreground_of_program(*evaluator.referee_schedule(choice, order))
+    foreground = foreground_of_program(*evaluator.referee_timings(choice, order))
     ops, shortage = _ops_per_device(evaluator, strategy, order, background)
     allowance, both = best_allowance(foreground, ops, limit)
     steps = [

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from heterog.cluster.topology import Cluster
-from heterog.strategy.layout import split_in_proportion
+from heterog.strategy.division import split_in_proportion
 from heterog.strategy.program import FloatArray
 from heterog.strategy.strategy import Decision, Strategy, Sync
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from heterog.cluster import Cluster
 from heterog.errors import ConformanceError, HeterogError
-from heterog.names import name_problem
+from heterog.names import name_fault
 from heterog.planners.planner import (
     STAGES,
     Budget,
     Planner,
     PlanResult,
-    Task,
+    Problem,
     planners,
     register,
 )
@@ -50,15 +50,15 @@ def check_planner(planner: Planner, evaluator: Evaluator | None = None) -> None:
 def check_name_and_stage(planner: Planner, evaluator: Evaluator | None = None) -> None:
     """A method has a name, a stage of ``planner.STAGES``, and a way to plan."""
     name, stage = getattr(planner, "name", None), getattr(planner, "stage", None)
-    problem = name_problem(name) if isinstance(name, str) else "is no text"
-    if problem is None and ("," in str(name) or name == AUTO):
-        problem = f"has a comma, or is '{AUTO}'; commas separate the names of methods"
-    if problem is not None:
-        raise ConformanceError(f"{type(planner).__name__} has the name {name!r}, which {problem}.")
+    fault = name_fault(name) if isinstance(name, str) else "is no text"
+    if fault is None and ("," in str(name) or name == AUTO):
+        fault = f"has a comma, or is '{AUTO}'; commas separate the names of methods"
+    if fault is not None:
+        raise ConformanceError(f"{type(planner).__name__} has the name {name!r}, which {fault}.")
     if stage not in STAGES:
         raise ConformanceError(f"{name} has the stage {stage!r}; known are {', '.join(STAGES)}.")
     if not callable(getattr(planner, "plan", None)):
-        raise ConformanceError(f"{name} has no method 'plan(task)'.")
+        raise ConformanceError(f"{name} has no method 'plan(problem)'.")
 
 
 def check_strategies(planner: Planner, evaluator: Evaluator) -> None:
@@ -87,8 +87,8 @@ def check_reproducible(planner: Planner, evaluator: Evaluator) -> None:
     first, second = _plan(planner, evaluator), _plan(planner, evaluator)
     if first.candidates != second.candidates:
         raise ConformanceError(
-            f"{planner.name} gives other candidates for the same task the second time; draw from "
-            "np.random.default_rng(task.seed) and keep no state between tasks."
+            f"{planner.name} gives other candidates for the same problem the second time; draw "
+            "from np.random.default_rng(problem.seed) and keep no state between problems."
         )
 
 
@@ -98,13 +98,13 @@ def check_budget(planner: Planner, evaluator: Evaluator) -> None:
     spent = _plan(planner, evaluator, budget=Budget(evaluations=allowed)).num_evaluations
     if planner.stage != "baseline" and spent > _OVERSPENT * allowed:
         raise ConformanceError(
-            f"{planner.name} spent {spent} evaluations of {allowed}; ask Spending(task.budget, "
-            "task.evaluator).is_over in the search loop."
+            f"{planner.name} spent {spent} evaluations of {allowed}; ask Spending(problem.budget, "
+            "problem.evaluator).is_over in the search loop."
         )
 
 
 def check_barrier(planner: Planner, evaluator: Evaluator) -> None:
-    """Strategies have the step barrier that the task asks for."""
+    """Strategies have the step barrier that the problem asks for."""
     for wanted in (True, False):
         found = _plan(planner, evaluator, step_barrier=wanted).candidates
         if any(candidate.strategy.step_barrier != wanted for candidate in found):
@@ -116,7 +116,7 @@ def check_barrier(planner: Planner, evaluator: Evaluator) -> None:
 def check_bound(planner: Planner, evaluator: Evaluator) -> None:
     """By the referee nothing is faster than any strategy can be."""
     bound = lower_bound_s(evaluator.graph, evaluator.cluster, evaluator.cost_model).seconds
-    row = run_method(planner, _task(evaluator))
+    row = run_method(planner, _problem(evaluator))
     rules = row.candidate is not None and bool(row.candidate.strategy.op_rules)
     if row.step_time_s is not None and row.step_time_s < bound and not rules:
         raise ConformanceError(
@@ -164,9 +164,9 @@ def load_planner(source: str) -> Planner:
     return register(planner)
 
 
-def _task(evaluator: Evaluator) -> Task:
-    return Task(evaluator=evaluator, budget=Budget(evaluations=_EVALUATIONS))
+def _problem(evaluator: Evaluator) -> Problem:
+    return Problem(evaluator=evaluator, budget=Budget(evaluations=_EVALUATIONS))
 
 
 def _plan(planner: Planner, evaluator: Evaluator, **changes: object) -> PlanResult:
-    return planner.plan(replace(_task(evaluator), **changes))  # type: ignore[arg-type]
+    return planner.plan(replace(_problem(evaluator), **changes))  # type: ignore[arg-type]

@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import Phase
-from heterog.planners.planner import Candidate, PlanResult, Task, best_of, register
+from heterog.planners.planner import Candidate, PlanResult, Problem, best_of, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
-from heterog.strategy.layout import split_evenly, split_in_proportion
+from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
 
@@ -88,12 +88,12 @@ class DataParallel:
         self._proportional = proportional
         self._by_server = by_server
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Try the variants that the definition allows; see the module docstring."""
-        return _best_variants(task, list(self._variants(task)))
+        return _best_variants(problem, list(self._variants(problem)))
 
-    def _variants(self, task: Task) -> Iterator[Strategy]:
-        evaluator = task.evaluator
+    def _variants(self, problem: Problem) -> Iterator[Strategy]:
+        evaluator = problem.evaluator
         devices = tuple(range(evaluator.cluster.num_devices))
         shares = proportional_shares(evaluator) if self._proportional else even_shares(evaluator)
         if self._by_server:
@@ -101,12 +101,12 @@ class DataParallel:
             one = (0,) * len(evaluator.graph.updates)
             for homes in (one, balanced_homes(evaluator, devices)):
                 yield uniform_strategy(
-                    evaluator, decision, homes=homes, step_barrier=task.step_barrier
+                    evaluator, decision, homes=homes, step_barrier=problem.step_barrier
                 )
             return
         for sync in (Sync.RING, Sync.HIERARCHICAL):
             decision = Decision(devices=devices, shares=shares, sync=sync)
-            yield uniform_strategy(evaluator, decision, step_barrier=task.step_barrier)
+            yield uniform_strategy(evaluator, decision, step_barrier=problem.step_barrier)
 
 
 class DistributedDataParallel:
@@ -118,32 +118,32 @@ class DistributedDataParallel:
         self.name = name
         self._accumulate = accumulate
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """The better of ring and hierarchical all-reduce, as NCCL chooses."""
-        num_micro, tried = 1, _best_variants(task, self._variants(task, 1))
+        num_micro, tried = 1, _best_variants(problem, self._variants(problem, 1))
         if not self._accumulate:
             return tried
-        most = min(even_shares(task.evaluator))
-        with task.spend().limits():
-            while not self._fits(task, tried) and num_micro < most:
+        most = min(even_shares(problem.evaluator))
+        with problem.spend().limits():
+            while not self._fits(problem, tried) and num_micro < most:
                 num_micro = min(2 * num_micro, most)
-                tried = _all_variants(task, self._variants(task, num_micro))
+                tried = _all_variants(problem, self._variants(problem, num_micro))
             low = num_micro // 2 + 1
-            while self._fits(task, tried) and low < num_micro:  # the smallest count that fits
+            while self._fits(problem, tried) and low < num_micro:  # the smallest count that fits
                 middle = (low + num_micro) // 2
-                attempt = _all_variants(task, self._variants(task, middle))
-                if self._fits(task, attempt):
+                attempt = _all_variants(problem, self._variants(problem, middle))
+                if self._fits(problem, attempt):
                     num_micro, tried = middle, attempt
                 else:
                     low = middle + 1
         return tried
 
-    def _fits(self, task: Task, result: PlanResult) -> bool:
+    def _fits(self, problem: Problem, result: PlanResult) -> bool:
         strategy = result.candidates[0].strategy
-        return task.evaluator.evaluate(strategy, Order.FIFO).is_ok
+        return problem.evaluator.evaluate(strategy, Order.FIFO).is_ok
 
-    def _variants(self, task: Task, num_micro: int) -> list[Strategy]:
-        evaluator = task.evaluator
+    def _variants(self, problem: Problem, num_micro: int) -> list[Strategy]:
+        evaluator = problem.evaluator
         shares = even_shares(evaluator)
         micro_batches = tuple(split_evenly(share, num_micro) for share in shares)
         return [
@@ -152,36 +152,36 @@ class DistributedDataParallel:
                 Decision(devices=tuple(range(len(shares))), shares=shares, sync=sync),
                 bucket_bytes=DEFAULT_BUCKET_BYTES,
                 micro_batches=micro_batches if num_micro > 1 else (),
-                step_barrier=task.step_barrier,
+                step_barrier=problem.step_barrier,
             )
             for sync in (Sync.RING, Sync.HIERARCHICAL)
         ]
 
 
-def _best_variants(task: Task, strategies: list[Strategy]) -> PlanResult:
+def _best_variants(problem: Problem, strategies: list[Strategy]) -> PlanResult:
     """Variants as candidates, best first; which one counts is the referee's to say."""
-    return _ranked_variants(task, strategies, task.spend().limits())
+    return _ranked_variants(problem, strategies, problem.spend().limits())
 
 
-def _all_variants(task: Task, strategies: list[Strategy]) -> PlanResult:
+def _all_variants(problem: Problem, strategies: list[Strategy]) -> PlanResult:
     """The same for a search that has its own limits."""
-    return _ranked_variants(task, strategies, nullcontext())
+    return _ranked_variants(problem, strategies, nullcontext())
 
 
 def _ranked_variants(
-    task: Task,
+    problem: Problem,
     strategies: list[Strategy],
     limits: AbstractContextManager[None],
 ) -> PlanResult:
     begin = time.perf_counter()
     tried: list[tuple[Strategy, Evaluation]] = []
-    spending = task.spend()
+    spending = problem.spend()
     # Without a barrier every row has the same freedom to choose its order.
-    orders = (Order.FIFO,) if task.step_barrier else task.orders
+    orders = (Order.FIFO,) if problem.step_barrier else problem.orders
     with limits:
         for strategy in strategies:
-            choice = task.evaluator.encode(strategy)
-            found = [task.evaluator.evaluate_choice(choice, order) for order in orders]
+            choice = problem.evaluator.encode(strategy)
+            found = [problem.evaluator.evaluate_choice(choice, order) for order in orders]
             tried.append((strategy, found[best_of(found)]))
     ranked = sorted(tried, key=lambda pair: pair[1].preference)
     return PlanResult(

@@ -23,11 +23,11 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray, Phase
 from heterog.planners.burst import Block, BurstPlan, Chain, Place, fork_join, layers_of, search
 from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Candidate, PlanResult, Task, register
+from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.channels import Channel, balanced_slices
-from heterog.strategy.layout import split_in_proportion
+from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
 NUM_RETURNED = 6
@@ -54,20 +54,20 @@ class DeepPool:
     def __init__(self, limit: float | None = None) -> None:
         self._limits = LIMITS if limit is None else (limit,)
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Simulate the program's plans until all are tried or the budget is over."""
         begin = time.perf_counter()
-        spending = task.spend()
+        spending = problem.spend()
         tried: dict[Strategy, tuple[Evaluation, bool]] = {}
         with spending.limits():
-            for strategy, is_uniform in self._strategies(task, spending.check):
+            for strategy, is_uniform in self._strategies(problem, spending.check):
                 if strategy in tried:
                     continue
-                choice = task.evaluator.encode(strategy)
-                evaluations = task.evaluator.evaluate_orders(choice, task.orders)
+                choice = problem.evaluator.encode(strategy)
+                evaluations = problem.evaluator.evaluate_orders(choice, problem.orders)
                 best = min(evaluations, key=lambda evaluation: evaluation.preference)
                 tried[strategy] = best, is_uniform
-                task.report(spending.fraction, best.step_time_s)
+                problem.report(spending.fraction, best.step_time_s)
                 if spending.is_over:
                     break
         ranked = sorted(tried, key=lambda strategy: tried[strategy][0].preference)
@@ -82,11 +82,11 @@ class DeepPool:
         )
 
     def _strategies(
-        self, task: Task, check: Callable[[], None]
+        self, problem: Problem, check: Callable[[], None]
     ) -> Iterator[tuple[Strategy, bool]]:
         """(strategy, whether it is the same everywhere), the uniform ones first."""
-        costs = GroupCosts(task.evaluator)
-        barrier = task.step_barrier
+        costs = GroupCosts(problem.evaluator)
+        barrier = problem.step_barrier
         for width in reversed(costs.widths):
             places = [(0, width)] * costs.num_groups
             for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):

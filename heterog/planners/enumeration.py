@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
 from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Candidate, PlanResult, Task
+from heterog.planners.planner import Candidate, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
@@ -26,10 +26,10 @@ class Enumeration(ABC, Generic[Point]):
     ones are tried.
 
     Args:
-        task: what the planner is asked.
+        problem: what the planner is asked.
 
     Attributes:
-        task: as given.
+        problem: as given.
         spending: what of the budget is spent.
         num_groups: groups that share a decision.
         num_steps: training steps that are simulated.
@@ -38,12 +38,12 @@ class Enumeration(ABC, Generic[Point]):
         cost: preference of every point that was tried; the least is the best.
     """
 
-    def __init__(self, task: Task) -> None:
-        evaluator = task.evaluator
-        self.task = task
-        self.spending = task.spend()
+    def __init__(self, problem: Problem) -> None:
+        evaluator = problem.evaluator
+        self.problem = problem
+        self.spending = problem.spend()
         self.num_groups = evaluator.tables.num_groups
-        self.num_steps = 1 if task.step_barrier else UNROLLED_STEPS
+        self.num_steps = 1 if problem.step_barrier else UNROLLED_STEPS
         self.speeds = device_speeds(evaluator)
         self.space = StrategySpace(
             evaluator.graph, evaluator.cluster, evaluator.tables, evaluator.channels, self.speeds
@@ -104,21 +104,21 @@ class Enumeration(ABC, Generic[Point]):
                 micro_batches=self.micro_batches(point),
                 schedule=self.schedule(point),
             )
-            evaluation = self.task.evaluator.evaluate_choice(choice, self.order(point))
+            evaluation = self.problem.evaluator.evaluate_choice(choice, self.order(point))
             self.cost[point] = evaluation.preference
 
     def best(self, count: int) -> list[Point]:
         """The best points so far, best first; reports the best one."""
         found = sorted(self.cost, key=self.cost.__getitem__)[:count]
         if found:
-            self.task.report(self.spending.fraction, self.cost[found[0]][1])
+            self.problem.report(self.spending.fraction, self.cost[found[0]][1])
         return found
 
     def _candidate(self, point: Point) -> Candidate:
         strategy = self.space.decode(
             self.row(point),
             bucket_bytes=self.bucket_bytes(point),
-            step_barrier=self.task.step_barrier,
+            step_barrier=self.problem.step_barrier,
             micro_batches=self.micro_batches(point),
             schedule=self.schedule(point),
         )

@@ -3,7 +3,7 @@
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.planner import Candidate, PlanResult, Task
+from heterog.planners.planner import Candidate, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.strategy.layouts.layout import Layout, LayoutError
 from heterog.strategy.layouts.placed import Given, place_layout
@@ -52,23 +52,25 @@ class GivenLayout:
             )
         return place_layout(self.layout, graph, cluster, step_barrier=step_barrier)
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """The strategy, first come, first served, as training loops run it.
 
         Raises:
             LayoutError: the layout does not fit the graph or the cluster, and is required to.
             StrategyError: likewise, about its schedule.
         """
-        evaluator = task.evaluator
+        evaluator = problem.evaluator
         try:
-            placed = self.place(evaluator.graph, evaluator.cluster, step_barrier=task.step_barrier)
+            placed = self.place(
+                evaluator.graph, evaluator.cluster, step_barrier=problem.step_barrier
+            )
         except (LayoutError, StrategyError) as error:
             if self.is_required:
                 raise
             return PlanResult(
                 candidates=(), num_evaluations=0, search_seconds=0.0, reason=str(error)
             )
-        orders = (Order.FIFO,) if task.step_barrier else task.orders
+        orders = (Order.FIFO,) if problem.step_barrier else problem.orders
         return PlanResult(
             candidates=(Candidate(strategy=placed.strategy, orders=orders),),
             num_evaluations=0,

@@ -18,10 +18,10 @@ from heterog.errors import StrategyError
 from heterog.graph.grouping import alike_groups, group_ops
 from heterog.graph.op_rule import OpRules
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
-from heterog.planners.spmd.a_star import Program, Search
+from heterog.planners.planner import Candidate, PlanResult, Problem, Spending, register
+from heterog.planners.spmd.a_star import Search, SpmdProgram
 from heterog.planners.spmd.fold import fold
-from heterog.planners.spmd.prices import COLLECTIVES, PADDED_ONLY, Prices, Work
+from heterog.planners.spmd.prices import COLLECTIVES, PADDED_ONLY, SpmdPrices, Work
 from heterog.planners.spmd.programs import data_parallel, op_rules, program_cost
 from heterog.planners.spmd.ratios import best_ratios, device_classes
 from heterog.planners.spmd.segments import Segments
@@ -30,7 +30,7 @@ from heterog.planners.tuned_uniform import machine_subsets
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
-from heterog.strategy.layout import split_evenly, split_in_proportion
+from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
 NUM_RETURNED = 4
@@ -128,7 +128,7 @@ class Synthesis:
             return "every program is the optimum at its prices"
         return f"a beam of {self.ingredients.width} states cut the search: no proof of optimality"
 
-    def search(self, prices: Prices) -> tuple[Program, ...]:
+    def search(self, prices: SpmdPrices) -> tuple[SpmdProgram, ...]:
         """The best programs at some prices."""
         if self.is_given_up:
             return self.narrow_search(prices)
@@ -144,7 +144,7 @@ class Synthesis:
         self.is_given_up = result.is_given_up
         return result.programs or self.narrow_search(prices)
 
-    def narrow_search(self, prices: Prices) -> tuple[Program, ...]:
+    def narrow_search(self, prices: SpmdPrices) -> tuple[SpmdProgram, ...]:
         """A good program in a fraction of the time: the full search of a large graph may not end.
 
         LSTMs that were unrolled, say: every step's gates may be sharded in their own way.
@@ -159,7 +159,7 @@ class Synthesis:
         )
         return search.run().programs
 
-    def solve(self, prices: Prices, triples: Sequence[int]) -> tuple[int, ...]:
+    def solve(self, prices: SpmdPrices, triples: Sequence[int]) -> tuple[int, ...]:
         """Shares of the batch that are best for a program; the given ones if none are found."""
         alike = len(device_classes(self.evaluator, prices.devices)) == 1
         if not self.ingredients.solve_ratios or alike:
@@ -211,8 +211,8 @@ class Synthesis:
         shares: Sequence[int],
         collectives: Sequence[str],
         exposed: float,
-    ) -> Prices:
-        return Prices(
+    ) -> SpmdPrices:
+        return SpmdPrices(
             self.work, self.evaluator, devices, shares, collectives=collectives, exposed=exposed
         )
 
@@ -281,12 +281,12 @@ class Hap:
         self.name = name
         self._ingredients = ingredients or Ingredients()
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Synthesise, then rank by simulation until the budget is over."""
         begin = time.perf_counter()
-        ranking = _Ranking(task, task.spend())
+        ranking = _Ranking(problem, problem.spend())
         with ranking.spending.limits():
-            self._search(task, ranking)
+            self._search(problem, ranking)
         return PlanResult(
             candidates=ranking.best(),
             num_evaluations=ranking.spending.evaluations,
@@ -294,13 +294,13 @@ class Hap:
             note=ranking.note,
         )
 
-    def _search(self, task: Task, ranking: "_Ranking") -> None:
+    def _search(self, problem: Problem, ranking: "_Ranking") -> None:
         spending = ranking.spending
-        whole = tuple(range(task.evaluator.cluster.num_devices))
+        whole = tuple(range(problem.evaluator.cluster.num_devices))
         ranking.note = "out of time before it had any program but data parallelism"
         ranking.add_plain(whole, even=not self._ingredients.solve_ratios)
-        synthesis = Synthesis(task.evaluator, self._ingredients, spending.check)
-        subsets = dict.fromkeys((whole, *machine_subsets(task.evaluator.cluster)))
+        synthesis = Synthesis(problem.evaluator, self._ingredients, spending.check)
+        subsets = dict.fromkeys((whole, *machine_subsets(problem.evaluator.cluster)))
         starts = [synthesis.data_parallel(devices) for devices in subsets]
         for placed in starts:
             ranking.know(placed)
@@ -327,17 +327,17 @@ class Hap:
 class _Ranking:
     """Strategies by simulated seconds."""
 
-    def __init__(self, task: Task, spending: Spending) -> None:
-        self.task = task
+    def __init__(self, problem: Problem, spending: Spending) -> None:
+        self.problem = problem
         self.spending = spending
-        self.order = task.orders[min(1, len(task.orders) - 1)]
+        self.order = problem.orders[min(1, len(problem.orders) - 1)]
         self._seen: set[tuple[OpRules, tuple[int, ...], tuple[int, ...]]] = set()
         self.scored: list[tuple[tuple[float, float], int, Strategy, Order]] = []
         self.note = ""
 
     def add_plain(self, devices: tuple[int, ...], *, even: bool) -> None:
         """Score data parallelism: something to hand over, whatever time is left."""
-        evaluator = self.task.evaluator
+        evaluator = self.problem.evaluator
         starts = starts_of(evaluator.graph.batch_size, device_speeds(evaluator), devices)
         shares = starts[-1 if even else 0]
         self._seen.add(((), devices, shares))
@@ -355,7 +355,7 @@ class _Ranking:
 
     def know(self, placed: Placed) -> None:
         """Let the evaluator number the channels of some devices, so that they are priced once."""
-        channels = self.task.evaluator.channels
+        channels = self.problem.evaluator.channels
         for sync in (Sync.HIERARCHICAL, Sync.RING, Sync.REDUCE_SCATTER_ALL_GATHER):
             channels.for_decision(self._decision(placed.devices, placed.shares, sync))
         if len(placed.devices) > 1:
@@ -372,7 +372,7 @@ class _Ranking:
         The search adds up prices, and what it splits in one kind of group may cost more than the
         rest gains: a tied vocabulary beside the layers, say.
         """
-        graph = self.task.evaluator.graph
+        graph = self.problem.evaluator.graph
         group, kind_of = group_ops(graph).group, alike_groups(graph)
         first: dict[tuple[int, ...], tuple[tuple[float, float], Strategy]] = {}
         for score, _, strategy, _ in sorted(self.scored, key=_first_two):
@@ -405,7 +405,7 @@ class _Ranking:
                     )
         best = sorted(self.scored, key=_first_two)[:_NUM_TUNED]
         for _, _, strategy, _ in best:
-            for order in self.task.orders:
+            for order in self.problem.orders:
                 if order != self.order and not self.spending.is_over:
                     self._score(strategy, order)
 
@@ -415,7 +415,7 @@ class _Ranking:
         return tuple(Candidate(strategy=s, orders=(order,)) for _, _, s, order in ranked)
 
     def _decision(self, devices: tuple[int, ...], shares: tuple[int, ...], sync: Sync) -> Decision:
-        cluster = self.task.evaluator.cluster
+        cluster = self.problem.evaluator.cluster
         if len(devices) == 1:
             return Decision(devices=devices, shares=shares)
         slices: tuple[int, ...] = ()
@@ -425,23 +425,23 @@ class _Ranking:
 
     def _strategy(self, rules: OpRules, decision: Decision, bucket_bytes: int) -> Strategy:
         strategy = uniform_strategy(
-            self.task.evaluator,
+            self.problem.evaluator,
             decision,
             bucket_bytes=bucket_bytes,
-            step_barrier=self.task.step_barrier,
+            step_barrier=self.problem.step_barrier,
         )
         return replace(strategy, op_rules=rules)
 
     def _score(self, strategy: Strategy, order: Order) -> tuple[float, float] | None:
         """Simulate; ``None`` for a strategy that is not legal."""
         try:
-            choice = self.task.evaluator.encode(strategy)
+            choice = self.problem.evaluator.encode(strategy)
         except StrategyError:  # local statistics that would have to leave their device
             return None
-        evaluation = self.task.evaluator.evaluate_choice(choice, order)
+        evaluation = self.problem.evaluator.evaluate_choice(choice, order)
         self.scored.append((evaluation.preference, len(self.scored), strategy, order))
         best = min(self.scored, key=_first_two)
-        self.task.report(self.spending.fraction, best[0][1])
+        self.problem.report(self.spending.fraction, best[0][1])
         return evaluation.preference
 
 

@@ -85,7 +85,7 @@ def issued_step(evaluator: Evaluator, candidate: Candidate) -> IssuedStep:
     """The program and order of a candidate, in the first of its orders."""
     # The order is that of one step, which is what a rank runs, also where eight were simulated.
     choice = evaluator.encode(candidate.strategy)._replace(num_steps=1)
-    program, start, finish = evaluator.schedule(choice, candidate.orders[0])
+    program, start, finish = evaluator.timings(choice, candidate.orders[0])
     order = issue_order(program, start, finish)
     return IssuedStep(
         program=program,

@@ -23,7 +23,7 @@ import numpy as np
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.group_rules import GroupRules
 from heterog.planners.neighbours import Neighbours, State, StateKey
-from heterog.planners.planner import Candidate, PlanResult, Task, register
+from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.planners.repair import repair
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome, given_up
@@ -60,9 +60,9 @@ class LocalSearch:
     name = "local_search"
     stage = "search"
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Search until the budget is over; the best few different strategies come back."""
-        return _Search(task).run()
+        return _Search(problem).run()
 
 
 class _Judge:
@@ -104,27 +104,27 @@ class _Judge:
 
 
 class _Search:
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.evaluator = task.evaluator
-        self.rng = np.random.default_rng(task.seed)
-        self.spending = task.spend()
-        self.speeds = device_speeds(task.evaluator)
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.evaluator = problem.evaluator
+        self.rng = np.random.default_rng(problem.seed)
+        self.spending = problem.spend()
+        self.speeds = device_speeds(problem.evaluator)
         self.space = StrategySpace(
-            task.evaluator.graph,
-            task.evaluator.cluster,
-            task.evaluator.tables,
-            task.evaluator.channels,
+            problem.evaluator.graph,
+            problem.evaluator.cluster,
+            problem.evaluator.tables,
+            problem.evaluator.channels,
             self.speeds,
         )
-        self.num_groups = task.evaluator.tables.num_groups
-        self.num_steps = 1 if task.step_barrier else UNROLLED_STEPS
-        self.rules = GroupRules(task.evaluator)
-        self.neighbours = Neighbours(task, self.space, self.rules, self.rng)
-        self.engine = _Judge(partial(self._ask, task.evaluator.evaluate_choice))
+        self.num_groups = problem.evaluator.tables.num_groups
+        self.num_steps = 1 if problem.step_barrier else UNROLLED_STEPS
+        self.rules = GroupRules(problem.evaluator)
+        self.neighbours = Neighbours(problem, self.space, self.rules, self.rng)
+        self.engine = _Judge(partial(self._ask, problem.evaluator.evaluate_choice))
         self.referee = _Judge(
-            partial(self._ask, task.evaluator.referee),
-            tell=lambda cost: task.report(self.spending.fraction, cost),
+            partial(self._ask, problem.evaluator.referee),
+            tell=lambda cost: problem.report(self.spending.fraction, cost),
         )
 
     def run(self) -> PlanResult:
@@ -141,7 +141,7 @@ class _Search:
                 strategy=self.space.decode(
                     state.row,
                     bucket_bytes=state.bucket_bytes,
-                    step_barrier=self.task.step_barrier,
+                    step_barrier=self.problem.step_barrier,
                     micro_batches=state.micro_batches,
                     op_rules=self.rules.op_rules(state.rules),
                     schedule=state.schedule,
@@ -176,7 +176,7 @@ class _Search:
 
         So no search ends worse than where it began, however little time it had.
         """
-        seeds = [each for each in self.task.seeds if each.judged is not None]
+        seeds = [each for each in self.problem.seeds if each.judged is not None]
         seed = min(seeds, key=_judged_cost, default=None)
         if seed is None or (self.referee.best and self.referee.best[0][0] < _judged_cost(seed)):
             return candidates
@@ -186,9 +186,9 @@ class _Search:
 
     def _seed(self) -> None:
         """Score the other methods' strategies and uniform rows; the best meet the referee."""
-        starts = [state for seed in self.task.seeds for state in self._states(seed)]
+        starts = [state for seed in self.problem.seeds for state in self._states(seed)]
         num_seeds = len(starts)
-        order = self.task.orders[min(1, len(self.task.orders) - 1)]
+        order = self.problem.orders[min(1, len(self.problem.orders) - 1)]
         starts += [
             State(np.full(self.num_groups, number, np.int32), DEFAULT_BUCKET_BYTES, order)
             for number in self._uniform()
@@ -218,7 +218,7 @@ class _Search:
     def _repair_seeds(self) -> None:
         """Make the fastest strategies that do not fit fit, and start from those too."""
         broken: list[tuple[float, int, Candidate]] = []
-        for candidate in self.task.seeds:
+        for candidate in self.problem.seeds:
             found = self.engine.found.get(self._states(candidate)[0].key)
             if found is not None and found.outcome == Outcome.OUT_OF_MEMORY:
                 broken.append((found.step_time_s, len(broken), candidate))
@@ -229,7 +229,7 @@ class _Search:
                 self.evaluator,
                 candidate.strategy,
                 candidate.orders[0],
-                budget=self.task.budget.part(_REPAIR_SHARE),
+                budget=self.problem.budget.part(_REPAIR_SHARE),
             )
             for state in self._states(replace(candidate, strategy=repaired.strategy)):
                 self.engine.cost(state)
@@ -269,7 +269,7 @@ class _Search:
             devices = cluster.host_devices(host)
             if len(devices) > 1:
                 kinds.setdefault(tuple(cluster.type_index[d] for d in devices), devices)
-        order = self.task.orders[min(1, len(self.task.orders) - 1)]
+        order = self.problem.orders[min(1, len(self.problem.orders) - 1)]
         fastest = sorted(kinds.values(), key=lambda devices: -sum(self.speeds[d] for d in devices))
         numbers = [
             self.space.add(self.space.decisions_on(devices)[0])

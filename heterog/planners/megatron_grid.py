@@ -17,10 +17,10 @@ from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.model_parallel import activation_bytes, parameter_bytes
-from heterog.planners.planner import Candidate, PlanResult, Spending, Task, register
+from heterog.planners.planner import Candidate, PlanResult, Problem, Spending, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
-from heterog.strategy.layout import split_evenly
+from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
 from heterog.strategy.layouts.placed import Given, place_layout
 from heterog.strategy.layouts.stages import layers_of
@@ -54,11 +54,11 @@ class MegatronGrid:
     name = "megatron_grid"
     stage = "baseline"
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Go through the grid, then vary the manner of the best points."""
         begin = time.perf_counter()
-        spending = task.spend()
-        grid = _Grid(task, spending)
+        spending = problem.spend()
+        grid = _Grid(problem, spending)
         with spending.limits():
             grid.search()
         return PlanResult(
@@ -74,12 +74,12 @@ class MegatronGrid:
 
 
 class _Grid:
-    """The points of a task, and what they came to."""
+    """The points of a problem, and what they came to."""
 
-    def __init__(self, task: Task, spending: Spending) -> None:
-        self.task = task
+    def __init__(self, problem: Problem, spending: Spending) -> None:
+        self.problem = problem
         self.spending = spending
-        evaluator = task.evaluator
+        evaluator = problem.evaluator
         self.graph, self.cluster = evaluator.graph, evaluator.cluster
         self.speeds = device_speeds(evaluator)
         self.num_layers = len(layers_of(self.graph).names)
@@ -117,10 +117,10 @@ class _Grid:
                 self.graph,
                 self.cluster,
                 devices=point.devices,
-                step_barrier=self.task.step_barrier,
+                step_barrier=self.problem.step_barrier,
             )
-            choice = self.task.evaluator.encode(given.strategy)
-            evaluation = self.task.evaluator.evaluate_choice(choice, Order.FIFO)
+            choice = self.problem.evaluator.encode(given.strategy)
+            evaluation = self.problem.evaluator.evaluate_choice(choice, Order.FIFO)
         except (LayoutError, StrategyError):
             return None
         self.found[point] = evaluation, given

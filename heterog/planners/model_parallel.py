@@ -7,9 +7,9 @@ import numpy as np
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray
 from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Candidate, PlanResult, Task, best_of, register
+from heterog.planners.planner import Candidate, PlanResult, Problem, best_of, register
 from heterog.simulator.evaluator import Evaluation, Evaluator
-from heterog.strategy.layout import split_evenly
+from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -22,14 +22,14 @@ class SingleDevice:
     name = "single_device"
     stage = "baseline"
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Try the first device of each type."""
-        evaluator = task.evaluator
+        evaluator = problem.evaluator
         types = evaluator.cluster.type_index
         devices = [types.index(kind) for kind in dict.fromkeys(types)]
         groups = group_ops(evaluator.graph).num_groups
-        strategies = [_placed(task, (device,) * groups, 1) for device in devices]
-        return _ranked(task, strategies)
+        strategies = [_placed(problem, (device,) * groups, 1) for device in devices]
+        return _ranked(problem, strategies)
 
 
 class ModelParallel:
@@ -43,9 +43,9 @@ class ModelParallel:
     name = "model_parallel"
     stage = "baseline"
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Cut the chain for every number of devices, and try micro-batches."""
-        evaluator = task.evaluator
+        evaluator = problem.evaluator
         graph, cluster = evaluator.graph, evaluator.cluster
         groups = group_ops(graph)
         speeds = device_speeds(evaluator)
@@ -64,8 +64,8 @@ class ModelParallel:
             placed = tuple(devices[stage] for stage in placement)
             for num_micro in MICRO_BATCHES:
                 if num_micro <= graph.batch_size:
-                    strategies.append(_placed(task, placed, num_micro))
-        return _ranked(task, list(dict.fromkeys(strategies)))
+                    strategies.append(_placed(problem, placed, num_micro))
+        return _ranked(problem, list(dict.fromkeys(strategies)))
 
 
 def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) -> list[int]:
@@ -143,9 +143,9 @@ def activation_bytes(evaluator: Evaluator) -> FloatArray:
     return memory
 
 
-def _placed(task: Task, device_of_group: tuple[int, ...], num_micro: int) -> Strategy:
+def _placed(problem: Problem, device_of_group: tuple[int, ...], num_micro: int) -> Strategy:
     """Each group on one device; micro-batches cut the whole batch evenly."""
-    evaluator = task.evaluator
+    evaluator = problem.evaluator
     graph, cluster = evaluator.graph, evaluator.cluster
     counts = split_evenly(graph.batch_size, num_micro)
     idle = (0,) * num_micro
@@ -160,19 +160,19 @@ def _placed(task: Task, device_of_group: tuple[int, ...], num_micro: int) -> Str
         micro_batches=()
         if num_micro == 1
         else tuple(counts if d == first else idle for d in range(cluster.num_devices)),
-        step_barrier=task.step_barrier,
+        step_barrier=problem.step_barrier,
     )
 
 
-def _ranked(task: Task, strategies: list[Strategy]) -> PlanResult:
+def _ranked(problem: Problem, strategies: list[Strategy]) -> PlanResult:
     """The best few strategies, best first."""
     begin = time.perf_counter()
-    spending = task.spend()
+    spending = problem.spend()
     found: list[tuple[Evaluation, Candidate]] = []
     with spending.limits():
         for strategy in strategies:
-            choice = task.evaluator.encode(strategy)
-            tried = [task.evaluator.evaluate_choice(choice, order) for order in task.orders]
+            choice = problem.evaluator.encode(strategy)
+            tried = [problem.evaluator.evaluate_choice(choice, order) for order in problem.orders]
             best = tried[best_of(tried)]
             found.append((best, Candidate(strategy=strategy, orders=(best.order,))))
     found.sort(key=lambda pair: pair[0].preference)

@@ -14,9 +14,9 @@ import numpy as np
 
 from heterog.graph.grouping import alike_groups
 from heterog.planners.group_rules import GroupRules, Place, RuleRow
-from heterog.planners.planner import Task
+from heterog.planners.planner import Problem
 from heterog.simulator.engine import Order
-from heterog.strategy.layout import split_evenly
+from heterog.strategy.division import split_evenly
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import MicroBatches, StrategySpace
@@ -58,7 +58,7 @@ class Neighbours:
     """Random moves.
 
     Args:
-        task: of the search.
+        problem: of the search.
         space: candidates of the rows.
         rules: of groups.
         rng: of everything random.
@@ -68,9 +68,9 @@ class Neighbours:
     """
 
     def __init__(
-        self, task: Task, space: StrategySpace, rules: GroupRules, rng: np.random.Generator
+        self, problem: Problem, space: StrategySpace, rules: GroupRules, rng: np.random.Generator
     ) -> None:
-        self.task = task
+        self.problem = problem
         self.space = space
         self.rules = rules
         self.rng = rng
@@ -78,9 +78,9 @@ class Neighbours:
         self.num_named = len(space.candidates)
         self.proposals = [
             np.array([space.add(decision) for decision in proposal], np.int32)
-            for proposal in task.proposals
+            for proposal in problem.proposals
         ]
-        self.alike = alike_groups(task.evaluator.graph)
+        self.alike = alike_groups(problem.evaluator.graph)
         self.num_groups = len(self.alike)
 
     def of(self, state: State) -> State:
@@ -93,7 +93,7 @@ class Neighbours:
                 return self._resharded(state)
             return replace(state, bucket_bytes=BUCKETS[self.rng.integers(len(BUCKETS))])
         if kind < 0.08:
-            order = self.task.orders[self.rng.integers(len(self.task.orders))]
+            order = self.problem.orders[self.rng.integers(len(self.problem.orders))]
             return replace(state, order=order)
         if kind < 0.12:
             return self._recut(state)
@@ -151,7 +151,7 @@ class Neighbours:
     def _resharded(self, state: State) -> State:
         """Shard the layers of a kind, or shard them no more; or drop the rules of some groups."""
         row, rules = state.row.copy(), state.rules
-        num_ops = self.task.evaluator.graph.num_ops
+        num_ops = self.problem.evaluator.graph.num_ops
         only_some = self.rng.random() < min(_ONLY_SOME, _FEW_OPS / num_ops)
         chosen = set(self._some_groups(row).tolist())
         if rules and only_some and self.rng.random() < 0.5:
@@ -179,7 +179,7 @@ class Neighbours:
             return self._rescheduled(state)
         num_micro = len(cut[0]) if cut else 1
         if cut == self.space.micro_batches(num_micro):
-            most = self.task.evaluator.graph.batch_size
+            most = self.problem.evaluator.graph.batch_size
             near = (max(num_micro // 2, 1), min(2 * num_micro, most))
             number = near[self.rng.integers(2)]
             return self._with_cut(state, self.space.micro_batches(number))

@@ -18,7 +18,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray
 from heterog.planners.enumeration import Enumeration
 from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
-from heterog.planners.planner import PlanResult, Task, register
+from heterog.planners.planner import PlanResult, Problem, register
 from heterog.planners.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
@@ -42,10 +42,10 @@ class Pipeline:
     name = "pipeline"
     stage = "search"
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Enumerate, then refine the best until nothing improves or the budget is over."""
-        groups = task.evaluator.tables.num_groups
-        return _Enumeration(task).run(
+        groups = problem.evaluator.tables.num_groups
+        return _Enumeration(problem).run(
             reason=f"every stage needs a group of layers, and the model has {groups} of them"
         )
 
@@ -118,21 +118,21 @@ def _compositions(count: int) -> Iterator[tuple[int, ...]]:
 
 
 class _Enumeration(Enumeration[_Point]):
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        self.parameters = parameter_bytes(task.evaluator)
-        self.activations = activation_bytes(task.evaluator)
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.parameters = parameter_bytes(problem.evaluator)
+        self.activations = activation_bytes(problem.evaluator)
         self.seconds: dict[tuple[int, int], FloatArray] = {}
 
     def search(self) -> None:
         """Balanced cuts of all sequences, other settings of the best, then cuts beside those."""
-        order = self.task.orders[min(1, len(self.task.orders) - 1)]
+        order = self.problem.orders[min(1, len(self.problem.orders) - 1)]
         sequences = [
             stages
-            for stages in stage_sequences(self.task.evaluator.cluster)
+            for stages in stage_sequences(self.problem.evaluator.cluster)
             if len(stages) <= self.num_groups
         ]
-        most = self.task.evaluator.graph.batch_size
+        most = self.problem.evaluator.graph.batch_size
         # A batch of a few samples is cut into as many micro-batches as it has.
         first_micro = [count for count in _FIRST_MICRO if count <= most] or [most]
         self.try_points(
@@ -151,7 +151,7 @@ class _Enumeration(Enumeration[_Point]):
         self.try_points(
             replace(start, order=other)
             for start in self.best(_NUM_WIDENED)
-            for other in self.task.orders
+            for other in self.problem.orders
         )
         self.try_points(
             replace(start, caps=caps, splits_backward=splits)
@@ -169,7 +169,7 @@ class _Enumeration(Enumeration[_Point]):
     def _balanced(self, stages: Stages, num_micro: int, order: Order) -> Iterator[_Point]:
         """Cuts that balance the stages' seconds, with and without regard to memory."""
         self.spending.check()
-        evaluator = self.task.evaluator
+        evaluator = self.problem.evaluator
         seconds = np.stack([self._stage_seconds(devices, num_micro) for devices in stages], axis=1)
         memory = np.stack(
             [self.parameters + self.activations / len(devices) for devices in stages], axis=1
@@ -187,7 +187,7 @@ class _Enumeration(Enumeration[_Point]):
 
     def _stage_seconds(self, devices: tuple[int, ...], num_micro: int) -> FloatArray:
         """Seconds of each group on a stage whose devices share every micro-batch."""
-        evaluator = self.task.evaluator
+        evaluator = self.problem.evaluator
         cluster, graph = evaluator.cluster, evaluator.graph
         micro = graph.batch_size / num_micro
         samples = max(round(micro / len(devices)), 1)
@@ -233,7 +233,7 @@ class _Enumeration(Enumeration[_Point]):
         bounds = (0, *point.cuts, self.num_groups)
         for devices, first, last in zip(point.stages, bounds[:-1], bounds[1:], strict=True):
             row[first:last] = self.space.add(
-                tuned_decision(self.task.evaluator, devices, self.speeds)
+                tuned_decision(self.problem.evaluator, devices, self.speeds)
             )
         return row
 
@@ -249,7 +249,7 @@ class _Enumeration(Enumeration[_Point]):
         """See ``Enumeration``."""
         capped = AS_IT_COMES
         if point.caps and point.num_micro > 1:
-            num_devices = self.task.evaluator.cluster.num_devices
+            num_devices = self.problem.evaluator.cluster.num_devices
             capped = caps_of_stages(point.stages, num_devices, hidden=point.caps - 1)
         return replace(capped, splits_backward=point.splits_backward and point.num_micro > 1)
 

@@ -138,7 +138,7 @@ class Plan:
         evaluator = Evaluator(self.graph, self.cluster)
         choice = evaluator.encode(self.strategy)
         order = Order[self.order.upper()]
-        program, start, finish = evaluator.referee_schedule(choice, order)
+        program, start, finish = evaluator.referee_timings(choice, order)
         return Timeline(program, start, finish, self.cluster, self.graph)
 
     def measured_timeline(self, tasks: Mapping[str, Sequence[float | None]]) -> Timeline:
@@ -271,12 +271,12 @@ def load_plan(path: str | Path) -> Plan:
         background=_background_from_record(record.background),
         history=tuple(MethodHistory.from_dict(each.model_dump()) for each in record.history),
     )
-    if problem := _contradiction(plan, record) or _program_problem(plan):
-        raise InputFileError(f"{where}: {problem}.")
+    if fault := _contradiction(plan, record) or _program_fault(plan):
+        raise InputFileError(f"{where}: {fault}.")
     return plan
 
 
-def _program_problem(plan: Plan) -> str:
+def _program_fault(plan: Plan) -> str:
     """Why the stored order cannot be run; empty if it can."""
     program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
     if program.hash != plan.program_hash:

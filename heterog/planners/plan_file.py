@@ -140,13 +140,13 @@ def read_plan_record(path: str | Path, version: int) -> PlanRecord:
         InputFileError: the file is missing, cut off, of another version, or contradicts itself.
     """
     record = read_record(path, "plan", PlanRecord, versions=(version,))
-    problem = _problem(record)
-    if problem:
-        raise InputFileError(f"plan {path}: {problem}.")
+    fault = _fault(record)
+    if fault:
+        raise InputFileError(f"plan {path}: {fault}.")
     return record
 
 
-def _problem(record: PlanRecord) -> str:
+def _fault(record: PlanRecord) -> str:
     """What a record says that cannot be, in words; empty if nothing."""
     try:
         Budget.parse(record.budget)
@@ -169,12 +169,12 @@ def _problem(record: PlanRecord) -> str:
         if sorted(set(steps), reverse=True) != list(steps):
             return f"field 'history' of method '{each.method}' has steps that do not fall"
     for number, row in enumerate(record.methods):
-        if why := _row_problem(row, record):
+        if why := _row_fault(row, record):
             return f"field 'methods.{number}.{why}"
-    return _order_problem(record) or _rate_problem(record)
+    return _order_fault(record) or _rate_fault(record)
 
 
-def _row_problem(row: RowRecord, record: PlanRecord) -> str:
+def _row_fault(row: RowRecord, record: PlanRecord) -> str:
     if row.outcome not in OUTCOMES:
         return f"outcome' is none of {', '.join(OUTCOMES)}"
     if (row.outcome == "ok") != (row.step_time_s is not None):
@@ -187,7 +187,7 @@ def _row_problem(row: RowRecord, record: PlanRecord) -> str:
     return ""
 
 
-def _order_problem(record: PlanRecord) -> str:
+def _order_fault(record: PlanRecord) -> str:
     """The tasks are listed once each, and those that wait for each other are among them."""
     order = np.array(record.task_order, np.int64)
     num_tasks = len(order)
@@ -202,7 +202,7 @@ def _order_problem(record: PlanRecord) -> str:
     return ""
 
 
-def _rate_problem(record: PlanRecord) -> str:
+def _rate_fault(record: PlanRecord) -> str:
     if record.step_time_s is None:
         return "field 'throughput_samples_per_s' is there without a step time" * (
             record.throughput_samples_per_s is not None

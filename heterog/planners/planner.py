@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from heterog.errors import BudgetError, UnknownNameError
-from heterog.names import name_problem
+from heterog.names import name_fault
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import Decision, Strategy
@@ -254,7 +254,7 @@ class Candidate:
     Attributes:
         strategy: the decisions.
         orders: that the method allows. Of a baseline the best of them counts; a search's
-            candidates are judged in all orders of its task.
+            candidates are judged in all orders of its problem.
         judged: what the referee says about the first order, if it was asked already.
     """
 
@@ -284,7 +284,7 @@ class PlanResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Problem:
     """What a planner is asked to do, beyond graph and cluster, which the evaluator knows.
 
     Attributes:
@@ -369,15 +369,15 @@ STAGES = ("baseline", "zero_shot", "search")
 
 
 class Planner(Protocol):
-    """A method: turns a task into candidate strategies."""
+    """A method: turns a problem into candidate strategies."""
 
     name: str
     stage: str
     """``"baseline"`` for methods without search, ``"zero_shot"`` for a policy alone, ``"search"``
     for others."""
 
-    def plan(self, task: Task) -> PlanResult:
-        """Find strategies for the task's graph and cluster.
+    def plan(self, problem: Problem) -> PlanResult:
+        """Find strategies for the problem's graph and cluster.
 
         A planner with a method ``prepare(evaluator)`` does there what no budget counts: imports,
         reading a policy.
@@ -393,8 +393,8 @@ def register(planner: Planner) -> Planner:
     Raises:
         ValueError: the name is none; see ``heterog.names``.
     """
-    if (problem := name_problem(planner.name)) is not None:
-        raise ValueError(f"the method's name {planner.name!r} {problem}.")
+    if (fault := name_fault(planner.name)) is not None:
+        raise ValueError(f"the method's name {planner.name!r} {fault}.")
     _REGISTRY[planner.name] = planner
     return planner
 

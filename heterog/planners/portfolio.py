@@ -35,10 +35,10 @@ from heterog.planners.planner import (
     MethodRow,
     Planner,
     PlanResult,
+    Problem,
     Purse,
     Spending,
     Stop,
-    Task,
     planner_by_name,
     planners,
 )
@@ -144,7 +144,7 @@ def run_methods(
             part = budget
             if purse is not None:
                 part = purse.next_part(promise.search_s(seeds) if stage is searches else math.inf)
-            task = Task(
+            problem = Problem(
                 evaluator=evaluator,
                 budget=part,
                 seed=seed,
@@ -155,8 +155,8 @@ def run_methods(
                 stop=stop if seeds else Stop(),
                 clock=clock,
             )
-            spending = task.spend()
-            row = run_method(planner, task)
+            spending = problem.spend()
+            row = run_method(planner, problem)
             if purse is not None:
                 in_seconds = budget.evaluations is None
                 purse.settle(spending.seconds if in_seconds else row.num_evaluations)
@@ -201,24 +201,24 @@ def _whole(budget: Budget, is_baselines: bool, left_s: float) -> Budget:
     return Budget(seconds=max(left_s, LEAST_SEARCHED * budget.seconds))
 
 
-def run_method(planner: Planner, task: Task) -> MethodRow:
+def run_method(planner: Planner, problem: Problem) -> MethodRow:
     """Run one method and judge its candidates by the referee, all within its budget.
 
     Of a search's candidates that are equally good, the one that stays good under noise is taken;
     of a baseline's, by their definition, the fastest.
     """
-    evaluator = task.evaluator
-    spending = task.spend()
+    evaluator = problem.evaluator
+    spending = problem.spend()
     result = PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0)
     # Whoever does not watch its own limits is ended by these, a little later, with empty hands.
-    whole = task.budget if task.budget.seconds is None else task.budget.part(1.1)
-    with replace(task, budget=whole).spend().limits():
-        searching = task.budget
+    whole = problem.budget if problem.budget.seconds is None else problem.budget.part(1.1)
+    with replace(problem, budget=whole).spend().limits():
+        searching = problem.budget
         if searching.seconds is not None:
             searching = searching.part(1.0 - JUDGED_PART)
-        result = planner.plan(replace(task, budget=searching))
-    is_cut = spending.seconds >= (1.0 - JUDGED_PART) * (task.budget.seconds or math.inf)
-    judged = _judged(planner, task, result, spending)
+        result = planner.plan(replace(problem, budget=searching))
+    is_cut = spending.seconds >= (1.0 - JUDGED_PART) * (problem.budget.seconds or math.inf)
+    judged = _judged(planner, problem, result, spending)
     is_starved = is_cut and result.num_evaluations < ENOUGH_EVALUATIONS
     notes = [result.note] * bool(result.note)
     if is_starved:
@@ -234,7 +234,7 @@ def run_method(planner: Planner, task: Task) -> MethodRow:
         order="",
         peak_memory_bytes=(),
         num_evaluations=result.num_evaluations,
-        search_seconds=spending.seconds if task.budget.seconds else result.search_seconds,
+        search_seconds=spending.seconds if problem.budget.seconds else result.search_seconds,
         shortage=result.reason or _OUT_OF_TIME * is_cut,
         note="; ".join(notes),
         is_starved=is_starved,
@@ -255,7 +255,7 @@ def run_method(planner: Planner, task: Task) -> MethodRow:
         shortage=best.shortage,
         overflow_bytes=best.overflow_bytes,
         candidate=Candidate(strategy=strategy, orders=(best.order,), judged=best),
-        search_seconds=spending.seconds if task.budget.seconds else result.search_seconds,
+        search_seconds=spending.seconds if problem.budget.seconds else result.search_seconds,
     )
 
 
@@ -263,13 +263,13 @@ _OUT_OF_TIME = "its part of the budget was over before it had a strategy"
 
 
 def _judged(
-    planner: Planner, task: Task, result: PlanResult, spending: Spending
+    planner: Planner, problem: Problem, result: PlanResult, spending: Spending
 ) -> list[tuple[Evaluation, Strategy]]:
     """What the referee says about a method's candidates, at least about the first one.
 
     Every candidate in its own first order, then in the others: a search may have tried one only.
     """
-    evaluator = task.evaluator
+    evaluator = problem.evaluator
     judged: list[tuple[Evaluation, Strategy]] = []
     turns: list[tuple[Strategy, Order]] = []
     for candidate in result.candidates:
@@ -278,7 +278,7 @@ def _judged(
         else:
             turns.append((candidate.strategy, candidate.orders[0]))
     for candidate in result.candidates:
-        own = candidate.orders if planner.stage == "baseline" else task.orders
+        own = candidate.orders if planner.stage == "baseline" else problem.orders
         done = candidate.judged.order if candidate.judged is not None else candidate.orders[0]
         turns += [(candidate.strategy, order) for order in own if order != done]
     if turns and not judged:

@@ -29,7 +29,7 @@ from heterog.planners.changes import (
 from heterog.planners.planner import Budget, Spending
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.layout import split_evenly
+from heterog.strategy.division import split_evenly
 from heterog.strategy.lowering import resident_bytes
 from heterog.strategy.program import FloatArray, TaskKind
 from heterog.strategy.strategy import REPLICATED, Strategy, Sync

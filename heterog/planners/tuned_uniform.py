@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 from heterog.cluster.topology import Cluster
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Candidate, PlanResult, Task, best_of, register
+from heterog.planners.planner import Candidate, PlanResult, Problem, best_of, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
-from heterog.strategy.layout import split_in_proportion
+from heterog.strategy.division import split_in_proportion
 from heterog.strategy.space import device_sets
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
@@ -55,17 +55,17 @@ class TunedUniform:
     name = "tuned_uniform"
     stage = "baseline"
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Try every subset of machines, both bucket sizes and every order."""
         begin = time.perf_counter()
-        spending = task.spend()
+        spending = problem.spend()
         tried: list[tuple[Strategy, Order]] = []
         evaluations = []
         with spending.limits():
-            for strategy in _strategies(task):
-                choice = task.evaluator.encode(strategy)
+            for strategy in _strategies(problem):
+                choice = problem.evaluator.encode(strategy)
                 for order in Order:
-                    evaluations.append(task.evaluator.evaluate_choice(choice, order))
+                    evaluations.append(problem.evaluator.evaluate_choice(choice, order))
                     tried.append((strategy, order))
         ranked: list[Candidate] = []
         left = list(range(len(tried)))
@@ -79,16 +79,16 @@ class TunedUniform:
         )
 
 
-def _strategies(task: Task) -> Iterator[Strategy]:
-    speeds = device_speeds(task.evaluator)
-    for devices in machine_subsets(task.evaluator.cluster):
-        decision = tuned_decision(task.evaluator, devices, speeds)
+def _strategies(problem: Problem) -> Iterator[Strategy]:
+    speeds = device_speeds(problem.evaluator)
+    for devices in machine_subsets(problem.evaluator.cluster):
+        decision = tuned_decision(problem.evaluator, devices, speeds)
         for bucket_bytes in (0, DEFAULT_BUCKET_BYTES):
             yield uniform_strategy(
-                task.evaluator,
+                problem.evaluator,
                 decision,
                 bucket_bytes=bucket_bytes,
-                step_barrier=task.step_barrier,
+                step_barrier=problem.step_barrier,
             )
 
 

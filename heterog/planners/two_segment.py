@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from heterog.planners.enumeration import Enumeration
-from heterog.planners.planner import PlanResult, Task, register
+from heterog.planners.planner import PlanResult, Problem, register
 from heterog.planners.tuned_uniform import machine_subsets, tuned_decision
 from heterog.simulator.engine import Order
 from heterog.strategy.program import IntArray
@@ -26,9 +26,9 @@ class TwoSegment:
     name = "two_segment"
     stage = "search"
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Enumerate until all is tried or the budget is over."""
-        return _Enumeration(task).run()
+        return _Enumeration(problem).run()
 
 
 class _Point(NamedTuple):
@@ -42,16 +42,16 @@ class _Point(NamedTuple):
 
 
 class _Enumeration(Enumeration[_Point]):
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
         self.numbers = [
-            self.space.add(tuned_decision(task.evaluator, devices, self.speeds))
-            for devices in machine_subsets(task.evaluator.cluster)
+            self.space.add(tuned_decision(problem.evaluator, devices, self.speeds))
+            for devices in machine_subsets(problem.evaluator.cluster)
         ]
 
     def search(self) -> None:
         """Each decision alone, pairs at a few cuts, then finer cuts and other settings."""
-        order = self.task.orders[min(1, len(self.task.orders) - 1)]
+        order = self.problem.orders[min(1, len(self.problem.orders) - 1)]
         alone = [
             _Point(number, number, self.num_groups, DEFAULT_BUCKET_BYTES, order)
             for number in self.numbers
@@ -75,7 +75,7 @@ class _Enumeration(Enumeration[_Point]):
                 for step in (-width, width)
                 if 0 < start.cut + step < self.num_groups
             )
-        for other in self.task.orders:
+        for other in self.problem.orders:
             self.try_points(
                 start._replace(bucket_bytes=bucket, order=other)
                 for start in self.best(_NUM_REFINED)

@@ -11,7 +11,7 @@ from heterog.cluster.topology import Cluster
 from heterog.explain.decided import SYNC_NAMES, Range
 from heterog.explain.explanation import Explanation
 from heterog.simulator.critical_path import block_of, merge_blocks
-from heterog.strategy.layout import split_in_proportion
+from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import Sync
 
 SHORT_SYNCS = {

@@ -4,7 +4,7 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.sharding_rules import Special
-from heterog.runtime.layouts import layouts_of_groups
+from heterog.runtime.spans import spans_of_groups
 from heterog.strategy.strategy import Strategy
 
 
@@ -21,16 +21,16 @@ def batch_norm_samples(graph: OpGraph, strategy: Strategy) -> dict[str, dict[int
     """
     specials = batch_plan(graph).specials
     group = group_ops(graph).group
-    (layouts,) = layouts_of_groups(strategy, (graph.batch_size,))
+    (of_groups,) = spans_of_groups(strategy, (graph.batch_size,))
     found: dict[str, dict[int, int]] = {}
     for index, op in enumerate(graph.ops):
         if op.phase != Phase.FORWARD or specials[index] != Special.LOCAL_STATISTICS:
             continue
-        layout = layouts[int(group[index])]
+        spans = of_groups[int(group[index])]
         counts = {
-            device: min(row[device] for row in layout.shares if row[device])
-            for device in layout.devices
-            if any(row[device] for row in layout.shares)
+            device: min(row[device] for row in spans.shares if row[device])
+            for device in spans.devices
+            if any(row[device] for row in spans.shares)
         }
         found[op.module] = counts
     return found

@@ -1,4 +1,4 @@
-"""Values on their way from one layout to another: sends, joins, reductions and gathers."""
+"""Values on their way between divisions of the work: sends, joins, reductions, gathers."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,11 @@ from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM
 from heterog.graph.placement import Placement, R
 from heterog.graph.sharding_rules import local_shape
 from heterog.runtime.collectives import Communicator
-from heterog.runtime.layouts import EVERY, Layout, Span
 from heterog.runtime.local_op import LocalOp
 from heterog.runtime.losses import Losses
 from heterog.runtime.placed import cut, join, nested
 from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.spans import EVERY, Span, Spans
 from heterog.runtime.values import Held, Values
 from heterog.strategy.program import TaskKind
 
@@ -65,12 +65,12 @@ class Conversions:
     def _tensor(self, slot: int) -> int:
         return int(self._part.tables.value_tensor[self._part.tables.slot_value[slot]])
 
-    def _maker(self, slot: int) -> Layout:
-        """Layout of the op that makes a slot's value, along its axis."""
+    def _maker(self, slot: int) -> Spans:
+        """Spans of the op that makes a slot's value, along its axis."""
         part = self._part
-        layout = part.layout_of_op(part.maker(int(part.tables.slot_value[slot])))
-        assert layout is not None
-        return layout
+        spans = part.spans_of_op(part.maker(int(part.tables.slot_value[slot])))
+        assert spans is not None
+        return spans
 
     def _wanted(self, task: int, slot: int, micro: int, device: int) -> tuple[Span, Span]:
         """Samples and units that a slot brings to a device."""

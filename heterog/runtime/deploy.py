@@ -337,20 +337,20 @@ class DeployedStep:
         shape = graph.tensors[graph.updates[row][1]].shape
         if row not in self.part.sharded:
             return found[0][1].view(shape)
-        place, layout = self.part.sharded[row]
+        place, spans = self.part.sharded[row]
         pieces = []
         for _, piece in sorted(found, key=lambda pair: pair[0]):
-            units = piece.numel() * layout.units // math.prod(shape)
-            pieces.append(piece.view(local_shape(shape, place, units, layout.units)))
+            units = piece.numel() * spans.units // math.prod(shape)
+            pieces.append(piece.view(local_shape(shape, place, units, spans.units)))
         return join(pieces, place)
 
     def _whole(self, row: int, own: Tensor) -> Tensor | None:
         """All slices of a sharded parameter together on rank 0, ``None`` on the others."""
-        place, layout = self.part.sharded[row]
+        place, spans = self.part.sharded[row]
         shape = self.captured.graph.tensors[self.captured.graph.updates[row][1]].shape
         parts: list[tuple[int, Tensor]] = []
-        for device in layout.first_team():
-            begin, count = layout.units_of(device)
+        for device in spans.first_team():
+            begin, count = spans.units_of(device)
             if count == 0:
                 continue
             if device == 0:
@@ -358,9 +358,7 @@ class DeployedStep:
             elif self.rank == device:
                 dist.send(own.contiguous(), 0)
             elif self.rank == 0:
-                parts.append(
-                    (begin, own.new_empty(local_shape(shape, place, count, layout.units)))
-                )
+                parts.append((begin, own.new_empty(local_shape(shape, place, count, spans.units))))
                 dist.recv(parts[-1][1], device)
         if self.rank != 0:
             return None

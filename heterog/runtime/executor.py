@@ -2,7 +2,7 @@
 
 The program says what happens and the plan in which order; nothing here decides. A rank goes
 through the order of ``step_order`` and does the tasks it takes part in: communication is issued at
-once and waited for where its result is needed. ``conversions`` moves values between layouts,
+once and waited for where its result is needed. ``conversions`` moves values between divisions,
 ``gradients`` and ``optimizer`` make new parameters.
 """
 
@@ -23,7 +23,6 @@ from heterog.graph.workload import named_leaves
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.conversions import Conversions
 from heterog.runtime.gradients import Gradients
-from heterog.runtime.layouts import Layout
 from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.losses import Losses
 from heterog.runtime.optimizer import StepUpdates, Updates
@@ -31,7 +30,8 @@ from heterog.runtime.random_stream import RandomStream
 from heterog.runtime.rank_program import Near, RankProgram
 from heterog.runtime.recorder import Recorder as Recorder
 from heterog.runtime.slices import Slices
-from heterog.runtime.step_order import LOSS, NORM, StepOrder, Turn
+from heterog.runtime.spans import Spans
+from heterog.runtime.step_order import LOSS, NORM, DueTask, StepOrder
 from heterog.runtime.values import Held, Reader, Values
 from heterog.strategy.program import Program, TaskKind
 
@@ -188,7 +188,7 @@ class StepExecutor:
         self._step = StepUpdates(gradients, self._updates.options())
         self._summed_loss = None
 
-    def take(self, turn: Turn) -> None:
+    def take(self, turn: DueTask) -> None:
         """Take one of ``turns``, in their order."""
         assert self._step is not None
         task, of_step_before = turn
@@ -331,7 +331,7 @@ class StepExecutor:
         if call is None:
             call = self._calls[task] = self._call(task, row, micro)
         op, local_op, reader, made = call.op, call.local_op, call.reader, call.made
-        layout = reader.layout
+        spans = reader.spans
         is_again = self._kind[task] == _RECOMPUTE
         inputs = [
             values.read(op, position, tensor, whole, call.near, reader)
@@ -347,18 +347,18 @@ class StepExecutor:
         else:
             outputs = local_op(inputs, call.extent, **enters)
         if Special.NLL_GLOBAL_WEIGHT in local_op.specials:
-            assert layout is not None
-            weight = self._losses.label_weight(op, local_op, layout)
+            assert spans is not None
+            weight = self._losses.label_weight(op, local_op, spans)
             outputs[0] = outputs[0] / weight
-            if self._losses.has_all_labels(op, layout):
+            if self._losses.has_all_labels(op, spans):
                 # Nobody to reduce it with, and the backward reads it.
                 outputs[1] = weight
         made = made[: len(outputs)]  # a token may follow, which only orders tasks
         for buffer, output in zip(made, outputs, strict=True):
             values.held[buffer] = Held(output, reader.samples, reader.units)
         if not is_again:
-            step.gradients.keep(task, layout, micro)
-            self._losses.keep(task, op, layout, micro)
+            step.gradients.keep(task, spans, micro)
+            self._losses.keep(task, op, spans, micro)
         for buffer in made:
             if not values.is_read(buffer):
                 del values.held[buffer]
@@ -367,19 +367,19 @@ class StepExecutor:
         """What stays the same whenever an op is run; looked up once."""
         part = self._part
         op = self._op[row]
-        layout, rank = part.layout_of_op(op), self.rank
-        reader = self._values.reader(layout, micro)
+        spans, rank = part.spans_of_op(op), self.rank
+        reader = self._values.reader(spans, micro)
         local_op = self._ops[op]
         extent = local_op.whole
         is_first = is_first_member = True
-        if layout is not None:
+        if spans is not None:
             extent = Extent(reader.samples[1], reader.units[1])
-            is_first_member = layout.axis == BATCH_AXIS or layout.speaks(micro, rank)
+            is_first_member = spans.axis == BATCH_AXIS or spans.speaks(micro, rank)
             # The micro-batches of a step are summed up like its devices.
             is_first = micro == 0 and (
-                layout.first(micro) == rank
-                if layout.axis == BATCH_AXIS
-                else layout.is_in_first_team(micro, rank)
+                spans.first(micro) == rank
+                if spans.axis == BATCH_AXIS
+                else spans.is_in_first_team(micro, rank)
             )
         return _Call(
             op=op,
@@ -394,23 +394,23 @@ class StepExecutor:
                 for position, tensor in enumerate(self.graph.ops[op].inputs)
             ],
             made=part.made(task),
-            draws_for=self._draws_for(local_op, layout, micro),
+            draws_for=self._draws_for(local_op, spans, micro),
         )
 
-    def _draws_for(self, local_op: LocalOp, layout: Layout | None, micro: int) -> int | None:
+    def _draws_for(self, local_op: LocalOp, spans: Spans | None, micro: int) -> int | None:
         """The rank whose random numbers an op draws; ``None``: every rank draws the same."""
         own = Special.OWN_RANDOM_STREAM
-        if layout is None or own in (local_op.along_axis.special, local_op.along_batch.special):
-            is_split = layout is not None and (
-                layout.axis == BATCH_AXIS or local_op.along_axis.special == own
+        if spans is None or own in (local_op.along_axis.special, local_op.along_batch.special):
+            is_split = spans is not None and (
+                spans.axis == BATCH_AXIS or local_op.along_axis.special == own
             )
             if is_split:
                 return self.rank
-        if layout is None or local_op.along_batch.special != own:
+        if spans is None or local_op.along_batch.special != own:
             return None
-        if layout.num_teams == 1 and self._part.num_micro == 1:
+        if spans.num_teams == 1 and self._part.num_micro == 1:
             return None  # the whole of it, on all devices
-        return layout.speaker(micro, self.rank)
+        return spans.speaker(micro, self.rank)
 
     def _with_own_buffers(self, op: int, inputs: list[Tensor]) -> list[Tensor]:
         """Copies in place of the model's buffers: BatchNorm updates its statistics in them."""

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from heterog.runtime.collectives import Communicator, Pending, add_in_place, slice_counts
-from heterog.runtime.layouts import Layout
 from heterog.runtime.rank_program import Near, RankProgram
 from heterog.runtime.slices import SlicedBucket, Slices
+from heterog.runtime.spans import Spans
 from heterog.runtime.values import Values
 from heterog.strategy.program import TaskKind
 from heterog.strategy.rings import Ring
@@ -59,14 +59,14 @@ class Gradients:
         self._last_scatter: dict[tuple[int, ...], Pending] = {}  # of ZeRO-1, by devices
         self._num_stepped: dict[int, int] = {}  # parameters of each bucket
 
-    def keep(self, task: int, layout: Layout | None, micro: int) -> None:
+    def keep(self, task: int, spans: Spans | None, micro: int) -> None:
         """Keep the gradients that an op has made."""
         part = self._part
         for buffer in part.made(task):
             value, whole = part.value_in(buffer)
             for row in part.parameters_of_value.get(value, ()):
                 if not part.gradient_is_converted(row):
-                    self._keep(row, {(value, whole): buffer}, layout, micro)
+                    self._keep(row, {(value, whole): buffer}, spans, micro)
 
     def keep_gathered(self, task: int, slot: int, micro: int) -> None:
         """Keep the gradients that a gather has made whole."""
@@ -78,15 +78,15 @@ class Gradients:
                     int(part.tables.gradient_slot[row]) == slot
                     and part.program.buffer_device[buffer] == part.rank
                 ):
-                    layout = part.layout_of_op(part.maker(value))
-                    self._keep(row, {part.value_in(buffer): buffer}, layout, micro)
+                    spans = part.spans_of_op(part.maker(value))
+                    self._keep(row, {part.value_in(buffer): buffer}, spans, micro)
 
-    def _keep(self, row: int, near: Near, layout: Layout | None, micro: int) -> None:
+    def _keep(self, row: int, near: Near, spans: Spans | None, micro: int) -> None:
         """Keep a gradient, or what will be one when the collective that makes it whole is done."""
         if not self._part.gives(row, micro):
             return
         values, tensor = self._values, self._part.graph.updates[row][2]
-        reader = values.reader(layout, micro)
+        reader = values.reader(spans, micro)
         ((_, buffer),) = near.items()
         held = values.held[buffer]
 

@@ -4,9 +4,9 @@ from torch import Tensor, ne, where
 
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS
 from heterog.runtime.collectives import Pending
-from heterog.runtime.layouts import Layout
 from heterog.runtime.local_op import LocalOp
 from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.spans import Spans
 from heterog.runtime.values import Reader, Values
 
 
@@ -33,25 +33,23 @@ class Losses:
         self._label_weights = {}
         self.total = self._values.zeros(self._part.graph.loss, ())
 
-    def keep(self, task: int, op: int, layout: Layout | None, micro: int) -> None:
+    def keep(self, task: int, op: int, spans: Spans | None, micro: int) -> None:
         """Add this rank's part of the loss when the op that makes it has run."""
         if op != self._op:
             return
         part = self._part
         near = {part.value_in(buffer): buffer for buffer in part.made(task)}
-        seen = self._values.look(
-            part.graph.loss, AS_MADE, near, self._values.reader(layout, micro)
-        )
+        seen = self._values.look(part.graph.loss, AS_MADE, near, self._values.reader(spans, micro))
         is_sum = part.plan.batch_placement(part.graph.loss).kind == "P"
         counts = True
-        if layout is not None:
-            is_ruled = layout.axis != BATCH_AXIS
+        if spans is not None:
+            is_ruled = spans.axis != BATCH_AXIS
             if is_sum:  # each device, or each team, has a part
-                counts = not is_ruled or seen.is_part_in_team or layout.speaks(micro, part.rank)
+                counts = not is_ruled or seen.is_part_in_team or spans.speaks(micro, part.rank)
             elif seen.is_part_in_team:
-                counts = layout.is_in_first_team(micro, part.rank)
+                counts = spans.is_in_first_team(micro, part.rank)
             else:
-                counts = layout.first(micro) == part.rank
+                counts = spans.first(micro) == part.rank
         if counts:
             self.total += seen.value.reshape(()) / (1 if is_sum else part.num_micro)
 
@@ -59,23 +57,23 @@ class Losses:
         """The weight of all labels is on its way."""
         self._label_weights[value] = pending
 
-    def label_weight(self, op: int, local_op: LocalOp, layout: Layout) -> Tensor:
+    def label_weight(self, op: int, local_op: LocalOp, spans: Spans) -> Tensor:
         """Weight of the labels that count in the whole batch, on all devices together."""
         value = self._part.value_of[self._part.graph.outputs(op)[1]]
         if value not in self._label_weights:
-            assert self.has_all_labels(op, layout), "the program reduces the label weight first"
-            local = self.local_label_weight(op, local_op, layout, speaks=True)
+            assert self.has_all_labels(op, spans), "the program reduces the label weight first"
+            local = self.local_label_weight(op, local_op, spans, speaks=True)
             self._label_weights[value] = Pending(None, lambda: local)
         return self._label_weights[value].wait()
 
-    def has_all_labels(self, op: int, layout: Layout) -> bool:
+    def has_all_labels(self, op: int, spans: Spans) -> bool:
         """Whether each device that makes a loss knows the weight of all labels by itself."""
         weight = self._part.graph.outputs(op)[1]
-        is_split = layout.axis == BATCH_AXIS or self._part.plan.placements[weight].kind == "P"
-        return len(layout.devices) == 1 or (layout.num_teams == 1 and not is_split)
+        is_split = spans.axis == BATCH_AXIS or self._part.plan.placements[weight].kind == "P"
+        return len(spans.devices) == 1 or (spans.num_teams == 1 and not is_split)
 
     def local_label_weight(
-        self, op: int, local_op: LocalOp, layout: Layout, *, speaks: bool = False
+        self, op: int, local_op: LocalOp, spans: Spans, *, speaks: bool = False
     ) -> Tensor:
         """Weight of this rank's labels over all micro-batches.
 
@@ -87,14 +85,14 @@ class Losses:
         assert isinstance(ignored, int)
         total = self._values.zeros(part.graph.outputs(op)[1], ())
         for micro in range(part.num_micro):
-            if layout.range(micro, part.rank)[1] == 0:
+            if spans.range(micro, part.rank)[1] == 0:
                 continue
-            is_alike = layout.axis != BATCH_AXIS and (
+            is_alike = spans.axis != BATCH_AXIS and (
                 part.plan.placements[part.graph.outputs(op)[1]].kind != "P"
             )
-            if is_alike and not speaks and not layout.speaks(micro, part.rank):
+            if is_alike and not speaks and not spans.speaks(micro, part.rank):
                 continue
-            reader = self._values.reader(layout, micro)
+            reader = self._values.reader(spans, micro)
             target = self._known(op, 1, inputs[1], reader)
             counts = ne(target, ignored)
             if local_op.call.args.get("weight") is not None:

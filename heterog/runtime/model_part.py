@@ -30,7 +30,7 @@ class ModelPart:
     Attributes:
         parameters: that this rank reads or updates, by tensor id.
         updated: what this rank's optimizer steps: whole parameters and slices.
-        sharded: placement and layout of the parameters of which each rank holds its own slice, by
+        sharded: placement and spans of the parameters of which each rank holds its own slice, by
             row of ``graph.updates``.
         buckets: of parameters that are updated in slices (ZeRO), all of the program.
         slices: what this rank owns of them.
@@ -48,11 +48,11 @@ class ModelPart:
         self._strategy = strategy
         self._rank = rank
         self.sharded = sharded_parameters(graph, strategy)
-        for row, (place, layout) in self.sharded.items():
+        for row, (place, spans) in self.sharded.items():
             # A slice of its own memory, so that the whole is given back.
             value = parameters[graph.updates[row][1]]
-            begin, count = layout.units_of(rank)
-            value.data = cut(value.data, place, layout.units, begin, count).clone(
+            begin, count = spans.units_of(rank)
+            value.data = cut(value.data, place, spans.units, begin, count).clone(
                 memory_format=torch.contiguous_format
             )
         held = self._held()

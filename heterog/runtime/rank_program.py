@@ -1,4 +1,4 @@
-"""A program as one rank sees it: layouts, buffers and tasks, looked up and fixed at deployment."""
+"""A program as one rank sees it: spans, buffers and tasks, looked up and fixed at deployment."""
 
 import copy
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import local_shape
-from heterog.runtime.layouts import Layout, layouts_of_groups
 from heterog.runtime.placed import cut, join
 from heterog.runtime.slices import ZERO_STAGES, SlicedBucket, parameter_rings, sliced_buckets
+from heterog.runtime.spans import Spans, spans_of_groups
 from heterog.strategy.channels import Channel
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.rings import Ring
@@ -59,15 +59,15 @@ _LEVELS = {
 }
 
 
-def sharded_parameters(graph: OpGraph, strategy: Strategy) -> dict[int, tuple[Placement, Layout]]:
-    """Placement and layout of parameters that live in slices, by row of ``graph.updates``."""
+def sharded_parameters(graph: OpGraph, strategy: Strategy) -> dict[int, tuple[Placement, Spans]]:
+    """Placement and spans of parameters that live in slices, by row of ``graph.updates``."""
     plan = axis_plan(graph, strategy.op_rules)
-    layouts = layouts_of_groups(strategy, plan.axes)
+    spans = spans_of_groups(strategy, plan.axes)
     group = group_ops(graph).group
     return {
         row: (
             plan.placements[parameter],
-            layouts[int(plan.tensor_axis[parameter])][int(group[op])],
+            spans[int(plan.tensor_axis[parameter])][int(group[op])],
         )
         for row, (op, parameter, _) in enumerate(graph.updates)
         if parameter in plan.sharded
@@ -90,7 +90,7 @@ class RankProgram:
         num_micro: micro-batches of the step.
         micro_begin: first sample of each micro-batch.
         value_of: value by the tensor that owns its memory.
-        sharded: placement and layout of the parameters that live in slices, by row.
+        sharded: placement and spans of the parameters that live in slices, by row.
         parameters_of_value: rows of ``graph.updates`` whose gradient a value holds.
         accumulated: (row, micro-batch) of the gradients that this rank adds to those before.
         bucket_members: rows of each bucket, in the order in which they lie in it.
@@ -106,10 +106,10 @@ class RankProgram:
         self.tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
         self.num_micro = strategy.num_micro_batches
         self._group = group_ops(graph).group
-        self._layouts = layouts_of_groups(strategy, self.plan.axes)
+        self._spans = spans_of_groups(strategy, self.plan.axes)
         self.sharded = sharded_parameters(graph, strategy)
-        layout = self._layouts[BATCH_AXIS][0]
-        sizes = [layout.size(micro) for micro in range(self.num_micro)]
+        spans = self._spans[BATCH_AXIS][0]
+        sizes = [spans.size(micro) for micro in range(self.num_micro)]
         self.micro_begin = [sum(sizes[:micro]) for micro in range(self.num_micro)]
         self.value_of = {
             int(tensor): value for value, tensor in enumerate(self.tables.value_tensor)
@@ -168,25 +168,25 @@ class RankProgram:
             if bucket >= 0:
                 self.bucket_members.setdefault(bucket, []).append(row)
 
-    def layout_of_op(self, op: int) -> Layout | None:
-        """Layout of an op's group along the op's axis; ``None`` for constants."""
+    def spans_of_op(self, op: int) -> Spans | None:
+        """Spans of an op's group along the op's axis; ``None`` for constants."""
         group = int(self._group[op])
-        return self._layouts[int(self.plan.op_axis[op])][group] if group >= 0 else None
+        return self._spans[int(self.plan.op_axis[op])][group] if group >= 0 else None
 
-    def target_of_slot(self, slot: int) -> tuple[Layout, Layout]:
-        """Layouts of the group that a slot brings its value to.
+    def target_of_slot(self, slot: int) -> tuple[Spans, Spans]:
+        """Spans of the group that a slot brings its value to.
 
         Along the axis of the op that makes the value, and along that of the reader.
         """
         tables, group = self.tables, int(self.tables.slot_group[slot])
         made = int(tables.op_axis[tables.value_op[tables.slot_value[slot]]])
-        return self._layouts[made][group], self._layouts[int(tables.slot_axis[slot])][group]
+        return self._spans[made][group], self._spans[int(tables.slot_axis[slot])][group]
 
     def owners(self, row: int) -> list[int]:
         """Devices whose copies of a parameter count: home or first replica, or all slices."""
         if row in self.sharded:
-            _, layout = self.sharded[row]
-            return [device for device in layout.first_team() if layout.units_of(device)[1]]
+            _, spans = self.sharded[row]
+            return [device for device in spans.first_team() if spans.units_of(device)[1]]
         home = self.strategy.homes[row]
         if home >= 0:
             return [home]
@@ -244,17 +244,17 @@ class RankProgram:
         """The part of this rank's gradient of a parameter that a ring adds up."""
         if row not in self.sharded:
             return gradient
-        place, layout = self.sharded[row]
-        begin, count = layout.units_of(self.rank)
+        place, spans = self.sharded[row]
+        begin, count = spans.units_of(self.rank)
         return cut(gradient, place, count, ring.begin - begin, ring.end - ring.begin)
 
     def join_rings(self, row: int, pieces: Sequence[Tensor]) -> Tensor:
         """The parts of a gradient that several rings have added up, in their order."""
-        place, layout = self.sharded[row]
+        place, spans = self.sharded[row]
         shape = self.graph.tensors[self.graph.updates[row][1]].shape
         own = [ring for ring in self.rings(row) if self.rank in ring.devices]
         shaped = [
-            piece.view(local_shape(shape, place, ring.end - ring.begin, layout.units))
+            piece.view(local_shape(shape, place, ring.end - ring.begin, spans.units))
             for piece, ring in zip(pieces, own, strict=True)
         ]
         return join(shaped, place)
@@ -278,12 +278,12 @@ class RankProgram:
         if not any(ring.is_once for ring in self.rings(row)):
             return True
         value = int(self.tables.parameter_gradient[row])
-        layout = self.layout_of_op(self.maker(value))
-        assert layout is not None
-        team = layout.team_of(self.rank)
+        spans = self.spans_of_op(self.maker(value))
+        assert spans is not None
+        team = spans.team_of(self.rank)
         if self.tables.gradient_slot[row] >= 0:  # gathered, so that every member has it
             return team[0] == self.rank
-        return layout.speaks(micro, self.rank)
+        return spans.speaks(micro, self.rank)
 
     def is_converted(self, buffer: int) -> bool:
         """Whether a buffer holds what a conversion has made of a value."""

@@ -80,15 +80,13 @@ def resize(
     captured = replace(captured, graph=replace(captured.graph, grouped_like=planned))
     strategy = plan.strategy.resized(captured.graph)
     resized = lower_resized(captured.graph, plan.cluster, strategy)
-    problem = ""
+    fault = ""
     if (resized.bucket != program.bucket).any():
-        problem = "its gradients would be in other buckets"
-    problem = problem or rehearse(
-        captured, strategy, resized, range(resized.num_tasks), clips=clips
-    )
-    if problem:
+        fault = "its gradients would be in other buckets"
+    fault = fault or rehearse(captured, strategy, resized, range(resized.num_tasks), clips=clips)
+    if fault:
         raise StrategyError(
-            f"the plan for '{workload.name}' cannot be run on a batch of {size}: {problem}; make "
+            f"the plan for '{workload.name}' cannot be run on a batch of {size}: {fault}; make "
             "batches of the planned shapes, or plan for this one, too."
         )
     return ResizedStep(captured=captured, strategy=strategy, program=resized)

@@ -140,8 +140,8 @@ def parameter_rings(graph: OpGraph, strategy: Strategy) -> list[tuple[Ring, ...]
     rings: list[tuple[Ring, ...]] = []
     rows = zip(tables.gradient_domain.tolist(), tables.parameter_group.tolist(), strict=True)
     for domain, group in rows:
-        layout = strategy.decisions[group].layout
-        rings.append(gradient_rings(layout, axes)[domain] if domain >= 0 else ())
+        division = strategy.decisions[group].division
+        rings.append(gradient_rings(division, axes)[domain] if domain >= 0 else ())
     return rings
 
 

@@ -27,7 +27,7 @@ _OF_GRADIENTS = frozenset({TaskKind.SUM, TaskKind.ALL_GATHER})
 """What has to wait for gradients, as updates do; other tasks only issue their communication."""
 
 
-class Turn(NamedTuple):
+class DueTask(NamedTuple):
     """A task of this step, or a task that the step before has left open."""
 
     task: int
@@ -42,7 +42,7 @@ class StepOrder(NamedTuple):
         end: tasks that are still open after ``turns``.
     """
 
-    turns: list[Turn]
+    turns: list[DueTask]
     end: list[int]
 
     def for_rank(self, part: RankProgram) -> "StepOrder":
@@ -77,7 +77,7 @@ def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> 
             updates = [task for task in tasks if part.ends_update(task)]
             order = [task for task in tasks if not part.ends_update(task)]
             order += [NORM, *updates]
-        return StepOrder([Turn(task) for task in _with_loss(part, order)], [])
+        return StepOrder([DueTask(task) for task in _with_loss(part, order)], [])
     stays = set() if clips else _updates_between_ops(part, tasks)
     end = [
         task
@@ -138,13 +138,13 @@ def _makers(part: RankProgram, end: Sequence[int]) -> dict[tuple[int, int], int]
     return makes
 
 
-def _interleaved(part: RankProgram, begun: Sequence[int], end: Sequence[int]) -> list[Turn]:
+def _interleaved(part: RankProgram, begun: Sequence[int], end: Sequence[int]) -> list[DueTask]:
     """The tasks of a step, each after those that the step before has left open for it."""
     program, tables = part.program, part.tables
     position = {task: number for number, task in enumerate(end)}
     norm = position.get(NORM)
     makes = _makers(part, end)
-    turns: list[Turn] = []
+    turns: list[DueTask] = []
     done: set[int] = set()
 
     def finish(task: int) -> None:
@@ -159,7 +159,7 @@ def _interleaved(part: RankProgram, begun: Sequence[int], end: Sequence[int]) ->
         if norm is not None and position[task] > norm:
             for needed in end[: norm + 1]:
                 finish(needed)
-        turns.append(Turn(task, of_step_before=True))
+        turns.append(DueTask(task, of_step_before=True))
 
     for task in begun:
         if task >= 0 and part.kinds[task] == TaskKind.GATHER_PARAMETERS:
@@ -174,7 +174,7 @@ def _interleaved(part: RankProgram, begun: Sequence[int], end: Sequence[int]) ->
                 made = makes.get((int(parameter), device))
                 if made is not None:
                     finish(made)
-        turns.append(Turn(task))
+        turns.append(DueTask(task))
     for task in end:
         finish(task)
     return turns

@@ -11,10 +11,10 @@ from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.runtime.collectives import Pending
-from heterog.runtime.layouts import EVERY, Layout, Span
 from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.placed import cut, nested
 from heterog.runtime.rank_program import CONVERSIONS, Near, RankProgram, gathered, nearest
+from heterog.runtime.spans import EVERY, Span, Spans
 from heterog.strategy.program import TaskKind
 
 _READS_VALUES = CONVERSIONS | {TaskKind.COMPUTE, TaskKind.RECOMPUTE}
@@ -42,10 +42,10 @@ class Held:
 class Reader(NamedTuple):
     """Who reads a tensor in which micro-batch, and the samples and units that it works on.
 
-    Without a layout, a constant: it reads and makes whole tensors.
+    Without spans, a constant: it reads and makes whole tensors.
     """
 
-    layout: Layout | None
+    spans: Spans | None
     micro: int = 0
     samples: Span = (0, 0)  # of the micro-batch
     first_sample: int = 0  # of the micro-batch in the batch
@@ -116,19 +116,19 @@ class Values:
         self._batch = batch
         self._from_batch = {}
 
-    def reader(self, layout: Layout | None, micro: int) -> Reader:
-        """This rank, as it reads for an op of a layout."""
+    def reader(self, spans: Spans | None, micro: int) -> Reader:
+        """This rank, as it reads for an op with these spans."""
         part = self._part
-        if layout is None:
+        if spans is None:
             return Reader(None, micro, all_samples=(0, part.graph.batch_size))
         return Reader(
-            layout=layout,
+            spans=spans,
             micro=micro,
-            samples=layout.samples(micro, part.rank),
+            samples=spans.samples(micro, part.rank),
             first_sample=part.micro_begin[micro],
             all_samples=(0, part.graph.batch_size),
-            units=layout.range(micro, part.rank) if layout.axis != BATCH_AXIS else (0, 1),
-            all_units=layout.units if layout.axis != BATCH_AXIS else 1,
+            units=spans.range(micro, part.rank) if spans.axis != BATCH_AXIS else (0, 1),
+            all_units=spans.units if spans.axis != BATCH_AXIS else 1,
         )
 
     def is_read(self, buffer: int) -> bool:
@@ -174,9 +174,9 @@ class Values:
         plan = self._part.plan
         seen = self.look(tensor, whole, near, reader)
         seen = self._cut_free(seen, op, position, reader, along_axis=True)
-        if reader.layout is None:
+        if reader.spans is None:
             return seen.value
-        layout, rank = reader.layout, self._part.rank
+        spans, rank = reader.spans, self._part.rank
         in_batch, on_axis = plan.batch_needed(op, position), plan.needed[op][position]
         is_ruled = plan.op_axis[op] != BATCH_AXIS
         if in_batch.kind == "P":
@@ -184,19 +184,17 @@ class Values:
             # So does what all members of a team have alike.
             micro = reader.micro
             if seen.is_part_of_sum:
-                enters = is_ruled or not seen.is_alike_in_team or layout.speaks(micro, rank)
+                enters = is_ruled or not seen.is_alike_in_team or spans.speaks(micro, rank)
             elif seen.is_converted:  # brought to those alone on which it enters
                 enters = True
             else:
-                enters = layout.is_in_first_team(micro, rank) and (
-                    is_ruled or seen.is_part_in_team or layout.speaks(micro, rank)
+                enters = spans.is_in_first_team(micro, rank) and (
+                    is_ruled or seen.is_part_in_team or spans.speaks(micro, rank)
                 )
             if not enters:
                 return torch.zeros_like(seen.value)
         if is_ruled and on_axis.kind == "P" and not seen.is_part_in_team:
-            return (
-                seen.value if layout.speaks(reader.micro, rank) else torch.zeros_like(seen.value)
-            )
+            return seen.value if spans.speaks(reader.micro, rank) else torch.zeros_like(seen.value)
         return seen.value
 
     def cut_whole(self, value: Tensor, op: int, position: int, reader: Reader) -> Tensor:
@@ -224,7 +222,7 @@ class Values:
         self, seen: "Seen", op: int, position: int, reader: Reader, *, along_axis: bool
     ) -> "Seen":
         """Cut what is whole where an op wants its own samples or units only."""
-        if reader.layout is None:
+        if reader.spans is None:
             return seen
         plan = self._part.plan
         in_batch = plan.batch_needed(op, position)
@@ -302,7 +300,7 @@ class Values:
         if part.graph.tensors[tensor].kind != TensorKind.BATCH:
             return Seen(self._buffers[tensor])
         value = self._batch[tensor]
-        if whole == EVERYTHING or placement.kind != "S" or reader.layout is None:
+        if whole == EVERYTHING or placement.kind != "S" or reader.spans is None:
             return Seen(value)
         begin, count = reader.samples
         total = reader.all_samples[1]
@@ -325,7 +323,7 @@ class Values:
         result = held.tensor()
         if whole == EVERYTHING:
             return Seen(result)
-        has_samples = in_batch.kind == "S" and reader.layout is not None
+        has_samples = in_batch.kind == "S" and reader.spans is not None
         if has_samples and reader.samples != held.samples:
             (low, owned), (begin, count) = held.samples, reader.samples
             result = cut(result, in_batch, owned, begin - low, count)
@@ -349,8 +347,8 @@ class Values:
 
     def _has_one_team(self, tensor: int) -> bool:
         """Whether the devices that make a tensor are one team, which has all samples."""
-        layout = self._part.layout_of_op(int(self._part.graph.producer[tensor]))
-        return layout is not None and layout.num_teams == 1
+        spans = self._part.spans_of_op(int(self._part.graph.producer[tensor]))
+        return spans is not None and spans.num_teams == 1
 
     def _nothing(self, tensor: int, reader: Reader) -> "Seen":
         """Zeros in place of a part of a sum that is elsewhere."""

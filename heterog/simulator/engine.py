@@ -58,7 +58,7 @@ class Order(IntEnum):
     PROGRAM = 2
 
 
-class Schedule(NamedTuple):
+class Timings(NamedTuple):
     """Working memory and results of one simulation; grown to the largest program seen."""
 
     seconds: FloatArray  # of each task
@@ -83,9 +83,9 @@ class Schedule(NamedTuple):
     touching: IntArray  # of ``memory_kernel``: events that touch each device's memory
 
 
-def make_schedule(num_tasks: int, num_reads: int, num_buffers: int, num_queues: int) -> Schedule:
+def make_timings(num_tasks: int, num_reads: int, num_buffers: int, num_queues: int) -> Timings:
     """Empty arrays with room for a program."""
-    return Schedule(
+    return Timings(
         seconds=np.empty(num_tasks),
         start=np.empty(num_tasks),
         finish=np.empty(num_tasks),
@@ -127,10 +127,10 @@ class Workspace(NamedTuple):
     drag_share: FloatArray
     debt: FloatArray
     first_open: IntArray  # first turn with ops left
-    ran: IntArray  # end of the ops in ``Schedule.sequence`` that have run
+    ran: IntArray  # end of the ops in ``Timings.sequence`` that have run
     touched: IntArray  # devices to look at
     is_touched: npt.NDArray[np.bool_]
-    chain_start: IntArray  # of the ops of each device and turn in ``Schedule.chain``
+    chain_start: IntArray  # of the ops of each device and turn in ``Timings.chain``
     position: IntArray  # of the next op of each chain
     fresh: IntArray  # tasks that just got ready
 
@@ -290,64 +290,64 @@ def pop_event(times: FloatArray, items: IntArray, size: int) -> int:
 
 @helper
 def _prepare(
-    tape: Tape, prices: Prices, schedule: Schedule, work: Workspace, num_devices: int
+    tape: Tape, prices: Prices, timings: Timings, work: Workspace, num_devices: int
 ) -> None:
     """Successor lists, room for the queues, and the chains.
 
     Chain ``device * num_turns + turn`` holds the ops of one turn of one device.
     """
     num_tasks = tape.counts[NUM_TASKS]
-    starts = schedule.successor_start
+    starts = timings.successor_start
     starts[: num_tasks + 2] = 0
     for task in range(num_tasks):
         begin, end = tape.tasks[task].read_start, tape.tasks[task + 1].read_start
-        schedule.waiting_for[task] = end - begin
+        timings.waiting_for[task] = end - begin
         is_chain = tape.tasks[task].kind < FIRST_FREE_KIND
-        schedule.is_local[task] = is_chain
+        timings.is_local[task] = is_chain
         for read in range(begin, end):
             maker = tape.buffers[tape.reads[read]].maker
             starts[maker + 2] += 1
             if not is_chain or tape.tasks[maker].device != tape.tasks[task].device:
-                schedule.is_local[maker] = False
+                timings.is_local[maker] = False
     for task in range(num_tasks):
         starts[task + 2] += starts[task + 1]
     for task in range(num_tasks):
         for read in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
             maker = tape.buffers[tape.reads[read]].maker
-            schedule.successor[starts[maker + 1]] = task
+            timings.successor[starts[maker + 1]] = task
             starts[maker + 1] += 1
     # Queue numbers: links first, then one per device for its free tasks.
     num_queues = prices.num_queues + num_devices
-    schedule.queue_size[:num_queues] = 0
+    timings.queue_size[:num_queues] = 0
     chain_start, position = work.chain_start, work.position
     num_turns = len(position) // num_devices
     for task in range(num_tasks):
         kind = tape.tasks[task].kind
         if kind >= FIRST_LINK_KIND:
-            schedule.queue_size[prices.channel_queue[tape.tasks[task].channel]] += 1
+            timings.queue_size[prices.channel_queue[tape.tasks[task].channel]] += 1
         elif kind >= FIRST_FREE_KIND:
-            schedule.queue_size[prices.num_queues + tape.tasks[task].device] += 1
+            timings.queue_size[prices.num_queues + tape.tasks[task].device] += 1
         else:
             chain_start[tape.tasks[task].device * num_turns + tape.tasks[task].turn + 1] += 1
     total = 0
     for queue in range(num_queues):
-        schedule.queue_start[queue] = total
-        total += schedule.queue_size[queue]
-        schedule.queue_size[queue] = 0
+        timings.queue_start[queue] = total
+        total += timings.queue_size[queue]
+        timings.queue_size[queue] = 0
     for chain in range(num_devices * num_turns):
         chain_start[chain + 1] += chain_start[chain]
         position[chain] = chain_start[chain]
     for device in range(num_devices + 1):
-        schedule.sequence_start[device] = chain_start[device * num_turns]
+        timings.sequence_start[device] = chain_start[device * num_turns]
     for task in range(num_tasks):
         if tape.tasks[task].kind < FIRST_FREE_KIND:
             chain = tape.tasks[task].device * num_turns + tape.tasks[task].turn
-            schedule.chain[position[chain]] = task
+            timings.chain[position[chain]] = task
             position[chain] += 1
     for chain in range(num_devices * num_turns):
         position[chain] = chain_start[chain]
     for device in range(num_devices):
-        work.ran[device] = schedule.sequence_start[device]
+        work.ran[device] = timings.sequence_start[device]
 
 
 @helper
@@ -361,18 +361,18 @@ def dragged(seconds: float, window: float, share: float) -> float:
 
 
 def simulate(
-    tape: Tape, prices: Prices, schedule: Schedule, num_devices: int, order: int, limit_s: float
+    tape: Tape, prices: Prices, timings: Timings, num_devices: int, order: int, limit_s: float
 ) -> tuple[float, int]:
     """Run a priced program; returns (time of the last finish, number of finished tasks).
 
-    ``schedule.start``, ``finish`` and ``events`` hold the details afterwards. Fewer finished tasks
+    ``timings.start``, ``finish`` and ``events`` hold the details afterwards. Fewer finished tasks
     than there are means that the program cannot run: a bug in whoever made it.
 
     As soon as the end is sure to come after ``limit_s``, the run is given up; it returns (a lower
     bound of the end, ``GIVEN_UP``), and the details mean nothing.
     """
     work = _make_workspace(tape, prices, num_devices)
-    end, done = _simulate_kernel(tape, prices, schedule, work, num_devices, order, limit_s)
+    end, done = _simulate_kernel(tape, prices, timings, work, num_devices, order, limit_s)
     return float(end), int(done)
 
 
@@ -380,7 +380,7 @@ def simulate(
 def _simulate_kernel(
     tape: Tape,
     prices: Prices,
-    schedule: Schedule,
+    timings: Timings,
     work: Workspace,
     num_devices: int,
     order: int,
@@ -390,26 +390,26 @@ def _simulate_kernel(
     left = work.left
     for task in range(num_tasks):
         if tape.tasks[task].kind < FIRST_LINK_KIND:
-            left[tape.tasks[task].device] += schedule.seconds[task]
+            left[tape.tasks[task].device] += timings.seconds[task]
     for device in range(num_devices):
         if left[device] > limit_s:
             return left[device], GIVEN_UP
-    _prepare(tape, prices, schedule, work, num_devices)
+    _prepare(tape, prices, timings, work, num_devices)
     chain_start, position = work.chain_start, work.position
     num_turns = len(position) // num_devices
     is_in_turn = tape.counts[IN_TURN] == 1
     words = prices.gate.shape[1]
-    rank = schedule.rank
+    rank = timings.rank
     if order == 1 or limit_s < np.inf:
-        _rank_tasks(tape, schedule.seconds, rank)
+        _rank_tasks(tape, timings.seconds, rank)
     if order == 1:
         for task in range(num_tasks):
-            schedule.priority[task] = -rank[task]
+            timings.priority[task] = -rank[task]
     elif order == 2:
         for task in range(num_tasks):
-            schedule.priority[task] = task
-    heap_time, heap_item = schedule.heap_time, schedule.heap_item
-    priority, items = schedule.priority, schedule.queue_item
+            timings.priority[task] = task
+    heap_time, heap_item = timings.heap_time, timings.heap_item
+    priority, items = timings.priority, timings.queue_item
     num_link_queues = prices.num_queues
     busy, free_at = work.busy, work.free_at
     candidate, is_candidate, is_held = work.candidate, work.is_candidate, work.is_held
@@ -426,7 +426,7 @@ def _simulate_kernel(
     fresh = work.fresh
     num_fresh = 0
     for task in range(num_tasks):
-        if schedule.waiting_for[task] == 0:
+        if timings.waiting_for[task] == 0:
             fresh[num_fresh] = task
             num_fresh += 1
     while True:
@@ -434,12 +434,12 @@ def _simulate_kernel(
             task = fresh[index]
             kind = tape.tasks[task].kind
             if order == 0:
-                schedule.priority[task] = now
+                timings.priority[task] = now
             if kind >= FIRST_LINK_KIND:
                 queue = prices.channel_queue[tape.tasks[task].channel]
-                base, size = schedule.queue_start[queue], schedule.queue_size[queue]
+                base, size = timings.queue_start[queue], timings.queue_size[queue]
                 _sift_up(priority, items, base, size, task)
-                schedule.queue_size[queue] = size + 1
+                timings.queue_size[queue] = size + 1
                 if not is_candidate[queue]:
                     is_candidate[queue] = True
                     candidate[num_candidates] = queue
@@ -448,9 +448,9 @@ def _simulate_kernel(
                 device = tape.tasks[task].device
                 if kind >= FIRST_FREE_KIND:
                     queue = num_link_queues + device
-                    base, size = schedule.queue_start[queue], schedule.queue_size[queue]
+                    base, size = timings.queue_start[queue], timings.queue_size[queue]
                     _sift_up(priority, items, base, size, task)
-                    schedule.queue_size[queue] = size + 1
+                    timings.queue_size[queue] = size + 1
                 if not is_touched[device]:
                     is_touched[device] = True
                     touched[num_touched] = device
@@ -469,7 +469,7 @@ def _simulate_kernel(
                 chain = device * num_turns + turn
                 if position[chain] == chain_start[chain + 1]:
                     first_open[device] += 1 if turn == first_open[device] else 0
-                elif schedule.waiting_for[schedule.chain[position[chain]]] == 0:
+                elif timings.waiting_for[timings.chain[position[chain]]] == 0:
                     picked = chain
                     break
                 elif is_in_turn:
@@ -479,56 +479,56 @@ def _simulate_kernel(
             time = now
             event = -1 - device
             while picked >= 0 and position[picked] < chain_start[picked + 1]:
-                task = schedule.chain[position[picked]]
-                if schedule.waiting_for[task] != 0:
+                task = timings.chain[position[picked]]
+                if timings.waiting_for[task] != 0:
                     break
                 if time + rank[task] > limit_s:
                     return time + rank[task], GIVEN_UP
-                left[device] -= schedule.seconds[task]
+                left[device] -= timings.seconds[task]
                 position[picked] += 1
-                schedule.sequence[ran[device]] = task
+                timings.sequence[ran[device]] = task
                 ran[device] += 1
-                schedule.start[task] = time
+                timings.start[task] = time
                 if prices.has_drag:
-                    schedule.seconds[task] = dragged(
-                        schedule.seconds[task] + debt[device],
+                    timings.seconds[task] = dragged(
+                        timings.seconds[task] + debt[device],
                         drag_until[device] - time,
                         drag_share[device],
                     )
                     debt[device] = 0.0
-                time += schedule.seconds[task]
-                schedule.finish[task] = time
-                if prices.has_drag or not schedule.is_local[task]:
+                time += timings.seconds[task]
+                timings.finish[task] = time
+                if prices.has_drag or not timings.is_local[task]:
                     event = 2 * task
                     break
                 done += 1
                 for edge in range(
-                    schedule.successor_start[task], schedule.successor_start[task + 1]
+                    timings.successor_start[task], timings.successor_start[task + 1]
                 ):
-                    schedule.waiting_for[schedule.successor[edge]] -= 1
+                    timings.waiting_for[timings.successor[edge]] -= 1
                 if picked > device * num_turns + first_open[device]:
                     break  # an earlier turn may want the device next
             queue = num_link_queues + device
-            if picked < 0 and schedule.queue_size[queue] > 0:
-                task = items[schedule.queue_start[queue]]
-                schedule.queue_size[queue] -= 1
+            if picked < 0 and timings.queue_size[queue] > 0:
+                task = items[timings.queue_start[queue]]
+                timings.queue_size[queue] -= 1
                 _remove_first(
-                    priority, items, schedule.queue_start[queue], schedule.queue_size[queue]
+                    priority, items, timings.queue_start[queue], timings.queue_size[queue]
                 )
                 if now + rank[task] > limit_s:
                     return now + rank[task], GIVEN_UP
-                left[device] -= schedule.seconds[task]
-                schedule.start[task] = now
+                left[device] -= timings.seconds[task]
+                timings.start[task] = now
                 if prices.has_drag:
-                    schedule.seconds[task] = dragged(
-                        schedule.seconds[task] + debt[device],
+                    timings.seconds[task] = dragged(
+                        timings.seconds[task] + debt[device],
                         drag_until[device] - now,
                         drag_share[device],
                     )
                     debt[device] = 0.0
-                time = now + schedule.seconds[task]
-                schedule.finish[task] = time
-                schedule.events[num_events] = 2 * task
+                time = now + timings.seconds[task]
+                timings.finish[task] = time
+                timings.events[num_events] = 2 * task
                 num_events += 1
                 event = 2 * task
             if event >= 0 or picked >= 0:
@@ -544,10 +544,10 @@ def _simulate_kernel(
             slot = 0
             while slot < num_candidates:
                 queue = candidate[slot]
-                blocked = schedule.queue_size[queue] == 0 or is_held[queue]
+                blocked = timings.queue_size[queue] == 0 or is_held[queue]
                 task = -1
                 if not blocked:
-                    task = schedule.queue_item[schedule.queue_start[queue]]
+                    task = timings.queue_item[timings.queue_start[queue]]
                     channel = tape.tasks[task].channel
                     for word in range(words):
                         if prices.gate[channel, word] & busy[word]:
@@ -565,17 +565,17 @@ def _simulate_kernel(
             channel = tape.tasks[best].channel
             queue = prices.channel_queue[channel]
             is_held[queue] = prices.channel_is_collective[channel]
-            schedule.queue_size[queue] -= 1
-            _remove_first(priority, items, schedule.queue_start[queue], schedule.queue_size[queue])
+            timings.queue_size[queue] -= 1
+            _remove_first(priority, items, timings.queue_start[queue], timings.queue_size[queue])
             payload = tape.tasks[best].num_bytes
             latency = prices.channel_latency_s[channel]
             if prices.channel_loaded_s[channel] > 0.0:
                 for entry in range(prices.member_start[channel], prices.member_start[channel + 1]):
                     if op_until[prices.member[entry]] > now:
                         latency += prices.channel_loaded_s[channel]
-                        schedule.seconds[best] += prices.channel_loaded_s[channel]
+                        timings.seconds[best] += prices.channel_loaded_s[channel]
                         break
-            end = now + schedule.seconds[best]
+            end = now + timings.seconds[best]
             for entry in range(prices.resource_start[channel], prices.resource_start[channel + 1]):
                 resource = prices.resource[entry]
                 held = payload * prices.resource_s_per_byte[entry]
@@ -617,11 +617,11 @@ def _simulate_kernel(
                         heap_time, heap_item, num_heap, until, -1 - num_devices - channel
                     )
                     last_wake = until
-            if end + rank[best] - schedule.seconds[best] > limit_s:
-                return end + rank[best] - schedule.seconds[best], GIVEN_UP
-            schedule.start[best] = now
-            schedule.finish[best] = end
-            schedule.events[num_events] = 2 * best
+            if end + rank[best] - timings.seconds[best] > limit_s:
+                return end + rank[best] - timings.seconds[best], GIVEN_UP
+            timings.start[best] = now
+            timings.finish[best] = end
+            timings.events[num_events] = 2 * best
             num_events += 1
             num_heap = push_event(heap_time, heap_item, num_heap, end, 2 * best)
         if num_heap == 0:
@@ -637,24 +637,24 @@ def _simulate_kernel(
                 kind = tape.tasks[task].kind
                 done += 1
                 if kind >= FIRST_FREE_KIND:
-                    schedule.events[num_events] = item + 1
+                    timings.events[num_events] = item + 1
                     num_events += 1
                 if kind >= FIRST_LINK_KIND:
                     released = tape.tasks[task].channel
                     if prices.channel_is_collective[released]:
                         queue = prices.channel_queue[released]
                         is_held[queue] = False
-                        if schedule.queue_size[queue] > 0 and not is_candidate[queue]:
+                        if timings.queue_size[queue] > 0 and not is_candidate[queue]:
                             is_candidate[queue] = True
                             candidate[num_candidates] = queue
                             num_candidates += 1
                 device = tape.tasks[task].device
                 for edge in range(
-                    schedule.successor_start[task], schedule.successor_start[task + 1]
+                    timings.successor_start[task], timings.successor_start[task + 1]
                 ):
-                    reader = schedule.successor[edge]
-                    schedule.waiting_for[reader] -= 1
-                    if schedule.waiting_for[reader] == 0:
+                    reader = timings.successor[edge]
+                    timings.waiting_for[reader] -= 1
+                    if timings.waiting_for[reader] == 0:
                         fresh[num_fresh] = reader
                         num_fresh += 1
             elif device >= num_devices:
@@ -677,9 +677,9 @@ def _simulate_kernel(
                         prices.gated_start[resource], prices.gated_start[resource + 1]
                     ):
                         queue = prices.gated_queue[user]
-                        if schedule.queue_size[queue] > 0 and not is_candidate[queue]:
+                        if timings.queue_size[queue] > 0 and not is_candidate[queue]:
                             is_candidate[queue] = True
                             candidate[num_candidates] = queue
                             num_candidates += 1
-    schedule.events[num_events] = -1
+    timings.events[num_events] = -1
     return now, done

@@ -18,8 +18,8 @@ from heterog.simulator.cost_model import ChannelPrices, CostModel, Prices, price
 from heterog.simulator.engine import (
     GIVEN_UP,
     Order,
-    Schedule,
-    make_schedule,
+    Timings,
+    make_timings,
     price_kernel,
     simulate,
 )
@@ -140,12 +140,14 @@ class _RuleSet:
         """
         if not self.has_rule.any():
             return _NO_ROWS, _NO_NUMBERS, _NO_SECONDS
-        tables, num_layouts = self.tables, len(choice.member)
-        row_of = choice.layout[tables.op_group] + num_layouts * tables.op_axis
+        tables, num_divisions = self.tables, len(choice.member)
+        row_of = choice.division[tables.op_group] + num_divisions * tables.op_axis
         row_of = np.where(self.has_rule, row_of, -1).astype(np.int32)
         rows = np.unique(row_of[row_of >= 0])
         units = choice.shares[rows]  # [num_used_rows, num_micro, num_devices]
-        samples = choice.teams.samples[rows % num_layouts] * (rows >= num_layouts)[:, None, None]
+        samples = (
+            choice.teams.samples[rows % num_divisions] * (rows >= num_divisions)[:, None, None]
+        )
         kinds = np.broadcast_to(np.array(cluster.type_index), units.shape)
         works, number = np.unique(
             np.stack([kinds, units, samples], axis=-1).reshape(-1, 3), axis=0, return_inverse=True
@@ -201,7 +203,7 @@ class Evaluator:
         self._rule_numbers: dict[tuple[OpRules, tuple[int, ...]], int] = {((), ()): 0}
         self._rules_by_number: list[tuple[OpRules, tuple[int, ...]]] = [((), ())]
         self._rule_sets: dict[int, _RuleSet] = {0: _RuleSet(graph, (), (), cluster.num_devices)}
-        self._schedule = make_schedule(1, 1, 1, 1)
+        self._timings = make_timings(1, 1, 1, 1)
         self._usable = np.array([device.usable_memory_bytes for device in cluster.devices])
         types = cluster.device_types
         updates = [op for op, _, _ in graph.updates]
@@ -311,7 +313,7 @@ class Evaluator:
             return 0.0
         self._price_rows(choice)
         self._price_channels()
-        shares = choice.shares[choice.layout[:-1]]  # [num_groups, num_micro, num_devices]
+        shares = choice.shares[choice.division[:-1]]  # [num_groups, num_micro, num_devices]
         groups = np.arange(len(shares))[:, None, None]
         seconds = self._group_seconds[:, self._type_of_device, shares, groups].sum((1, 2))
         forward, whole = seconds  # [num_devices] each
@@ -325,7 +327,7 @@ class Evaluator:
             load = payload @ self._held[rings.first_channel[ring]]
             second = np.flatnonzero(rings.second_channel[ring] >= 0)
             load += payload[second] @ self._held[rings.second_channel[ring[second]]]
-            member = choice.member[choice.layout[reduced[payload > 0.0]]]
+            member = choice.member[choice.division[reduced[payload > 0.0]]]
             first = (member * forward).max(1).min(initial=np.inf)
             if np.isfinite(first):
                 floor = max(floor, first / choice.num_steps + load.max())
@@ -358,7 +360,7 @@ class Evaluator:
             if not is_done or seconds > limit_s:
                 found.append(given_up(seconds, order))
                 continue
-            found.append(self._judge(choice, seconds, self._peak(choice, self._schedule), order))
+            found.append(self._judge(choice, seconds, self._peak(choice, self._timings), order))
             if found[-1].outcome == Outcome.OK:
                 limit_s = seconds
         return found
@@ -394,17 +396,17 @@ class Evaluator:
         seconds, replayed = self._replay(choice, limit_s)
         if replayed is None or seconds > limit_s:
             return given_up(seconds, order)
-        return self._judge(choice, seconds, self._peak(choice, self._schedule, replayed), order)
+        return self._judge(choice, seconds, self._peak(choice, self._timings, replayed), order)
 
-    def _replay(self, choice: Choice, limit_s: float = math.inf) -> tuple[float, Schedule | None]:
-        """(seconds per step, schedule) of the choice that was simulated last, by the referee.
+    def _replay(self, choice: Choice, limit_s: float = math.inf) -> tuple[float, Timings | None]:
+        """(seconds per step, timings) of the choice that was simulated last, by the referee.
 
-        No schedule and a lower bound of the seconds above the limit.
+        No timings and a lower bound of the seconds above the limit.
         """
         end, done, replayed = replay(
             self._tape,
             self.prices(choice),
-            self._schedule,
+            self._timings,
             self.cluster.num_devices,
             limit_s * choice.num_steps,
         )
@@ -421,7 +423,7 @@ class Evaluator:
             # [num_draws]
         """
         self.simulate(choice, order)
-        prices, nominal = self.prices(choice), self._schedule
+        prices, nominal = self.prices(choice), self._timings
         result = np.empty(noise.num_draws)
         for draw in range(noise.num_draws):
             self.poll()
@@ -468,7 +470,7 @@ class Evaluator:
     def simulate(self, choice: Choice, order: Order) -> tuple[float, FloatArray]:
         """(seconds per step, peak bytes of each device) of an encoded strategy."""
         seconds, _ = self._run(choice, self._lower(choice), order, math.inf)
-        return seconds, self._peak(choice, self._schedule)
+        return seconds, self._peak(choice, self._timings)
 
     def _lower(self, choice: Choice) -> Prices:
         """Lower a choice, to be simulated at these prices."""
@@ -488,11 +490,11 @@ class Evaluator:
             (seconds per step, True), or (a lower bound of them above the limit, False).
         """
         num_devices = self.cluster.num_devices
-        schedule, tape = self._schedule, self._tape
+        timings, tape = self._timings, self._tape
         # Four kernels with memory's, not one: compiled together they ran a third slower.
-        price_kernel(tape, prices, schedule.seconds)
+        price_kernel(tape, prices, timings.seconds)
         end, done = simulate(
-            tape, prices, schedule, num_devices, int(order), limit_s * choice.num_steps
+            tape, prices, timings, num_devices, int(order), limit_s * choice.num_steps
         )
         self.num_evaluations += 1
         num_tasks = int(tape.counts[NUM_TASKS])
@@ -504,25 +506,25 @@ class Evaluator:
         assert done in (num_tasks, GIVEN_UP), f"only {done} of {num_tasks} tasks can run"
         return end / choice.num_steps, done != GIVEN_UP
 
-    def _peak(self, choice: Choice, *schedules: Schedule) -> FloatArray:
-        """Peak bytes of each device in any of the schedules of the choice lowered last."""
-        peaks = np.empty((len(schedules), self.cluster.num_devices))
+    def _peak(self, choice: Choice, *timings: Timings) -> FloatArray:
+        """Peak bytes of each device in any of the timings of the choice lowered last."""
+        peaks = np.empty((len(timings), self.cluster.num_devices))
         resident = resident_bytes(self.tables_of(choice), choice)
-        for schedule, peak in zip(schedules, peaks, strict=True):
-            peak_memory(self._tape, schedule, resident, peak)
+        for each, peak in zip(timings, peaks, strict=True):
+            peak_memory(self._tape, each, resident, peak)
         return np.asarray(peaks.max(axis=0), np.float64)
 
     def _make_room(self, prices: Prices) -> None:
         """Make the simulation's arrays large enough for the tape and the queues."""
-        tape, schedule = self._tape, self._schedule
+        tape, timings = self._tape, self._timings
         num_queues = prices.num_queues + self.cluster.num_devices
         if (
-            tape.counts[NUM_TASKS] > len(schedule.seconds)
-            or tape.counts[NUM_READS] > len(schedule.successor)
-            or tape.counts[NUM_BUFFERS] > len(schedule.alive)
-            or num_queues > len(schedule.queue_size)
+            tape.counts[NUM_TASKS] > len(timings.seconds)
+            or tape.counts[NUM_READS] > len(timings.successor)
+            or tape.counts[NUM_BUFFERS] > len(timings.alive)
+            or num_queues > len(timings.queue_size)
         ):
-            self._schedule = make_schedule(
+            self._timings = make_timings(
                 len(tape.tasks), len(tape.reads), len(tape.buffers), 2 * num_queues
             )
 
@@ -619,17 +621,17 @@ class Evaluator:
             blocks=rules.blocks,
         )
 
-    def schedule(self, choice: Choice, order: Order) -> tuple[Program, FloatArray, FloatArray]:
+    def timings(self, choice: Choice, order: Order) -> tuple[Program, FloatArray, FloatArray]:
         """(program, start, finish) of an encoded strategy, seconds from the step's begin."""
         self.simulate(choice, order)
         program = self.program(choice)
         tasks = program.num_tasks
-        return program, self._schedule.start[:tasks].copy(), self._schedule.finish[:tasks].copy()
+        return program, self._timings.start[:tasks].copy(), self._timings.finish[:tasks].copy()
 
-    def referee_schedule(
+    def referee_timings(
         self, choice: Choice, order: Order
     ) -> tuple[Program, FloatArray, FloatArray]:
-        """Like ``schedule``, with the referee's times."""
+        """Like ``timings``, with the referee's times."""
         self.simulate(choice, order)
         _, replayed = self._replay(choice)
         assert replayed is not None

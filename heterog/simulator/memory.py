@@ -10,7 +10,7 @@ by the evaluator's ``MEMORY_MARGIN``, the device's context by a cluster's ``rese
 
 import numpy as np
 
-from heterog.simulator.engine import Schedule
+from heterog.simulator.engine import Timings
 from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, Tape
 from heterog.strategy.program import FIRST_FREE_KIND, FloatArray, IntArray, Program
@@ -46,7 +46,7 @@ def buffer_lives(
     return begin, end
 
 
-def peak_memory(tape: Tape, schedule: Schedule, resident: FloatArray, peak: FloatArray) -> None:
+def peak_memory(tape: Tape, timings: Timings, resident: FloatArray, peak: FloatArray) -> None:
     """Peak bytes of each device: a buffer lives from its maker's start to its last reader's end.
 
     Each device is followed on its own: its ops, whose order is fixed, are merged in time with the
@@ -54,30 +54,30 @@ def peak_memory(tape: Tape, schedule: Schedule, resident: FloatArray, peak: Floa
 
     Args:
         tape: the program.
-        schedule: of the engine or the referee.
+        timings: of the engine or the referee.
         resident: bytes that are there all the time.  # [num_devices]
         peak: written.  # [num_devices]
     """
     lists = np.zeros((3, len(resident) + 1), np.int32)
-    _memory_kernel(tape, schedule, resident, peak, lists)
+    _memory_kernel(tape, timings, resident, peak, lists)
 
 
 @kernel
 def _memory_kernel(
-    tape: Tape, schedule: Schedule, resident: FloatArray, peak: FloatArray, lists: IntArray
+    tape: Tape, timings: Timings, resident: FloatArray, peak: FloatArray, lists: IntArray
 ) -> None:
-    alive = schedule.alive
+    alive = timings.alive
     alive[: tape.counts[NUM_BUFFERS]] = 0
     for read in range(tape.counts[NUM_READS]):
         alive[tape.reads[read]] += 1
     num_devices = len(resident)
-    _list_events(tape, schedule, num_devices, lists)
-    touching, touching_start = schedule.touching, lists[0]
+    _list_events(tape, timings, num_devices, lists)
+    touching, touching_start = timings.touching, lists[0]
     for device in range(num_devices):
         live = resident[device]
         most = live
-        op = schedule.sequence_start[device]
-        last_op = schedule.sequence_start[device + 1]
+        op = timings.sequence_start[device]
+        last_op = timings.sequence_start[device + 1]
         is_running = False
         other = touching_start[device]
         last_other = touching_start[device + 1]
@@ -86,14 +86,14 @@ def _memory_kernel(
             take_op = op < last_op
             if take_op and other < last_other:
                 event = touching[other]
-                task = schedule.sequence[op]
-                time = schedule.finish[event >> 1] if event & 1 else schedule.start[event >> 1]
+                task = timings.sequence[op]
+                time = timings.finish[event >> 1] if event & 1 else timings.start[event >> 1]
                 if is_running:
-                    take_op = schedule.finish[task] <= time
+                    take_op = timings.finish[task] <= time
                 else:
-                    take_op = schedule.start[task] < time
+                    take_op = timings.start[task] < time
             if take_op:
-                task = schedule.sequence[op]
+                task = timings.sequence[op]
                 is_end = is_running
                 is_running = not is_running
                 op += 1 if is_end else 0
@@ -125,19 +125,19 @@ def _memory_kernel(
 
 
 @helper
-def _list_events(tape: Tape, schedule: Schedule, num_devices: int, lists: IntArray) -> None:
+def _list_events(tape: Tape, timings: Timings, num_devices: int, lists: IntArray) -> None:
     """Starts and ends of link and free tasks that touch each device's memory, in time order.
 
-    They go to ``schedule.touching``, and where each device's begin to ``lists[0]``.
+    They go to ``timings.touching``, and where each device's begin to ``lists[0]``.
     """
     start, seen, filled = lists[0], lists[1], lists[2]
-    touching = schedule.touching
+    touching = timings.touching
     for writing in range(2):
         for device in range(num_devices):
             seen[device] = -1
         index = 0
-        while schedule.events[index] >= 0:
-            event = schedule.events[index]
+        while timings.events[index] >= 0:
+            event = timings.events[index]
             task = event >> 1
             for edge in range(tape.tasks[task].buffer_start, tape.tasks[task + 1].buffer_start):
                 device = tape.buffers[edge].device

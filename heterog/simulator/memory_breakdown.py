@@ -105,8 +105,8 @@ class Fit:
 def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) -> Fit:
     """What fills the memory of each device, as ``Evaluator.referee`` reports its peak.
 
-    The peak is the larger one of the engine's and the referee's schedule; the breakdown is of the
-    schedule that it comes from.
+    The peak is the larger one of the engine's and the referee's times; the breakdown is of those
+    that it comes from.
 
     Args:
         evaluator: of the graph and cluster.
@@ -116,14 +116,14 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
     choice = evaluator.encode(strategy) if isinstance(strategy, Strategy) else strategy
     reported = evaluator.referee(choice, order).peak_memory_bytes
     resident = _resident_parts(evaluator.tables_of(choice), choice)
-    by_schedule = []
-    for schedule in (evaluator.schedule, evaluator.referee_schedule):
-        program, start, finish = schedule(choice, order)
+    by_times = []
+    for timings in (evaluator.timings, evaluator.referee_timings):
+        program, start, finish = timings(choice, order)
         kinds = _buffer_kinds(program, evaluator.tables_of(choice), evaluator.graph)
-        by_schedule.append(_parts_at_peak(program, start, finish, kinds, resident))
+        by_times.append(_parts_at_peak(program, start, finish, kinds, resident))
     devices = []
     for index, device in enumerate(evaluator.cluster.devices):
-        parts, at_s = max((tried[index] for tried in by_schedule), key=lambda p: p[0].sum())
+        parts, at_s = max((tried[index] for tried in by_times), key=lambda p: p[0].sum())
         whole = np.rint(parts).astype(np.int64)
         whole[_NUMBER[MemoryKind.MARGIN]] = reported[index] - whole.sum()
         devices.append(

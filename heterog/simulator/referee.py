@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.simulator.cost_model import Prices
-from heterog.simulator.engine import GIVEN_UP, Schedule, pop_event, push_event
+from heterog.simulator.engine import GIVEN_UP, Timings, pop_event, push_event
 from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.lowering.tape import NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
@@ -36,28 +36,28 @@ from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArra
 def replay(
     tape: Tape,
     prices: Prices,
-    schedule: Schedule,
+    timings: Timings,
     num_devices: int,
     limit_s: float = math.inf,
-) -> tuple[float, int, Schedule]:
+) -> tuple[float, int, Timings]:
     """Replay what the engine has just simulated.
 
     Args:
         tape: the program.
         prices: what its tasks cost.
-        schedule: the engine's result for this program.
+        timings: the engine's result for this program.
         num_devices: devices of the cluster.
         limit_s: as for the engine, which must have run with a limit, too.
 
     Returns:
-        Time of the last finish, number of finished tasks, and the schedule with the replayed
+        Time of the last finish, number of finished tasks, and the timings with the replayed
         starts, finishes and events; (a lower bound, ``GIVEN_UP``, nothing) as in the engine.
     """
     num_tasks = int(tape.counts[NUM_TASKS])
     # Tasks are numbered topologically and none starts before what it needs, so a stable sort by
     # start keeps every dependency: no two sequences can wait for each other.
-    sequence = np.argsort(schedule.start[:num_tasks], kind="stable").astype(np.int32)
-    replayed = schedule._replace(
+    sequence = np.argsort(timings.start[:num_tasks], kind="stable").astype(np.int32)
+    replayed = timings._replace(
         start=np.empty(num_tasks),
         finish=np.empty(num_tasks),
         events=np.empty(2 * num_tasks + 1, np.int32),
@@ -149,20 +149,20 @@ def _make_workspace(num_tasks: int, num_devices: int, prices: Prices) -> Workspa
 def replay_order(
     tape: Tape,
     prices: Prices,
-    schedule: Schedule,
+    timings: Timings,
     num_devices: int,
     sequence: IntArray,
     limit_s: float,
 ) -> tuple[float, int]:
     """Replay tasks in a given order; returns (time of the last finish, finished tasks).
 
-    ``sequence`` is a linear extension of the dependencies. ``schedule`` holds the successor lists
+    ``sequence`` is a linear extension of the dependencies. ``timings`` holds the successor lists
     and seconds of the engine's run, and upward ranks if there is a limit; ``start``, ``finish``
     and ``events`` are written.
     """
     work = _make_workspace(len(sequence), num_devices, prices)
     assert is_linear_extension(tape, sequence, work.server)
-    end, done = _replay_kernel(tape, prices, schedule, work, sequence, limit_s)
+    end, done = _replay_kernel(tape, prices, timings, work, sequence, limit_s)
     return float(end), int(done)
 
 
@@ -170,7 +170,7 @@ def replay_order(
 def _replay_kernel(
     tape: Tape,
     prices: Prices,
-    schedule: Schedule,
+    timings: Timings,
     work: Workspace,
     sequence: IntArray,
     limit_s: float,
@@ -179,13 +179,13 @@ def _replay_kernel(
     num_devices = len(work.left)
     num_channels = len(prices.channel_latency_s)
     num_servers = num_devices + num_channels
-    seconds, start, finish = schedule.seconds, schedule.start, schedule.finish
-    rank = schedule.rank
-    successor_start, successor = schedule.successor_start, schedule.successor
-    events = schedule.events
+    seconds, start, finish = timings.seconds, timings.start, timings.finish
+    rank = timings.rank
+    successor_start, successor = timings.successor_start, timings.successor
+    events = timings.events
     resource_start, resource = prices.resource_start, prices.resource
     held = prices.resource_s_per_byte
-    heap_time, heap_item = schedule.heap_time, schedule.heap_item
+    heap_time, heap_item = timings.heap_time, timings.heap_item
     server, waiting_for = work.server, work.waiting_for
     payload, loaded, left = work.payload, work.loaded, work.left
     position, last, queue = work.position, work.last, work.queue

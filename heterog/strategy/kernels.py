@@ -34,7 +34,7 @@ Report = Callable[[str, float], None]
 """Called with (name of the kernel that is compiled now, part of all kernels that is compiled)."""
 
 SOURCES = (
-    "strategy/layout.py",
+    "strategy/division.py",
     "strategy/rings.py",
     "strategy/kernels.py",
     "strategy/lowering/*.py",
@@ -134,11 +134,38 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
-        self._cache_file = IndexDataCacheFile(  # type: ignore[no-untyped-call]
+        self._cache_file = _CacheFile(  # type: ignore[no-untyped-call]
             cache_path=self._cache_path,
             filename_base=self._impl.filename_base,
             source_stamp=_sources_stamp(),
         )
+
+
+class _CacheFile(IndexDataCacheFile):
+    """The files of a cache; what cannot be read is compiled again, what cannot be written is not.
+
+    numba reads a whole index before it looks whether it is stale, so the file of an older version
+    that names a class that is gone would end every command; so would a file that was cut short
+    when a disk was full.
+    """
+
+    def load(self, key: Any) -> Any:
+        try:
+            return super().load(key)  # type: ignore[no-untyped-call]
+        except Exception:  # whatever comes of unpickling a damaged or foreign file
+            return None
+
+    def save(self, key: Any, data: Any) -> None:
+        try:
+            super().save(key, data)  # type: ignore[no-untyped-call]
+        except OSError:  # no room, or no longer allowed: compiled anew in every process
+            pass
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()  # type: ignore[no-untyped-call]
+        except Exception:  # as above: the index is begun anew
+            return {}
 
 
 @cache

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from heterog.strategy.layout import Layout
+from heterog.strategy.division import Division
 
 
 class Ring(NamedTuple):
@@ -31,18 +31,18 @@ class Ring(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 12)
-def gradient_rings(layout: Layout, axes: tuple[int, ...]) -> tuple[tuple[Ring, ...], ...]:
-    """The rings of a layout for each ``Domain`` of gradients.
+def gradient_rings(division: Division, axes: tuple[int, ...]) -> tuple[tuple[Ring, ...], ...]:
+    """The rings of a division for each ``Domain`` of gradients.
 
     Args:
-        layout: devices, shares and teams.
+        division: devices, shares and teams.
         axes: units of every axis but the batch.
 
     Returns:
         For ``ALL``, ``PEERS``, ``TEAM``, then for slices along each axis; rings of one device are
         left out.
     """
-    everyone, teams = layout.devices, layout.all_teams
+    everyone, teams = division.devices, division.all_teams
     all_ = [Ring(everyone, everyone)]
     inside = [Ring(tuple(sorted(team)), tuple(team)) for team in teams]
     if len({len(team) for team in teams}) == 1:
@@ -53,7 +53,7 @@ def gradient_rings(layout: Layout, axes: tuple[int, ...]) -> tuple[tuple[Ring, .
         peers = [Ring(everyone, everyone, is_once=True)]
     if len(teams) == 1:
         peers = []
-    slices = [_slice_rings(teams, layout.units(units)) if units else () for units in axes]
+    slices = [_slice_rings(teams, division.units(units)) if units else () for units in axes]
     return tuple(
         tuple(ring for ring in rings if len(ring.devices) > 1)
         for rings in (all_, peers, inside, *slices)

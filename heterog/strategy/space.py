@@ -15,7 +15,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import ChannelTable, balanced_slices
-from heterog.strategy.layout import split_evenly, split_in_proportion
+from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.lowering import Choice, Encoder
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray

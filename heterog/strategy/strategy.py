@@ -14,9 +14,9 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRule as OpRule
 from heterog.graph.op_rule import OpRules
-from heterog.strategy.layout import (
-    Layout,
-    cut_layout,
+from heterog.strategy.division import (
+    Division,
+    cut_division,
     micro_shares,
     micro_sizes,
     split_in_proportion,
@@ -78,7 +78,7 @@ class Decision:
             (2, 3: and of the gradients; 3: and of the parameters), 0 is allowed.
         recompute: what the group's forward ops made is let go after the forward pass; what its
             backward ops read of it is made again, from the values of other groups, just before.
-        teams: a partition of ``devices``; see ``layout``. Empty means one team of all of them.
+        teams: a partition of ``devices``; see ``division``. Empty means one team of all of them.
         parts: weight of each of ``devices`` when its team splits the units of a rule's axis;
             empty means in proportion to the shares.
     """
@@ -136,9 +136,9 @@ class Decision:
                 )
 
     @property
-    def layout(self) -> Layout:
+    def division(self) -> Division:
         """Which samples and units each device has."""
-        return Layout(self.devices, self.shares, self.teams, self.parts)
+        return Division(self.devices, self.shares, self.teams, self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +196,8 @@ class Strategy:
     @property
     def micro_sizes(self) -> tuple[int, ...]:
         """Samples of each micro-batch; empty if the step runs in one go."""
-        layouts = (decision.layout for decision in self.decisions)
-        return micro_sizes(self.micro_batches, layouts, sum(self.decisions[0].shares))
+        divisions = (decision.division for decision in self.decisions)
+        return micro_sizes(self.micro_batches, divisions, sum(self.decisions[0].shares))
 
     def resized(self, graph: OpGraph) -> "Strategy":
         """The same decisions for the same step on another batch; see ``lower_resized``.
@@ -325,8 +325,8 @@ class Strategy:
         chunks = device_chunks(devices, cluster.num_devices, self.schedule.chunk_starts)
         samples = [[0] * self.num_micro_batches for _ in chunks]
         for decision in dict.fromkeys(self.decisions):
-            cut = cut_layout(
-                decision.layout, cluster.num_devices, self.micro_batches, self.micro_sizes
+            cut = cut_division(
+                decision.division, cluster.num_devices, self.micro_batches, self.micro_sizes
             )
             # Ops with rules run on all samples of their team.
             counts = cut.team_samples if self.op_rules else cut.own
@@ -348,7 +348,7 @@ class Strategy:
             or any(
                 tuple(rows.sum(axis=1)) != self.micro_sizes
                 for rows in (
-                    micro_shares(decision.layout, self.micro_batches, self.micro_sizes)
+                    micro_shares(decision.division, self.micro_batches, self.micro_sizes)
                     for decision in dict.fromkeys(self.decisions)
                 )
             )
@@ -361,7 +361,7 @@ class Strategy:
 
 
 def _check_rings(name: str, decision: Decision, axes: tuple[int, ...]) -> None:
-    for rings in gradient_rings(decision.layout, axes):
+    for rings in gradient_rings(decision.division, axes):
         members = [device for ring in rings for device in ring.devices]
         if len(members) != len(set(members)):
             raise StrategyError(

@@ -64,8 +64,8 @@ class Features(torch.nn.Module):
 class Thumb:
     name, stage = "thumb", "search"
 
-    def plan(self, task):
-        return planner_by_name("ev_ar").plan(task)
+    def plan(self, problem):
+        return planner_by_name("ev_ar").plan(problem)
 """
 
 

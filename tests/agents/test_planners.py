@@ -29,7 +29,7 @@ from heterog.envs.pair import Pair
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import uniform_strategy
-from heterog.planners.planner import Budget, Task, planner_by_name
+from heterog.planners.planner import Budget, Problem, planner_by_name
 from heterog.planners.portfolio import run_method, run_methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
@@ -39,30 +39,30 @@ from tests.envs.cases import language_graph, language_pair, mixed_cluster, pipel
 ROOT = Path(__file__).parents[2]
 
 
-def task(budget: str = "400e", seed: int = 0) -> Task:
+def problem(budget: str = "400e", seed: int = 0) -> Problem:
     pair = language_pair()
-    return Task(
+    return Problem(
         evaluator=Evaluator(pair.graph, pair.cluster), budget=Budget.parse(budget), seed=seed
     )
 
 
 def test_the_agent_answers_within_64_draws_and_repeats_itself() -> None:
     agent = planner_by_name("agent")
-    first, second = agent.plan(task()), agent.plan(task())
+    first, second = agent.plan(problem()), agent.plan(problem())
     assert first.candidates == second.candidates
     assert 1 <= len(first.candidates) <= 4
     assert first.num_evaluations <= 64 + 16 + 8 + 21
     pair = language_pair()
     for candidate in first.candidates:
         candidate.strategy.check(pair.graph, pair.cluster)
-    other = agent.plan(task(seed=1))
+    other = agent.plan(problem(seed=1))
     assert other.candidates[0].orders == first.candidates[0].orders
 
 
 @pytest.mark.parametrize("name", ["agent", "agent+search"])
 @pytest.mark.parametrize("budget", ["1e", "30e", "150e"])
 def test_policies_keep_to_small_budgets(name: str, budget: str) -> None:
-    result = planner_by_name(name).plan(task(budget))
+    result = planner_by_name(name).plan(problem(budget))
     assert result.candidates
     allowed = int(budget[:-1])
     assert result.num_evaluations <= max(allowed, 1) + 6  # a draw, its re-scoring, a first state
@@ -70,7 +70,7 @@ def test_policies_keep_to_small_budgets(name: str, budget: str) -> None:
 
 def test_a_strategy_of_the_agent_is_what_the_policy_drew() -> None:
     """No baseline among them: every group follows a row of the policy's own draws."""
-    found = ask("heldout", task())
+    found = ask("heldout", problem())
     table = set(found.pair.table)
     for candidate in found.candidates:
         decisions = candidate.strategy.decisions
@@ -84,7 +84,7 @@ def test_a_strategy_of_the_agent_is_what_the_policy_drew() -> None:
 def test_a_slow_network_is_answered_with_pipelines(network: float, is_pipeline: bool) -> None:
     # Too little memory for one device to hold the model.
     evaluator = Evaluator(language_graph(), mixed_cluster(network=network, memory_gib=0.1))
-    found = ask("heldout", Task(evaluator=evaluator, budget=Budget.parse("400e")))
+    found = ask("heldout", Problem(evaluator=evaluator, budget=Budget.parse("400e")))
     assert (found.candidates[0].strategy.num_micro_batches > 1) == is_pipeline
     assert found.pair.num_micro == 1 or is_pipeline, "the way that more is drawn in"
 
@@ -95,7 +95,7 @@ def test_rows_that_divide_the_state_become_strategies() -> None:
     divided = Pair(language_graph(), mixed_cluster(memory_gib=gib)).divided()
     assert divided is not None
     evaluator = Evaluator(divided.graph, divided.cluster)
-    crowded = Task(evaluator=evaluator, budget=Budget.parse("400e"))
+    crowded = Problem(evaluator=evaluator, budget=Budget.parse("400e"))
     rows = draw(rule_of_thumb(divided), divided, 16, np.random.default_rng(0)).rows
     candidates, spent = rescore(crowded, divided, rows, spent=16)
     assert 0 < spent <= 384
@@ -108,9 +108,9 @@ def test_rows_that_divide_the_state_become_strategies() -> None:
 def test_pipelines_are_ranked_by_the_best_order(orders: tuple[Order, ...]) -> None:
     pair = pipelined_pair()
     evaluator = Evaluator(pair.graph, pair.cluster)
-    task = Task(evaluator=evaluator, budget=Budget.parse("400e"), orders=orders)
+    problem = Problem(evaluator=evaluator, budget=Budget.parse("400e"), orders=orders)
     rows = draw(rule_of_thumb(pair), pair, 32, np.random.default_rng(0)).rows
-    found, _ = rescore(task, pair, np.unique(rows, axis=0), spent=32)
+    found, _ = rescore(problem, pair, np.unique(rows, axis=0), spent=32)
     best = [
         min(evaluator.evaluate(each.strategy, order).step_time_s for order in orders)
         for each in found
@@ -131,7 +131,7 @@ def test_no_more_is_recomputed_than_it_takes_to_fit() -> None:
     gib = (0.6 * plain.peak_memory_bytes[0] + 0.4 * full.peak_memory_bytes[0]) / 2**30
     pair = Pair(graph, mixed_cluster(memory_gib=gib))
     evaluator = Evaluator(pair.graph, pair.cluster)
-    tight = Task(evaluator=evaluator, budget=Budget.parse("400e"))
+    tight = Problem(evaluator=evaluator, budget=Budget.parse("400e"))
     row = np.full((1, pair.num_blocks), pair.table.index(alone), np.int32)
     parts = {}
     for candidate in rescore(tight, pair, row, spent=1)[0]:
@@ -157,8 +157,8 @@ def wide_graph() -> OpGraph:
 
 
 def test_search_with_the_agent_is_not_worse_than_the_agent() -> None:
-    alone = run_method(Agent("heldout"), task("600e"))
-    searched = run_method(AgentSearch("heldout"), task("600e"))
+    alone = run_method(Agent("heldout"), problem("600e"))
+    searched = run_method(AgentSearch("heldout"), problem("600e"))
     assert alone.step_time_s is not None
     assert searched.step_time_s is not None
     assert searched.step_time_s <= alone.step_time_s * 1.005
@@ -182,7 +182,7 @@ def test_fine_tuning_improves_on_an_untrained_policy() -> None:
     policy = Policy(PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4)).eval()
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     evaluator = Evaluator(language_graph(), mixed_cluster(network=10.0))
-    asked = Task(evaluator=evaluator, budget=Budget(evaluations=400), seed=1)
+    asked = Problem(evaluator=evaluator, budget=Budget(evaluations=400), seed=1)
     tuned = FineTuned(policy, Budget(evaluations=300), learning_rate=2e-3).plan(asked)
     short = FineTuned(policy, Budget(evaluations=25), learning_rate=2e-3).plan(asked)
     seconds = [
@@ -240,7 +240,7 @@ def test_the_examples_of_the_research_page_run() -> None:
     for block in blocks:
         exec(compile(block, "docs/research.md", "exec"), names)
     thumb = planner_by_name("thumb")
-    assert thumb.plan(task()).candidates
+    assert thumb.plan(problem()).candidates
     from heterog.agents.encoder import ENCODERS
     from heterog.planners import planner
 
@@ -342,8 +342,8 @@ def test_searches_that_start_from_the_others_run_last() -> None:
 def test_fine_tuning_keeps_what_zero_shot_had() -> None:
     torch.manual_seed(3)
     fresh = Policy(PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4)).eval()
-    zero_shot = run_method(Agent(fresh), task())
-    tuned = run_method(FineTuned(fresh, Budget(evaluations=30)), task())
+    zero_shot = run_method(Agent(fresh), problem())
+    tuned = run_method(FineTuned(fresh, Budget(evaluations=30)), problem())
     assert zero_shot.step_time_s is not None
     assert tuned.step_time_s is not None
     assert tuned.step_time_s <= zero_shot.step_time_s * 1.01

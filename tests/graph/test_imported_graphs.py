@@ -342,7 +342,7 @@ def test_a_control_edge_orders_ops_on_different_devices() -> None:
     strategy.check(graph, cluster)
     evaluator = Evaluator(graph, cluster)
     choice = evaluator.encode(strategy)
-    program, start, finish = evaluator.schedule(choice, Order.FIFO)
+    program, start, finish = evaluator.timings(choice, Order.FIFO)
     first, second = (
         next(
             task

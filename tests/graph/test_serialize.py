@@ -190,7 +190,7 @@ def test_foreign_graph_of_the_docstring_runs_on_a_cluster(tmp_path: Path) -> Non
     evaluation = evaluator.evaluate(strategy)
     assert evaluation.is_ok
     # Half of the measured time on each V100, then gradient, all-reduce, update.
-    program, start, finish = evaluator.schedule(evaluator.encode(strategy), evaluation.order)
+    program, start, finish = evaluator.timings(evaluator.encode(strategy), evaluation.order)
     assert program.num_tasks == 7
     assert finish[0] - start[0] == pytest.approx(0.75e-5)
 

@@ -14,7 +14,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.spmd.a_star import Search, SearchResult
 from heterog.planners.spmd.fold import fold
-from heterog.planners.spmd.prices import Prices, ValueClass, Work
+from heterog.planners.spmd.prices import SpmdPrices, ValueClass, Work
 from heterog.planners.spmd.segments import Segments
 from heterog.planners.spmd.theory import Role, Theory, build_theory
 from heterog.simulator.evaluator import Evaluator
@@ -83,20 +83,20 @@ def random_problem(seed: int, most_ops: int) -> Evaluator:
 
 
 def searched(
-    theory: Theory, prices: Prices, *, width: int = UNLIMITED, num_programs: int = 1
+    theory: Theory, prices: SpmdPrices, *, width: int = UNLIMITED, num_programs: int = 1
 ) -> SearchResult:
     return Search(Segments(theory, fold(theory)), prices, width).run(num_programs)
 
 
 def prices_of(
     evaluator: Evaluator, shares: tuple[int, ...], theory: Theory | None = None
-) -> Prices:
+) -> SpmdPrices:
     theory = theory or build_theory(evaluator.graph)
     devices = tuple(range(evaluator.cluster.num_devices))
-    return Prices(Work(theory, evaluator.cluster), evaluator, devices, shares)
+    return SpmdPrices(Work(theory, evaluator.cluster), evaluator, devices, shares)
 
 
-def brute_force(theory: Theory, prices: Prices, limit_s: float) -> float:
+def brute_force(theory: Theory, prices: SpmdPrices, limit_s: float) -> float:
     """Cost of the cheapest program below a limit, by trying all triples of all rows.
 
     Rows in program order, forward before backward; no folding, no merging of states, no dominance.

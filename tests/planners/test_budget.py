@@ -25,10 +25,10 @@ from heterog.planners.planner import (
     MethodRow,
     Planner,
     PlanResult,
+    Problem,
     Purse,
     Spending,
     Stop,
-    Task,
     TimeUp,
     planner_by_name,
     planners,
@@ -122,7 +122,7 @@ def test_what_is_left_over_is_all_that_is_shared() -> None:
 def test_limits_end_a_block_at_the_first_evaluation_after_the_end() -> None:
     evaluator, clock = clocked()
     spending = Spending(Budget(seconds=2.5), evaluator, clock=clock)
-    strategy = LocalSearch().plan(Task(evaluator=evaluator, budget=Budget(evaluations=5)))
+    strategy = LocalSearch().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=5)))
     (first, *_) = strategy.candidates
     spending = Spending(Budget(seconds=2.5), evaluator, clock=clock)
     done = 0
@@ -160,8 +160,8 @@ def test_time_does_not_cut_a_budget_in_evaluations() -> None:
 @pytest.mark.parametrize("planner", list(planners()), ids=lambda planner: planner.name)
 def test_every_method_ends_in_time_with_its_best_so_far(planner: Planner) -> None:
     evaluator, clock = clocked()
-    task = Task(evaluator=evaluator, budget=Budget(seconds=6.0), clock=clock)
-    result = planner.plan(task)
+    problem = Problem(evaluator=evaluator, budget=Budget(seconds=6.0), clock=clock)
+    result = planner.plan(problem)
     # At most what a strategy takes in all orders beyond the end.
     assert clock.now_s <= 6.0 + 6.0
     assert result.candidates or result.reason
@@ -178,22 +178,22 @@ def test_every_method_stops_when_it_is_asked_to(planner: Planner) -> None:
         asked = evaluator.num_evaluations
         stop.request()
 
-    task = Task(
+    problem = Problem(
         evaluator=evaluator,
         budget=Budget(evaluations=400),
         report=report,
         stop=stop,
         clock=clock,
     )
-    planner.plan(task)
+    planner.plan(problem)
     if asked:
         assert evaluator.num_evaluations <= asked + 6
 
 
 def test_hap_hands_over_data_parallelism_if_there_is_no_time_for_a_program() -> None:
     evaluator, clock = clocked()
-    task = Task(evaluator=evaluator, budget=Budget(seconds=0.5), clock=clock)
-    result = Hap().plan(task)
+    problem = Problem(evaluator=evaluator, budget=Budget(seconds=0.5), clock=clock)
+    result = Hap().plan(problem)
     assert len(result.candidates) == 1
     assert result.candidates[0].strategy.op_rules == ()
     assert "out of time" in result.note
@@ -227,8 +227,8 @@ def test_a_search_that_takes_too_many_steps_is_given_up_for_a_narrow_one(
     found = []
     for _ in range(2):
         evaluator = Evaluator(unrolled_lstm(), Cluster.load("paper_8gpu"))
-        task = Task(evaluator=evaluator, budget=Budget(evaluations=40))
-        result = Hap().plan(task)
+        problem = Problem(evaluator=evaluator, budget=Budget(evaluations=40))
+        result = Hap().plan(problem)
         assert "given up after 20,000 steps" in result.note
         found.append([each.strategy for each in result.candidates])
     assert found[0] == found[1]
@@ -266,7 +266,7 @@ def test_a_method_that_overspends_takes_nothing_from_the_others() -> None:
         name = "greedy"
         stage = "search"
 
-        def plan(self, task: Task) -> PlanResult:
+        def plan(self, problem: Problem) -> PlanResult:
             clock.now_s += 100.0
             return PlanResult(candidates=(), num_evaluations=0, search_seconds=100.0)
 
@@ -274,9 +274,9 @@ def test_a_method_that_overspends_takes_nothing_from_the_others() -> None:
     purse = Purse(Budget(seconds=10.0), 2)
     parts = []
     for planner in (Greedy(), LocalSearch()):
-        task = Task(evaluator=evaluator, budget=purse.next_part(), clock=clock)
-        parts.append(task.budget.seconds)
-        row = run_method(planner, task)
+        problem = Problem(evaluator=evaluator, budget=purse.next_part(), clock=clock)
+        parts.append(problem.budget.seconds)
+        row = run_method(planner, problem)
         purse.settle(row.search_seconds)
     assert parts == [5.0, 5.0]
     assert row.num_evaluations > 100
@@ -295,9 +295,9 @@ def test_libraries_are_loaded_before_the_clock_of_a_method_runs() -> None:
             order.append("prepare")
             clock.now_s += 1000.0
 
-        def plan(self, task: Task) -> PlanResult:
+        def plan(self, problem: Problem) -> PlanResult:
             order.append("plan")
-            assert not task.spend().is_over
+            assert not problem.spend().is_over
             return PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0, reason="none")
 
     from heterog.planners import planner as registry
@@ -313,12 +313,12 @@ def test_libraries_are_loaded_before_the_clock_of_a_method_runs() -> None:
 
 def test_a_starved_method_says_so() -> None:
     evaluator, clock = clocked()
-    task = Task(evaluator=evaluator, budget=Budget(seconds=4.0), clock=clock)
-    row = run_method(planner_by_name("two_segment"), task)
+    problem = Problem(evaluator=evaluator, budget=Budget(seconds=4.0), clock=clock)
+    row = run_method(planner_by_name("two_segment"), problem)
     assert row.is_starved
     assert "starved" in row.note
     assert "--budget" in row.note
-    relaxed = replace(task, evaluator=clocked(1e-9)[0], budget=Budget(evaluations=30))
+    relaxed = replace(problem, evaluator=clocked(1e-9)[0], budget=Budget(evaluations=30))
     assert not run_method(planner_by_name("two_segment"), relaxed).is_starved
 
 
@@ -329,17 +329,17 @@ def test_local_search_is_never_worse_than_its_seeds(seconds: float) -> None:
     seeds: list[Candidate] = []
     best: MethodRow | None = None
     for name in ("ev_ps", "cp_ar", "ddp", "tuned_uniform"):
-        whole = Task(evaluator=evaluator, budget=Budget(evaluations=100), clock=clock)
+        whole = Problem(evaluator=evaluator, budget=Budget(evaluations=100), clock=clock)
         row = run_method(planner_by_name(name), whole)
         assert row.candidate is not None
         seeds.append(row.candidate)
         if best is None or (row.step_time_s or math.inf) < (best.step_time_s or math.inf):
             best = row
     assert best is not None
-    task = Task(
+    problem = Problem(
         evaluator=evaluator, budget=Budget(seconds=seconds), seeds=tuple(seeds), clock=clock
     )
-    found = run_method(LocalSearch(), task)
+    found = run_method(LocalSearch(), problem)
     assert found.step_time_s is not None
     assert best.step_time_s is not None
     assert found.step_time_s <= best.step_time_s

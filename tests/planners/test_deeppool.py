@@ -15,7 +15,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.burst import Block, layers_of
 from heterog.planners.deeppool import DeepPool, GroupCosts, crossing_bytes, plan_places
-from heterog.planners.planner import Budget, Task
+from heterog.planners.planner import Budget, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from tests.simulator.builders import cluster_of
@@ -122,7 +122,7 @@ def test_the_limit_is_kept_and_narrows() -> None:
 
 def test_it_is_not_worse_than_uniform_plans_by_the_referee() -> None:
     evaluator = costs().evaluator
-    result = DeepPool().plan(Task(evaluator=evaluator, budget=Budget(evaluations=500)))
+    result = DeepPool().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=500)))
     reached = min(
         evaluator.referee(candidate.strategy, order).step_time_s
         for candidate in result.candidates
@@ -142,8 +142,8 @@ def test_a_fixed_limit_is_the_only_one_tried(monkeypatch: pytest.MonkeyPatch) ->
         return plan_places(costs, limit, exposed, **rest)
 
     monkeypatch.setattr("heterog.planners.deeppool.plan_places", planned)
-    task = Task(evaluator=costs().evaluator, budget=Budget(evaluations=500))
-    DeepPool(limit=1.0).plan(task)
+    problem = Problem(evaluator=costs().evaluator, budget=Budget(evaluations=500))
+    DeepPool(limit=1.0).plan(problem)
     assert tried == {1.0}
-    DeepPool().plan(task)
+    DeepPool().plan(problem)
     assert len(tried) > 2

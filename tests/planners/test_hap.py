@@ -15,14 +15,14 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.hap import Hap, Ingredients, Synthesis
-from heterog.planners.planner import Budget, Task
+from heterog.planners.planner import Budget, Problem
 from heterog.planners.portfolio import run_method
-from heterog.planners.spmd.prices import PADDED_ONLY, Prices, Work
+from heterog.planners.spmd.prices import PADDED_ONLY, SpmdPrices, Work
 from heterog.planners.spmd.programs import data_parallel, op_rules, program_cost
 from heterog.planners.spmd.ratios import best_ratios
 from heterog.planners.spmd.theory import Theory, Triple, build_theory
 from heterog.simulator.evaluator import Evaluator, Outcome
-from heterog.strategy.layout import split_evenly, split_in_proportion
+from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 from heterog.zoo.attention import EncoderLayer
 from heterog.zoo.moe import MixtureOfExperts
@@ -34,7 +34,7 @@ FAST = cluster_of((400.0, ("V100-16GB",) * 4))
 SLOW = cluster_of((10.0, ("V100-16GB",)), (10.0, ("V100-16GB",)))
 
 
-def even_prices(graph: OpGraph, cluster: Cluster) -> tuple[Theory, Prices]:
+def even_prices(graph: OpGraph, cluster: Cluster) -> tuple[Theory, SpmdPrices]:
     theory = build_theory(graph)
     shares = split_evenly(graph.batch_size, cluster.num_devices)
     return theory, prices_of(Evaluator(graph, cluster), shares, theory)
@@ -124,7 +124,7 @@ def test_without_sufficient_factors_none_come_out() -> None:
     synthesis = Synthesis(
         Evaluator(between(), SLOW), Ingredients(sufficient_factors=False, solve_ratios=False)
     )
-    prices = Prices(synthesis.work, synthesis.evaluator, (0, 1), (32, 32))
+    prices = SpmdPrices(synthesis.work, synthesis.evaluator, (0, 1), (32, 32))
     (best, *_) = synthesis.search(prices)
     assert sufficient_factors(synthesis.theory, best.triples) == []
     theory, full = even_prices(between(), SLOW)
@@ -169,12 +169,12 @@ def test_solved_ratios_are_as_good_as_a_grid() -> None:
     evaluator = Evaluator(graph, v100_p100())
     theory = build_theory(graph)
     work, start = Work(theory, evaluator.cluster), data_parallel(theory)
-    even = Prices(work, evaluator, (0, 1, 2, 3), (512,) * 4)
+    even = SpmdPrices(work, evaluator, (0, 1, 2, 3), (512,) * 4)
 
     def cost(fast: float) -> float:
         weights = (fast, fast, 0.5 - fast, 0.5 - fast)
         shares = split_in_proportion(graph.batch_size, weights)
-        return program_cost(theory, Prices(work, evaluator, (0, 1, 2, 3), shares), start)
+        return program_cost(theory, SpmdPrices(work, evaluator, (0, 1, 2, 3), shares), start)
 
     ratios = best_ratios(work, even, start)
     assert ratios is not None
@@ -197,7 +197,7 @@ def test_memory_limits_the_ratio() -> None:
     found = []
     for cluster in (roomy, small):
         evaluator = Evaluator(graph, cluster)
-        prices = Prices(Work(theory, cluster), evaluator, (0, 1, 2, 3), (512,) * 4)
+        prices = SpmdPrices(Work(theory, cluster), evaluator, (0, 1, 2, 3), (512,) * 4)
         ratios = best_ratios(prices.work, prices, data_parallel(theory))
         assert ratios is not None
         found.append(ratios)
@@ -222,8 +222,8 @@ def test_more_collectives_never_cost_more() -> None:
     work = Work(theory, evaluator.cluster)
     # One device of the first host has more than the other: padding sends what nobody has.
     shares = (300, 100, 56, 56)
-    full = Prices(work, evaluator, (0, 1, 2, 3), shares)
-    padded = Prices(work, evaluator, (0, 1, 2, 3), shares, collectives=PADDED_ONLY)
+    full = SpmdPrices(work, evaluator, (0, 1, 2, 3), shares)
+    padded = SpmdPrices(work, evaluator, (0, 1, 2, 3), shares, collectives=PADDED_ONLY)
     assert full.gather_s(2**26, 512) < padded.gather_s(2**26, 512)
     assert full.all_reduce_s(2**26) <= padded.all_reduce_s(2**26)
     costs = [searched(theory, prices).programs[0].cost_s for prices in (full, padded)]
@@ -289,8 +289,8 @@ def test_local_statistics_follow_the_batch() -> None:
 
 def test_planner_is_not_worse_than_data_parallelism_at_its_ratios() -> None:
     evaluator = transformer()
-    task = Task(evaluator=evaluator, budget=Budget(evaluations=400))
-    row = run_method(Hap(), task)
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=400))
+    row = run_method(Hap(), problem)
     assert row.step_time_s is not None
     synthesis = Synthesis(evaluator)
     everywhere = (0, 1, 2, 3)
@@ -302,8 +302,8 @@ def test_planner_is_not_worse_than_data_parallelism_at_its_ratios() -> None:
 
 
 def test_same_seed_and_budget_give_the_same_strategies() -> None:
-    task = Task(evaluator=transformer(), budget=Budget(evaluations=60))
-    assert Hap().plan(task).candidates == Hap().plan(task).candidates
+    problem = Problem(evaluator=transformer(), budget=Budget(evaluations=60))
+    assert Hap().plan(problem).candidates == Hap().plan(problem).candidates
 
 
 @pytest.mark.parametrize("network", [0.1, 1.0])
@@ -314,7 +314,7 @@ def test_no_kind_of_group_is_split_that_does_not_pay(network: float) -> None:
     """
     graph = language_graph()
     evaluator = Evaluator(graph, mixed_cluster(network=network))
-    best = Hap().plan(Task(evaluator=evaluator, budget=Budget(evaluations=500))).candidates[0]
+    best = Hap().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=500))).candidates[0]
     seconds = evaluator.evaluate(best.strategy, best.orders[0]).step_time_s
     group, kind_of = group_ops(graph).group, alike_groups(graph)
     for kind in {int(kind_of[group[op]]) for op, _ in best.strategy.op_rules}:

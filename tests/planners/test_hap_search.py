@@ -18,7 +18,7 @@ from heterog.planners.spmd.programs import data_parallel, program_cost
 from heterog.planners.spmd.segments import Segments
 from heterog.planners.spmd.theory import Theory, build_theory
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.layout import split_in_proportion
+from heterog.strategy.division import split_in_proportion
 from tests.planners.hap_cases import (
     UNLIMITED,
     brute_force,

@@ -6,7 +6,7 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.given import GivenLayout
 from heterog.planners.megatron_grid import MegatronGrid
-from heterog.planners.planner import Budget, Task
+from heterog.planners.planner import Budget, Problem
 from heterog.planners.portfolio import run_method
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout
@@ -14,8 +14,8 @@ from heterog.zoo import build
 from tests.strategy.test_layouts import CLUSTER, GRAPH
 
 
-def task_of(evaluator: Evaluator, budget: str = "1000e") -> Task:
-    return Task(evaluator=evaluator, budget=Budget.parse(budget))
+def task_of(evaluator: Evaluator, budget: str = "1000e") -> Problem:
+    return Problem(evaluator=evaluator, budget=Budget.parse(budget))
 
 
 @pytest.mark.parametrize(

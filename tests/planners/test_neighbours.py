@@ -7,7 +7,7 @@ import pytest
 from heterog.planners.group_rules import GroupRules
 from heterog.planners.local_search import LocalSearch, _Search
 from heterog.planners.neighbours import Neighbours, State
-from heterog.planners.planner import Budget, Candidate, Task
+from heterog.planners.planner import Budget, Candidate, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Sync
@@ -20,7 +20,7 @@ UNEVEN = ((2, 1, 1), (0, 2, 0), (1, 0, 1))
 
 def check_point(moves: Neighbours, state: State) -> None:
     """The strategy is legal, and the quick encoding means the same as the careful one."""
-    evaluator = moves.task.evaluator
+    evaluator = moves.problem.evaluator
     strategy = decoded(moves, state)
     careful = evaluator.evaluate(strategy, Order.RANK)  # checks it
     number = moves.rules.rule_set(state.rules)
@@ -97,15 +97,15 @@ def test_the_search_keeps_what_it_was_given_and_scores_it_once(kind: str) -> Non
         "uneven": replace(everywhere(graph), micro_batches=UNEVEN),
     }[kind]
     evaluator = Evaluator(graph, cluster())
-    task = Task(
+    problem = Problem(
         evaluator=evaluator,
         budget=Budget(evaluations=400),
         seeds=(Candidate(strategy=given, orders=tuple(Order)),),
     )
-    search = _Search(task)
+    search = _Search(problem)
     search._seed()
     assert evaluator.num_evaluations <= len(search.engine.found) + len(search.referee.found)
-    assert all(state.key in search.engine.found for state in search._states(task.seeds[0]))
-    best = LocalSearch().plan(task).candidates[0].strategy
+    assert all(state.key in search.engine.found for state in search._states(problem.seeds[0]))
+    best = LocalSearch().plan(problem).candidates[0].strategy
     referee = Evaluator(graph, cluster()).referee
     assert referee(best).step_time_s <= referee(given).step_time_s

@@ -32,8 +32,8 @@ from heterog.planners.planner import (
     MethodRow,
     Planner,
     PlanResult,
+    Problem,
     Spending,
-    Task,
     planner_by_name,
     planners,
 )
@@ -65,8 +65,8 @@ def evaluator() -> Evaluator:
     return Evaluator(graph(), Cluster.load("paper_8gpu"))
 
 
-def task(budget: str = "300e", **changes: object) -> Task:
-    return replace(Task(evaluator=evaluator(), budget=Budget.parse(budget)), **changes)  # type: ignore[arg-type]
+def problem(budget: str = "300e", **changes: object) -> Problem:
+    return replace(Problem(evaluator=evaluator(), budget=Budget.parse(budget)), **changes)  # type: ignore[arg-type]
 
 
 def every_planner() -> list[Planner]:
@@ -85,7 +85,7 @@ def test_every_method_conforms(planner: Planner, check: Check) -> None:
 def test_every_method_is_found_by_its_name_and_applies(planner: Planner) -> None:
     found = planner_by_name(planner.name)  # another one if a policy was asked for meanwhile
     assert (type(found), found.name) == (type(planner), planner.name)
-    assert planner.plan(task("50e")).candidates
+    assert planner.plan(problem("50e")).candidates
 
 
 class Broken:
@@ -100,9 +100,9 @@ class Broken:
         self.stage = str(wrong.get("stage", self.stage))
         self.rng = np.random.default_rng(0)
 
-    def plan(self, task: Task) -> PlanResult:
-        found = planner_by_name("ev_ar").plan(replace(task, step_barrier=True)).candidates[0]
-        strategy = replace(found.strategy, step_barrier=task.step_barrier)
+    def plan(self, problem: Problem) -> PlanResult:
+        found = planner_by_name("ev_ar").plan(replace(problem, step_barrier=True)).candidates[0]
+        strategy = replace(found.strategy, step_barrier=problem.step_barrier)
         if "barrier" in self.wrong:
             strategy = replace(strategy, step_barrier=True)
         if "random" in self.wrong:
@@ -132,7 +132,7 @@ def test_a_method_that_conforms_passes() -> None:
         ("empty", r"no candidate and gives no reason"),
         ("orders", r"without any order to run in"),
         ("illegal", r"broken makes an illegal strategy: .*group"),
-        ("random", r"other candidates for the same task the second time"),
+        ("random", r"other candidates for the same problem the second time"),
         ("spent", r"spent 1000 evaluations of 50"),
         ("barrier", r"asked for step_barrier=False and answers otherwise"),
     ],
@@ -154,7 +154,7 @@ def test_a_planner_needs_a_way_to_plan() -> None:
     class Idle:
         name, stage = "idle", "search"
 
-    with pytest.raises(ConformanceError, match=r"idle has no method 'plan\(task\)'"):
+    with pytest.raises(ConformanceError, match=r"idle has no method 'plan\(problem\)'"):
         check_planner(Idle())  # type: ignore[arg-type]
 
 
@@ -176,8 +176,8 @@ def test_a_method_from_a_file(tmp_path: Path) -> None:
         "from heterog.planners.planner import planner_by_name\n"
         "class Mine:\n"
         "    name, stage = 'mine', 'search'\n"
-        "    def plan(self, task):\n"
-        "        return planner_by_name('ev_ar').plan(task)\n"
+        "    def plan(self, problem):\n"
+        "        return planner_by_name('ev_ar').plan(problem)\n"
         "class Taken(Mine):\n"
         "    name = 'ddp'\n"
         "class Asks(Mine):\n"
@@ -239,7 +239,7 @@ def test_ddp_accumulates_as_little_as_fits() -> None:
     batch = (torch.zeros(65536, 2048), torch.zeros(65536, 64))
     large = capture(Workload(deep_mlp, batch, functional.mse_loss, torch.optim.Adam))
     plain = planner_by_name("ddp").plan(
-        Task(evaluator=Evaluator(large, tight), budget=Budget(evaluations=1))
+        Problem(evaluator=Evaluator(large, tight), budget=Budget(evaluations=1))
     )
     evaluation = Evaluator(large, tight).referee(plain.candidates[0].strategy, Order.FIFO)
     needed = max(evaluation.peak_memory_bytes)
@@ -248,14 +248,14 @@ def test_ddp_accumulates_as_little_as_fits() -> None:
     )
     small = Evaluator(large, replace(tight, devices=devices))
     row = run_method(
-        planner_by_name("ddp_accumulate"), Task(evaluator=small, budget=Budget(evaluations=1))
+        planner_by_name("ddp_accumulate"), Problem(evaluator=small, budget=Budget(evaluations=1))
     )
     assert row.outcome == "ok"
     assert row.candidate is not None
     count = row.candidate.strategy.num_micro_batches
     assert count > 1
     without = run_method(
-        planner_by_name("ddp"), Task(evaluator=small, budget=Budget(evaluations=1))
+        planner_by_name("ddp"), Problem(evaluator=small, budget=Budget(evaluations=1))
     )
     assert without.outcome == "out_of_memory"
 
@@ -334,7 +334,7 @@ def test_budgets_of_nothing(text: str) -> None:
 
 def test_spending_counts_evaluations() -> None:
     spending = Spending(Budget(evaluations=2), evaluator())
-    strategy = planner_by_name("ddp").plan(task()).candidates[0].strategy
+    strategy = planner_by_name("ddp").plan(problem()).candidates[0].strategy
     spending = Spending(Budget(evaluations=2), evaluator())
     evaluator().evaluate(strategy, Order.FIFO)
     assert spending.fraction == 0.5
@@ -368,5 +368,5 @@ def test_every_method_works_on_the_smallest_clusters(num_devices: int) -> None:
 
 def test_a_search_ends_when_it_has_seen_everything() -> None:
     alone = Evaluator(smallest_graph(), cluster_of((1.0, ["T4"])))
-    task = Task(evaluator=alone, budget=Budget(evaluations=10**9))
-    assert LocalSearch().plan(task).num_evaluations < 1000
+    problem = Problem(evaluator=alone, budget=Budget(evaluations=10**9))
+    assert LocalSearch().plan(problem).num_evaluations < 1000

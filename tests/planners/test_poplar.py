@@ -17,7 +17,7 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.graph.workload import Workload
-from heterog.planners.planner import Budget, Task
+from heterog.planners.planner import Budget, Problem
 from heterog.planners.poplar import EvenZero, Poplar, even_allocation, zero_strategy
 from heterog.planners.poplar.allocation import Allocation, common_steps, own_micro_batches
 from heterog.planners.poplar.curves import (
@@ -29,7 +29,7 @@ from heterog.planners.poplar.curves import (
 from heterog.planners.portfolio import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
-from heterog.strategy.layout import split_evenly
+from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import SLICED, Sync
 from tests.simulator.builders import cluster_of
 
@@ -211,20 +211,20 @@ def test_samples_that_fit_are_those_that_the_simulator_lets_through(zero_stage: 
     evaluator = tight(59_000_000, 59_000_000)
     most = samples_that_fit(evaluator, zero_stage, bucket_bytes=0)
     assert (most == most[0]).all()
-    task = Task(evaluator=evaluator, budget=Budget(evaluations=100))
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=100))
     for samples, fits in ((int(most[0]) - 1, True), (int(most[0]) + 2, False)):
         sizes = [4 * samples] * (96 // (4 * samples)) + [96 % (4 * samples)]
         rows = zip(*[split_evenly(size, 4) for size in sizes if size], strict=True)
-        strategy = zero_strategy(task, zero_stage, tuple(rows), bucket_bytes=0)
+        strategy = zero_strategy(problem, zero_stage, tuple(rows), bucket_bytes=0)
         assert evaluator.evaluate(strategy, Order.FIFO).is_ok == fits
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_unequal_devices_get_unequal_batches_and_it_pays(zero_stage: int) -> None:
     evaluator = tight(120_000_000, 60_000_000)
-    task = Task(evaluator=evaluator, budget=Budget(evaluations=200))
-    row = run_method(Poplar(zero_stage), task)
-    even = run_method(EvenZero(zero_stage), task)
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=200))
+    row = run_method(Poplar(zero_stage), problem)
+    even = run_method(EvenZero(zero_stage), problem)
     assert row.outcome == even.outcome == "ok"
     assert row.step_time_s is not None
     assert even.step_time_s is not None
@@ -254,7 +254,7 @@ def test_slices_follow_memory_where_it_is_short() -> None:
     assert slices[3] == 0
     equal, uneven = samples_that_fit(evaluator, 2), samples_that_fit(evaluator, 2, slices)
     assert equal[3] == 0 < uneven[3]
-    row = run_method(Poplar(2), Task(evaluator=evaluator, budget=Budget(evaluations=200)))
+    row = run_method(Poplar(2), Problem(evaluator=evaluator, budget=Budget(evaluations=200)))
     assert row.outcome == "ok"
     assert row.candidate is not None
     (decision,) = set(row.candidate.strategy.decisions)
@@ -264,26 +264,26 @@ def test_slices_follow_memory_where_it_is_short() -> None:
 
 def test_the_planner_chooses_the_stage_that_fits() -> None:
     roomy = Poplar().plan(
-        Task(evaluator=Evaluator(graph_of(), UNEQUAL), budget=Budget(evaluations=200))
+        Problem(evaluator=Evaluator(graph_of(), UNEQUAL), budget=Budget(evaluations=200))
     )
     assert len({candidate.strategy for candidate in roomy.candidates}) > 1
     # 4.2 MB of parameters four times over, 13 MB of the batch: no room for a sample.
     small = tight(32_400_000, 32_400_000)
-    row = run_method(Poplar(), Task(evaluator=small, budget=Budget(evaluations=200)))
+    row = run_method(Poplar(), Problem(evaluator=small, budget=Budget(evaluations=200)))
     assert row.outcome == "ok"
     assert row.candidate is not None
     assert row.candidate.strategy.decisions[0].sync in SLICED
-    alone = run_method(Poplar(0), Task(evaluator=small, budget=Budget(evaluations=200)))
+    alone = run_method(Poplar(0), Problem(evaluator=small, budget=Budget(evaluations=200)))
     assert alone.outcome != "ok"
 
 
 def test_an_optimizer_that_looks_at_whole_parameters_leaves_stage_0() -> None:
     evaluator = Evaluator(graph_of("Adafactor"), UNEQUAL)
-    task = Task(evaluator=evaluator, budget=Budget(evaluations=50))
-    candidates = Poplar().plan(task).candidates
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=50))
+    candidates = Poplar().plan(problem).candidates
     assert candidates
     assert all(c.strategy.decisions[0].sync not in SLICED for c in candidates)
-    refused = Poplar(2).plan(task)
+    refused = Poplar(2).plan(problem)
     assert not refused.candidates
     assert "Adafactor cannot update slices" in refused.reason
     with pytest.raises(StrategyError, match="stages 0 to 3, not 4"):
@@ -291,8 +291,8 @@ def test_an_optimizer_that_looks_at_whole_parameters_leaves_stage_0() -> None:
 
 
 def test_even_zero_in_a_given_number_of_micro_steps() -> None:
-    task = Task(evaluator=Evaluator(graph_of(), UNEQUAL), budget=Budget(evaluations=9))
-    row = run_method(EvenZero(2, 3), task)
+    problem = Problem(evaluator=Evaluator(graph_of(), UNEQUAL), budget=Budget(evaluations=9))
+    row = run_method(EvenZero(2, 3), problem)
     assert row.candidate is not None
     assert row.candidate.strategy.micro_batches == ((8, 8, 8),) * 4
     assert row.candidate.strategy.decisions[0].sync == Sync.ZERO2

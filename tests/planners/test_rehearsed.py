@@ -12,7 +12,7 @@ from heterog.graph.capture import capture_step
 from heterog.planners.compare import compare_methods
 from heterog.planners.issue_order import IssuedStep
 from heterog.planners.plan import make_plan
-from heterog.planners.planner import Budget, Task, planner_by_name, planners
+from heterog.planners.planner import Budget, Problem, planner_by_name, planners
 from heterog.planners.portfolio import AUTO, run_method
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.simulator.evaluator import Evaluator
@@ -102,17 +102,19 @@ def test_compare_rehearses_with_the_cost_model_that_it_simulated_with() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_pipeline_of_a_tiny_batch(batch: int) -> None:
-    task = Task(
+    problem = Problem(
         evaluator=Evaluator(linear_chain(("a", "b", "c"), batch_size=batch), CLUSTER),
         budget=Budget(evaluations=20),
     )
-    found = planner_by_name("pipeline").plan(task)
+    found = planner_by_name("pipeline").plan(problem)
     assert found.candidates
     assert all(c.strategy.num_micro_batches <= batch for c in found.candidates)
 
 
 def test_a_pipeline_of_a_model_in_one_piece_says_why_it_does_not_apply() -> None:
-    task = Task(evaluator=Evaluator(linear_chain(("a",)), CLUSTER), budget=Budget(evaluations=5))
-    row = run_method(planner_by_name("pipeline"), task)
+    problem = Problem(
+        evaluator=Evaluator(linear_chain(("a",)), CLUSTER), budget=Budget(evaluations=5)
+    )
+    row = run_method(planner_by_name("pipeline"), problem)
     assert row.outcome == "not_applicable"
     assert "every stage needs a group of layers, and the model has 1" in row.shortage

@@ -411,7 +411,7 @@ def test_what_is_drawn_of_a_very_large_plan_is_bounded() -> None:
         builders.strategy_of(graph, cluster, everywhere), micro_batches=((1,) * 16,) * 64
     )
     evaluator = Evaluator(graph, cluster)
-    program, start, finish = evaluator.schedule(evaluator.encode(strategy), Order.FIFO)
+    program, start, finish = evaluator.timings(evaluator.encode(strategy), Order.FIFO)
     assert program.num_tasks > MAX_PIECES
     data = view_data(Timeline(program, start, finish, cluster, graph))
     assert len(base64.b64decode(data["start"])) <= 8 * MAX_PIECES

@@ -25,7 +25,7 @@ def data_parallel() -> Timeline:
     decision = Decision(devices=(0, 1), shares=(6, 2))
     evaluator = Evaluator(graph, cluster)
     choice = evaluator.encode(builders.strategy_of(graph, cluster, decision))
-    program, start, finish = evaluator.schedule(choice, Order.FIFO)
+    program, start, finish = evaluator.timings(choice, Order.FIFO)
     return Timeline(program, start, finish, cluster, graph)
 
 
@@ -129,7 +129,7 @@ def test_events_of_one_thread_never_overlap(seed: int) -> None:
     graph, cluster = builders.random_graph(rng), builders.random_cluster(rng)
     evaluator = Evaluator(graph, cluster)
     choice = evaluator.encode(builders.random_strategy(rng, graph, cluster))
-    program, start, finish = evaluator.referee_schedule(choice, Order.FIFO)
+    program, start, finish = evaluator.referee_timings(choice, Order.FIFO)
     timeline = Timeline(program, start, finish, cluster, graph)
     document = json.loads(json.dumps(trace_document(timeline), allow_nan=False))
     threads: dict[tuple[int, int], list[tuple[int, int]]] = {}

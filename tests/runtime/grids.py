@@ -10,7 +10,7 @@ from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules
 from heterog.graph.placement import R
-from heterog.strategy.layout import split_evenly
+from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync
 from heterog.strategy.tensor_parallel import merge_rules, shardings
 from tests.simulator.builders import cluster_of

@@ -9,7 +9,7 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import Plan
-from heterog.strategy.layout import split_evenly
+from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync
 from tests.runtime.cases import BATCH, workload_of
 from tests.simulator.builders import cluster_of, plan_by_hand, random_schedule

@@ -9,7 +9,7 @@ import pytest
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.hap import Synthesis
-from heterog.planners.spmd.prices import Prices
+from heterog.planners.spmd.prices import SpmdPrices
 from heterog.planners.spmd.programs import op_rules
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Strategy, Sync
@@ -22,7 +22,7 @@ def random_program(graph: OpGraph, shares: tuple[int, ...], seed: int) -> Strate
     """The optimum of a search under random prices of work: any program there is may come out."""
     evaluator = Evaluator(graph, cluster())
     synthesis = Synthesis(evaluator)
-    prices = Prices(synthesis.work, evaluator, ALL, shares)
+    prices = SpmdPrices(synthesis.work, evaluator, ALL, shares)
     rng = np.random.default_rng(seed)
     prices.__dict__["seconds"] = rng.random(synthesis.work.units.shape)
     (best, *_) = synthesis.search(prices)

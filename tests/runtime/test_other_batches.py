@@ -13,7 +13,7 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
 from heterog.runtime.executor import batch_by_tensor
-from heterog.strategy.layout import batch_shares
+from heterog.strategy.division import batch_shares
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import SGD, batch_of, captured_once, deployed, workload_of
 from tests.runtime.ranks import Ranks

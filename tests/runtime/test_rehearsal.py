@@ -17,9 +17,9 @@ from torch import Tensor
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.grouping import group_ops
 from heterog.planners.plan import Plan
-from heterog.runtime.layouts import Layout
 from heterog.runtime.losses import Losses
 from heterog.runtime.rehearsal import rehearse
+from heterog.runtime.spans import Spans
 from heterog.runtime.values import Reader
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
@@ -135,9 +135,9 @@ def test_an_order_against_the_data() -> None:
 def test_messages_that_do_not_match() -> None:
     """One rank believes in other shares than the rest: what it sends is not what is expected."""
     plan = uniform("mlp", "ring")
-    range_of = Layout.own_samples
+    range_of = Spans.own_samples
 
-    def other(self: Layout, micro: int, device: int) -> tuple[int, int]:
+    def other(self: Spans, micro: int, device: int) -> tuple[int, int]:
         begin, count = range_of(self, micro, device)
         return (begin, count + 1) if device == 1 and self.devices == (1, 2) else (begin, count)
 
@@ -146,7 +146,7 @@ def test_messages_that_do_not_match() -> None:
     decisions = [SYNCS["ring"], *[Decision(devices=(1, 2), shares=(4, 4))] * (groups - 1)]
     plan = plan_of(graph, strategy_of(graph, decisions))
     assert verdict("mlp", plan) == ""
-    with mock.patch.object(Layout, "own_samples", other):
+    with mock.patch.object(Spans, "own_samples", other):
         assert "rank " in verdict("mlp", plan)
 
 

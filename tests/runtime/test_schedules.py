@@ -12,7 +12,7 @@ from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
 from heterog.runtime.peak_memory import peak_bytes
-from heterog.strategy.layout import split_evenly
+from heterog.strategy.division import split_evenly
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
 from heterog.strategy.strategy import Decision, Strategy

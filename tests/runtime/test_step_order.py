@@ -117,7 +117,7 @@ def test_a_communicator_is_given_its_operations_in_the_order_of_the_simulation(s
     graph = graph_of("gpt")
     strategy = replace(random_strategy(Random(seed), graph), step_barrier=True)
     evaluator = Evaluator(graph, cluster())
-    program, start, _ = evaluator.referee_schedule(evaluator.encode(strategy), Order.FIFO)
+    program, start, _ = evaluator.referee_timings(evaluator.encode(strategy), Order.FIFO)
     part = part_of(strategy)
     order = step_order(part, plan_of(graph, strategy).task_order, clips=False)
     by_devices: dict[tuple[int, ...], list[int]] = {}
@@ -164,7 +164,7 @@ def test_communication_is_issued_before_the_op_during_which_it_begins(seed: int)
     strategy = random_strategy(Random(seed), graph)
     evaluator = Evaluator(graph, cluster())
     choice = evaluator.encode(strategy)._replace(num_steps=1)
-    program, start, finish = evaluator.schedule(choice, Order.FIFO)
+    program, start, finish = evaluator.timings(choice, Order.FIFO)
     order = issue_order(program, start, finish)
     position = np.argsort(order)
     assert sorted(order) == list(range(program.num_tasks))
@@ -217,7 +217,7 @@ def test_a_server_announces_what_comes_next_and_no_more_than_that() -> None:
     decision = Decision(devices=(0, 1), shares=(4, 4), sync=Sync.PARAMETER_SERVER)
     evaluator = Evaluator(graph, target)
     choice = evaluator.encode(builders.strategy_of(graph, target, decision, homes=0))
-    program, start, finish = evaluator.schedule(choice, Order.FIFO)
+    program, start, finish = evaluator.timings(choice, Order.FIFO)
     order = issue_order(program, start, finish).tolist()
     pushes = [task for task in order if program.kind[task] == TaskKind.PUSH]
     for number, push in enumerate(pushes):

@@ -9,7 +9,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.group_rules import GroupRules
 from heterog.planners.neighbours import Neighbours, State
-from heterog.planners.planner import Budget, Task
+from heterog.planners.planner import Budget, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layer_shardings import layer_shardings
@@ -24,8 +24,8 @@ def moves_of(graph: OpGraph, seed: int = 0) -> Neighbours:
     space = StrategySpace(
         graph, evaluator.cluster, evaluator.tables, evaluator.channels, device_speeds(evaluator)
     )
-    task = Task(evaluator=evaluator, budget=Budget(evaluations=1))
-    moves = Neighbours(task, space, GroupRules(evaluator), np.random.default_rng(seed))
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=1))
+    moves = Neighbours(problem, space, GroupRules(evaluator), np.random.default_rng(seed))
     moves.may_shard = True
     return moves
 

@@ -23,7 +23,7 @@ from heterog.graph.sharding_rules import legal_rules
 from heterog.planners.plan import Plan, plan_from_rows
 from heterog.planners.planner import Candidate, MethodRow
 from heterog.simulator.cost_model import ChannelSeconds, CostModel, Prices, price_channels
-from heterog.simulator.engine import Order, make_schedule, price_kernel, simulate
+from heterog.simulator.engine import Order, make_timings, price_kernel, simulate
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import replay
 from heterog.simulator.roofline import Roofline
@@ -596,15 +596,15 @@ class Tasks:
         tape.counts[:] = (count, count, reads, 0, 0, 0)
         prices = self._prices()
         num_devices = self.cluster.num_devices
-        schedule = make_schedule(count, reads, count, prices.num_queues + num_devices)
-        price_kernel(tape, prices, schedule.seconds)
-        end, done = simulate(tape, prices, schedule, num_devices, int(order), np.inf)
+        timings = make_timings(count, reads, count, prices.num_queues + num_devices)
+        price_kernel(tape, prices, timings.seconds)
+        end, done = simulate(tape, prices, timings, num_devices, int(order), np.inf)
         assert done == count
-        assert end == max(schedule.finish)
-        fair_end, fair_done, replayed = replay(tape, prices, schedule, num_devices)
+        assert end == max(timings.finish)
+        fair_end, fair_done, replayed = replay(tape, prices, timings, num_devices)
         assert fair_done == count
         assert fair_end == max(replayed.finish)
-        return Times(schedule.start, schedule.finish, replayed.start, replayed.finish)
+        return Times(timings.start, timings.finish, replayed.start, replayed.finish)
 
     def _prices(self) -> Prices:
         seconds = np.array([self._seconds])

@@ -30,7 +30,7 @@ WEIGHT = 1024 * 1024 * 4
 def pieces_of(strategy: Strategy) -> tuple[list[tuple[str, str, str, str, float]], float]:
     graph = two_layers()
     evaluator = Evaluator(graph, CLUSTER)
-    program, start, finish = evaluator.referee_schedule(evaluator.encode(strategy), Order.FIFO)
+    program, start, finish = evaluator.referee_timings(evaluator.encode(strategy), Order.FIFO)
     timeline = Timeline(program, start, finish, CLUSTER, graph)
     pieces = critical_pieces(timeline, evaluator.cost_model)
     rows = [(str(p.limit), p.place, str(p.purpose), p.block, p.seconds) for p in pieces]
@@ -88,7 +88,7 @@ def test_pieces_equal_the_slow_reference(seed: int) -> None:
     evaluator, choice = builders.random_case(rng)
     cluster, model = evaluator.cluster, evaluator.cost_model
     order = rng.choice(list(Order))
-    schedule = rng.choice([evaluator.schedule, evaluator.referee_schedule])
+    schedule = rng.choice([evaluator.timings, evaluator.referee_timings])
     program, start, finish = schedule(choice, order)
     timeline = Timeline(program, start, finish, cluster, evaluator.graph)
     pieces = critical_pieces(timeline, model)

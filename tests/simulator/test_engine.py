@@ -35,7 +35,7 @@ def test_equals_the_slow_reference(seed: int) -> None:
     rng = Random(seed)
     evaluator, choice = random_case(rng)
     order = rng.choice(list(Order))
-    program, start, finish = evaluator.schedule(choice, order)
+    program, start, finish = evaluator.timings(choice, order)
     tasks = reference.price(program, evaluator.graph, evaluator.cluster, evaluator.cost_model)
     reference.assert_legal(tasks, start, finish)
     slow_start, slow_finish = reference.simulate(tasks, order, is_in_turn=program.is_in_turn)
@@ -316,7 +316,7 @@ def test_no_two_operations_of_a_device_set_overlap(seed: int) -> None:
     rng = Random(seed)
     evaluator, choice = random_case(rng)
     order = rng.choice(list(Order))
-    for schedule in (evaluator.schedule, evaluator.referee_schedule):
+    for schedule in (evaluator.timings, evaluator.referee_timings):
         program, start, finish = schedule(choice, order)
         by_devices: dict[tuple[int, ...], list[tuple[float, float]]] = {}
         for task in range(program.num_tasks):

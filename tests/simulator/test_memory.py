@@ -33,7 +33,7 @@ def test_equals_the_slow_reference(seed: int) -> None:
     rng = Random(seed)
     evaluator, choice = random_case(rng)
     order = rng.choice(list(Order))
-    program, start, finish = evaluator.schedule(choice, order)
+    program, start, finish = evaluator.timings(choice, order)
     _, peak = evaluator.simulate(choice, order)
     np.testing.assert_allclose(peak, reference.memory(program, start, finish), rtol=1e-9)
 
@@ -127,7 +127,7 @@ def test_what_arrives_during_an_op_is_there_from_its_begin() -> None:
         graph, cluster, [Decision(devices=(0,), shares=(4,)), Decision(devices=(1,), shares=(4,))]
     )
     evaluator = Evaluator(graph, cluster)
-    program, start, finish = evaluator.schedule(evaluator.encode(strategy), Order.FIFO)
+    program, start, finish = evaluator.timings(evaluator.encode(strategy), Order.FIFO)
     begin, end = buffer_lives(program, start, finish)
     (send,) = np.flatnonzero(program.kind == TaskKind.SEND)
     (during,) = (

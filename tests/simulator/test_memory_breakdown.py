@@ -129,7 +129,7 @@ def test_parts_add_up_and_equal_the_slow_reference(seed: int) -> None:
     assert fit.is_ok == (reported.outcome != Outcome.OUT_OF_MEMORY)  # whatever else forbids it
     tables = graph_tables(evaluator.graph)
     phases = [op.phase for op in evaluator.graph.ops]
-    schedules = [evaluator.schedule(choice, order), evaluator.referee_schedule(choice, order)]
+    schedules = [evaluator.timings(choice, order), evaluator.referee_timings(choice, order)]
     program = schedules[0][0]
     kinds = [slow_kind(program, tables, phases, b) for b in range(len(program.buffer_device))]
     for index, device in enumerate(fit.devices):

@@ -126,7 +126,7 @@ def test_operations_of_a_communicator_wait_for_one_another() -> None:
     )
     evaluator = Evaluator(graph, cluster)
     choice = evaluator.encode(strategy_of(graph, cluster, decision))
-    program, start, finish = evaluator.schedule(choice, Order.FIFO)
+    program, start, finish = evaluator.timings(choice, Order.FIFO)
     collectives = np.flatnonzero(program.kind >= FIRST_LINK_KIND)
     assert len(np.unique(program.channel[collectives])) == 2, "scatters and gathers"
     foreground = foreground_of_program(program, start, finish)
@@ -201,7 +201,7 @@ def test_without_background_the_schedule_stays_as_it_was(order: Order) -> None:
     evaluator = Evaluator(smallest_graph(), Cluster.load("paper_8gpu"))
     strategy = uniform_strategy(evaluator, Decision(devices=(0, 1, 3), shares=(4, 3, 1)))
     choice = evaluator.encode(strategy)
-    program, start, finish = evaluator.referee_schedule(choice, order)
+    program, start, finish = evaluator.referee_timings(choice, order)
     foreground = foreground_of_program(program, start, finish)
     nothing = [np.zeros(0)] * 8
     both = multiplex(foreground, nothing, np.zeros(8))

@@ -27,9 +27,9 @@ def test_equals_the_slow_reference(seed: int) -> None:
     rng = Random(seed)
     evaluator, choice = random_case(rng)
     order = rng.choice(list(Order))
-    program, engine_start, _ = evaluator.schedule(choice, order)
+    program, engine_start, _ = evaluator.timings(choice, order)
     tasks = reference.price(program, evaluator.graph, evaluator.cluster, evaluator.cost_model)
-    replayed, start, finish = evaluator.referee_schedule(choice, order)
+    replayed, start, finish = evaluator.referee_timings(choice, order)
     assert replayed.hash == program.hash
     reference.assert_legal(tasks, start, finish)
     seconds: list[float] = []
@@ -179,7 +179,7 @@ def test_an_illegal_order_is_refused() -> None:
     backwards = np.arange(num_tasks, dtype=np.int32)[::-1].copy()
     with pytest.raises(AssertionError):
         replay_order(
-            evaluator._tape, evaluator.prices(choice), evaluator._schedule, 1, backwards, np.inf
+            evaluator._tape, evaluator.prices(choice), evaluator._timings, 1, backwards, np.inf
         )
 
 
@@ -211,7 +211,7 @@ def test_memory_is_the_larger_of_both_predictions() -> None:
         evaluator, choice = random_case(rng)
         order = rng.choice(list(Order))
         engine = evaluator.evaluate_choice(choice, order).peak_memory_bytes
-        program, start, finish = evaluator.referee_schedule(choice, order)
+        program, start, finish = evaluator.referee_timings(choice, order)
         replayed = (1.0 + MEMORY_MARGIN) * np.array(reference.memory(program, start, finish))
         expected = np.maximum(engine, replayed)
         judged = evaluator.referee(choice, order).peak_memory_bytes
@@ -224,8 +224,8 @@ def test_each_channel_keeps_the_order_of_the_engine() -> None:
     decision = Decision(devices=(0, 1, 2), shares=(2, 2, 2), sync=Sync.PARAMETER_SERVER)
     evaluator = Evaluator(graph, cluster)
     choice = evaluator.encode(strategy_of(graph, cluster, decision, homes=3))
-    _, start, _ = evaluator.schedule(choice, Order.FIFO)
-    program, fair_start, _ = evaluator.referee_schedule(choice, Order.FIFO)
+    _, start, _ = evaluator.timings(choice, Order.FIFO)
+    program, fair_start, _ = evaluator.referee_timings(choice, Order.FIFO)
     for channel in set(program.channel.tolist()) - {-1}:
         mine = np.flatnonzero(program.channel == channel)
         assert (

@@ -20,7 +20,7 @@ CLUSTER = builders.cluster_of((10.0, ["V100-16GB"]), (10.0, ["P100-12GB"]))
 
 def timeline_of(graph: OpGraph, strategy: Strategy, order: Order = Order.FIFO) -> Timeline:
     evaluator = Evaluator(graph, CLUSTER)
-    program, start, finish = evaluator.schedule(evaluator.encode(strategy), order)
+    program, start, finish = evaluator.timings(evaluator.encode(strategy), order)
     return Timeline(program, start, finish, CLUSTER, graph)
 
 
@@ -176,7 +176,7 @@ def test_invariants_of_random_programs(seed: int) -> None:
     choice = evaluator.encode(builders.random_strategy(rng, graph, cluster))
     order = rng.choice(list(Order))
     _, peak = evaluator.simulate(choice, order)
-    program, start, finish = evaluator.schedule(choice, order)
+    program, start, finish = evaluator.timings(choice, order)
     timeline = Timeline(program, start, finish, cluster, graph)
 
     tasks = sorted(task for lane in timeline.lanes for task in lane.tasks)
@@ -200,7 +200,7 @@ def test_invariants_of_random_programs(seed: int) -> None:
     assert min(step.wait_s for step in path) >= 0.0
     assert min(step.seconds for step in path) >= 0.0
 
-    program, start, finish = evaluator.referee_schedule(choice, order)
+    program, start, finish = evaluator.referee_timings(choice, order)
     referee = Timeline(program, start, finish, cluster, graph)
     total = sum(step.seconds + step.wait_s for step in referee.critical_path())
     assert total == pytest.approx(referee.seconds, rel=1e-9)

@@ -15,7 +15,7 @@ from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
-from heterog.strategy.layout import split_in_proportion
+from heterog.strategy.division import split_in_proportion
 from heterog.strategy.recomputation import recomputations
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 

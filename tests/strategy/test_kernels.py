@@ -1,14 +1,16 @@
 """Compiled kernels: kept on disk, stale when they must be, and told about while they compile."""
 
 import ast
+import errno
 import importlib.util
+import pickle
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import numba
 import pytest
-from numba.core.caching import CompileResultCacheImpl
+from numba.core.caching import CompileResultCacheImpl, IndexDataCacheFile
 
 from heterog.strategy import kernels
 
@@ -84,6 +86,36 @@ def test_a_kernel_is_kept_until_any_source_changes(
     assert compiled_names(load(path)) == ["doubled"]
     assert compiled_names(load(path)) == []
     monkeypatch.setattr(kernels, "_sources_stamp", lambda: "another file has changed")
+    assert compiled_names(load(path)) == ["doubled"]
+
+
+@pytest.mark.parametrize("damage", ["an older class", "cut short", "no kernel"])
+def test_files_that_cannot_be_read_are_compiled_again(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / f"damaged_{damage.replace(' ', '_')}.py"
+    path.write_text(SOURCE.format(decorator="kernel"))
+    assert compiled_names(load(path)) == ["doubled"]
+    (index,) = (tmp_path / "__pycache__").glob(f"{path.stem}*.nbi")
+    (data,) = (tmp_path / "__pycache__").glob(f"{path.stem}*.nbc")
+    if damage == "an older class":  # protocol 0: the class that an object is of, by name
+        index.write_bytes(pickle.dumps(numba.__version__) + b"cheterog.errors\nGone\n.")
+    elif damage == "cut short":
+        data.write_bytes(data.read_bytes()[:100])
+    else:
+        data.write_bytes(b"no kernel")
+    assert compiled_names(load(path)) == ["doubled"]
+    assert compiled_names(load(path)) == []
+
+
+def test_kernels_run_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(IndexDataCacheFile, "_save_data", is_full)
+    path = tmp_path / "no_room.py"
+    path.write_text(SOURCE.format(decorator="kernel"))
+    assert compiled_names(load(path)) == ["doubled"]
     assert compiled_names(load(path)) == ["doubled"]
 
 

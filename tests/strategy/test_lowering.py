@@ -17,7 +17,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import P, R, S
 from heterog.strategy.channels import ChannelTable, slice_parts
-from heterog.strategy.layout import Layout, micro_shares, split_evenly, split_in_proportion
+from heterog.strategy.division import Division, micro_shares, split_evenly, split_in_proportion
 from heterog.strategy.lowering import (
     encode,
     lower,
@@ -437,7 +437,7 @@ def test_micro_shares_add_up(seed: int) -> None:
     shares = random_composition(rng, batch, count)
     micro = tuple(zip(*columns, strict=True))
     sizes = tuple(map(sum, columns))
-    rows = micro_shares(Layout(devices, shares), micro, sizes)
+    rows = micro_shares(Division(devices, shares), micro, sizes)
     assert (rows >= 0).all()
     assert rows.sum(axis=0).tolist() == list(shares)
     assert rows.sum(axis=1).tolist() == [sum(column) for column in columns]

@@ -18,7 +18,7 @@ from heterog.graph.placement import L, R, S
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
-from heterog.strategy.layout import axis_shares
+from heterog.strategy.division import axis_shares
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
@@ -163,7 +163,7 @@ def test_engine_and_lower_bound(seed: int) -> None:
     graph, cluster, strategy = random_case(rng)
     evaluator = Evaluator(graph, cluster)
     choice, order = evaluator.encode(strategy), rng.choice(list(Order))
-    program, start, finish = evaluator.schedule(choice, order)
+    program, start, finish = evaluator.timings(choice, order)
     assert program.hash == lower(graph, cluster, strategy, num_steps=choice.num_steps).hash
     tasks = reference.price(program, graph, cluster, evaluator.cost_model)
     slow_start, slow_finish = reference.simulate(tasks, order)

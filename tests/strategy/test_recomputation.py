@@ -192,7 +192,7 @@ def test_seconds_are_those_of_the_ops_once_more() -> None:
     )
     assert after - before == pytest.approx(2 * 0.25)
     choice = evaluator.encode(with_flags(plain, [True, True, True, False]))
-    timeline = Timeline(*evaluator.schedule(choice, Order.FIFO), ONE, graph)
+    timeline = Timeline(*evaluator.timings(choice, Order.FIFO), ONE, graph)
     assert dict(timeline.summary().by_kind)["recompute"] == pytest.approx(3 * 0.25)
     (last, *_) = [
         task
@@ -213,7 +213,7 @@ def test_a_device_ahead_of_others_waits_for_the_gradient() -> None:
     sends = [t for t in range(program.num_tasks) if program.kind[t] == TaskKind.SEND]
     assert sends[-1] in program.dependencies(again)
     evaluator = Evaluator(graph, TWO)
-    _, start, finish = evaluator.schedule(evaluator.encode(strategy), Order.FIFO)
+    _, start, finish = evaluator.timings(evaluator.encode(strategy), Order.FIFO)
     assert start[again] >= finish[sends[-1]]
 
 

@@ -19,7 +19,7 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
-from heterog.strategy.layout import micro_shares
+from heterog.strategy.division import micro_shares
 from heterog.strategy.lowering import lower, lower_resized
 from heterog.strategy.pipeline_schedule import Pass, Turn, device_chunks
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, Program, TaskKind
@@ -258,7 +258,7 @@ def with_random_turns(rng: Random, strategy: Strategy, num_devices: int) -> Stra
     samples = [set[int]() for _ in chunks]
     for decision in set(strategy.decisions):
         table, sizes = strategy.micro_batches, strategy.micro_sizes
-        rows = micro_shares(decision.layout, table, sizes).T
+        rows = micro_shares(decision.division, table, sizes).T
         for device, counts in zip(decision.devices, rows, strict=True):
             # Ops with rules run on all samples of their team.
             team = next((t for t in decision.teams if device in t), decision.devices)

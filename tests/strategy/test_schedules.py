@@ -110,7 +110,7 @@ def seconds_of(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> float:
 def live_chunks(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> list[int]:
     """Most (micro-batch, stage) pairs on each device from forward to weight gradients."""
     evaluator = Evaluator(graph, cluster)
-    program, start, finish = evaluator.schedule(evaluator.encode(strategy), Order.FIFO)
+    program, start, finish = evaluator.timings(evaluator.encode(strategy), Order.FIFO)
     num_stages = len(strategy.decisions)
     last = graph.ops[num_stages + 1].kind  # of a stage's backward pass
     moments: list[list[tuple[float, int]]] = [[] for _ in range(cluster.num_devices)]
@@ -269,7 +269,7 @@ def test_stated_turns_equal_the_slow_reference(name: str) -> None:
     strategy = replace(pipeline_of(graph, cluster, stages, schedule), step_barrier=False)
     evaluator = Evaluator(graph, cluster)
     choice = encode(strategy, evaluator.tables, evaluator.channels, num_steps=2)
-    program, start, finish = evaluator.schedule(choice, Order.FIFO)
+    program, start, finish = evaluator.timings(choice, Order.FIFO)
     tasks = reference.price(program, graph, cluster, evaluator.cost_model)
     reference.assert_legal(tasks, start, finish)
     slow = reference.simulate(tasks, Order.FIFO, is_in_turn=program.is_in_turn)

@@ -11,7 +11,7 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule
 from heterog.graph.placement import R
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.layout import Layout, cut_layout, micro_shares
+from heterog.strategy.division import Division, cut_division, micro_shares
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.rings import gradient_rings
@@ -84,7 +84,7 @@ def test_zero_and_micro_batches_inside_a_grid() -> None:
 
 
 def test_unlike_teams_add_up_the_intervals_between_all_cuts() -> None:
-    layout = Layout((0, 1, 2, 3, 4), (3, 3, 2, 2, 2), ((0, 1), (2, 3, 4)))
+    layout = Division((0, 1, 2, 3, 4), (3, 3, 2, 2, 2), ((0, 1), (2, 3, 4)))
     _, peers, inside, slices = gradient_rings(layout, (12,))
     # 0 to 6, 6 to 12 meet 0 to 4, 4 to 8, 8 to 12.
     assert [(r.devices, r.begin, r.end) for r in slices] == [
@@ -128,7 +128,7 @@ def test_unlike_replicas_have_columns_of_their_own() -> None:
     table = ((4, 4, 4, 4, 4), (2, 2, 2, 0, 0), (4, 4, 4, 4, 4), (2, 2, 2, 0, 0))
     sizes = (6, 6, 6, 4, 4)
     for devices in ((0, 1), (2, 3)):
-        layout = Layout(devices, (20, 6), tuple((device,) for device in devices))
+        layout = Division(devices, (20, 6), tuple((device,) for device in devices))
         assert micro_shares(layout, table, sizes).T.tolist() == [[4] * 5, [2, 2, 2, 0, 0]]
     decisions = [
         Decision(devices=devices, shares=(20, 6), teams=tuple((d,) for d in devices))
@@ -142,8 +142,8 @@ def test_unlike_replicas_have_columns_of_their_own() -> None:
 
 def test_a_team_takes_its_micro_batches_together() -> None:
     """One sample for each team in each micro-batch: not both for the members of the first."""
-    layout = Layout((0, 1, 2, 3), (2, 2, 2, 2), ((0, 2), (1, 3)))
-    cut = cut_layout(layout, 4, ((2,) * 4, (0,) * 4, (0,) * 4, (0,) * 4), (2,) * 4)
+    layout = Division((0, 1, 2, 3), (2, 2, 2, 2), ((0, 2), (1, 3)))
+    cut = cut_division(layout, 4, ((2,) * 4, (0,) * 4, (0,) * 4, (0,) * 4), (2,) * 4)
     assert (cut.team_samples == 1).all()
     assert cut.team_begin.tolist() == [[0, 1, 0, 1]] * 4
     assert cut.own.sum(axis=0).tolist() == [2, 2, 2, 2]

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.planners.planner import Candidate, PlanResult, Task, register
+from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.planners.poplar.allocation import Allocation, common_steps, own_micro_batches
 from heterog.planners.poplar.curves import (
     liveness,
@@ -70,11 +70,11 @@ class Poplar:
         self.name = name
         self._stages = STAGES if zero_stage is None else (zero_stage,)
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Allocate for each stage, and keep what is fastest."""
         begin = time.perf_counter()
-        search = _Search(task)
-        elementwise = task.evaluator.graph.optimizer in ELEMENTWISE_OPTIMIZERS
+        search = _Search(problem)
+        elementwise = problem.evaluator.graph.optimizer in ELEMENTWISE_OPTIMIZERS
         stages = [stage for stage in self._stages if stage == 0 or elementwise]
         with search.spending.limits():
             for stage in stages:
@@ -82,7 +82,7 @@ class Poplar:
         reason = ""
         if not search.tried:
             reason = (
-                f"{task.evaluator.graph.optimizer} cannot update slices of parameters"
+                f"{problem.evaluator.graph.optimizer} cannot update slices of parameters"
                 if not stages
                 else "no device can hold one sample under any of its stages of ZeRO"
             )
@@ -95,10 +95,10 @@ class Poplar:
 
 
 class _Search:
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.evaluator = task.evaluator
-        self.spending = task.spend()
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.evaluator = problem.evaluator
+        self.spending = problem.spend()
         self.tried: dict[tuple[Strategy, Order], Evaluation | None] = {}
         tables = self.evaluator.tables
         # An op that needs the whole batch cannot be cut into micro-batches.
@@ -125,9 +125,9 @@ class _Search:
         for micro_batches, sliced in dict.fromkeys(tried):
             for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
                 strategy = zero_strategy(
-                    self.task, stage, micro_batches, sliced, bucket_bytes=bucket_bytes
+                    self.problem, stage, micro_batches, sliced, bucket_bytes=bucket_bytes
                 )
-                for order in self.task.orders:
+                for order in self.problem.orders:
                     self._evaluate(strategy, order)
 
     def _evaluate(self, strategy: Strategy, order: Order) -> Evaluation | None:
@@ -137,7 +137,7 @@ class _Search:
                 self.spending.check()
                 return None
             self.tried[key] = self.evaluator.evaluate(strategy, order)
-            self.task.report(min(self.spending.fraction, 1.0), self._fastest())
+            self.problem.report(min(self.spending.fraction, 1.0), self._fastest())
         return self.tried[key]
 
     def _fastest(self) -> float:
@@ -171,8 +171,8 @@ class _Search:
             if found is None:
                 break
             last = found
-            strategy = zero_strategy(self.task, stage, found, slices)
-            evaluation = self._evaluate(strategy, self.task.orders[0])
+            strategy = zero_strategy(self.problem, stage, found, slices)
+            evaluation = self._evaluate(strategy, self.problem.orders[0])
             if evaluation is None:
                 break
             taken = np.array([max(sizes) for sizes in found])
@@ -215,8 +215,8 @@ class _Search:
         most = min(map(max, self._even(1)), default=1)
         while True:
             allocation = self._even(num_micro)
-            strategy = zero_strategy(self.task, stage, allocation)
-            evaluation = self._evaluate(strategy, self.task.orders[0])
+            strategy = zero_strategy(self.problem, stage, allocation)
+            evaluation = self._evaluate(strategy, self.problem.orders[0])
             if evaluation is None or evaluation.is_ok or self._is_whole or num_micro >= most:
                 yield allocation
                 return
@@ -239,15 +239,15 @@ class EvenZero:
         self._stage = zero_stage
         self._num_micro = num_micro
 
-    def plan(self, task: Task) -> PlanResult:
+    def plan(self, problem: Problem) -> PlanResult:
         """Equal shares in micro-steps."""
         begin = time.perf_counter()
-        search = _Search(replace(task, orders=(Order.FIFO,)))
+        search = _Search(replace(problem, orders=(Order.FIFO,)))
         if self._num_micro is None:
             (allocation,) = search._even_that_fits(self._stage)
         else:
-            allocation = even_allocation(task.evaluator, self._num_micro)
-        strategy = zero_strategy(task, self._stage, allocation)
+            allocation = even_allocation(problem.evaluator, self._num_micro)
+        strategy = zero_strategy(problem, self._stage, allocation)
         return PlanResult(
             candidates=(Candidate(strategy=strategy, orders=(Order.FIFO,)),),
             num_evaluations=search.spending.evaluations,

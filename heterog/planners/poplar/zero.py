@@ -1,10 +1,10 @@
 """Strategies of ZeRO over the whole model (Rajbhandari et al. 2020), with any allocation."""
 
 from heterog.planners.data_parallel import uniform_strategy
-from heterog.planners.planner import Task
+from heterog.planners.planner import Problem
 from heterog.planners.poplar.allocation import Allocation
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.layout import split_evenly
+from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
 STAGES = (0, 1, 2, 3)
@@ -38,7 +38,7 @@ def zero_decision(
 
 
 def zero_strategy(
-    task: Task,
+    problem: Problem,
     stage: int,
     micro_batches: Allocation,
     slices: tuple[int, ...] = (),
@@ -47,9 +47,9 @@ def zero_strategy(
 ) -> Strategy:
     """ZeRO over the whole model with given micro-batches."""
     return uniform_strategy(
-        task.evaluator,
-        zero_decision(task.evaluator, stage, micro_batches, slices),
+        problem.evaluator,
+        zero_decision(problem.evaluator, stage, micro_batches, slices),
         bucket_bytes=bucket_bytes,
         micro_batches=micro_batches if len(micro_batches[0]) > 1 else (),
-        step_barrier=task.step_barrier,
+        step_barrier=problem.step_barrier,
     )

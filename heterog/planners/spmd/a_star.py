@@ -29,7 +29,7 @@ from itertools import compress
 from operator import getitem
 from typing import TypeVar
 
-from heterog.planners.spmd.prices import IMPOSSIBLE, Prices
+from heterog.planners.spmd.prices import IMPOSSIBLE, SpmdPrices
 from heterog.planners.spmd.segments import Action, Segments, is_parameter
 
 _Key = TypeVar("_Key")
@@ -47,7 +47,7 @@ _MOST_COMPARED = 5  # forms whose subsets are all compared
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class SpmdProgram:
     """A complete program.
 
     Attributes:
@@ -69,7 +69,7 @@ class SearchResult:
         is_given_up: whether it took more extensions than it may.
     """
 
-    programs: tuple[Program, ...]
+    programs: tuple[SpmdProgram, ...]
     is_exact: bool
     is_given_up: bool = False
 
@@ -103,7 +103,7 @@ class Search:
     def __init__(
         self,
         segments: Segments,
-        prices: Prices,
+        prices: SpmdPrices,
         width: int = 64,
         *,
         check: Callable[[], None] = lambda: None,
@@ -153,7 +153,7 @@ class Search:
         popped: list[list[tuple[float, Codes]]] = [[] for _ in range(len(segments) + 1)]
         seen: dict[tuple[int, Codes], float] = {}
         counter = 0  # tells nodes of equal estimates apart: entries are not compared
-        programs: list[Program] = []
+        programs: list[SpmdProgram] = []
         while heap and len(programs) < num_programs and self._extensions_left > 0:
             _, _, cost, number, codes, path = heapq.heappop(heap)
             if number == len(segments):
@@ -415,7 +415,7 @@ class Search:
             ),
         )
 
-    def _program(self, route: Route, cost: float) -> Program:
+    def _program(self, route: Route, cost: float) -> SpmdProgram:
         """Choices along a route, by row."""
         paths: list[Path] = []
         while route is not None:
@@ -431,7 +431,7 @@ class Search:
         triples = [0] * len(order)
         for visit, choice in zip(self.segments.folded.visits, order, strict=True):
             triples[visit.row] = choice
-        return Program(tuple(triples), cost)
+        return SpmdProgram(tuple(triples), cost)
 
 
 class _Answers(dict[_Key, float]):

@@ -20,7 +20,7 @@ from heterog.planners.spmd.forms import Form
 from heterog.planners.spmd.theory import Role, Row, Theory, Triple
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import ChannelTable
-from heterog.strategy.layout import split_in_proportion
+from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 IMPOSSIBLE = 1e9
@@ -134,7 +134,7 @@ class _ByTensor(Sequence[Placement]):
         return self._placements[tensor]
 
 
-class Prices:
+class SpmdPrices:
     """Prices of one theory at one vector of ratios.
 
     Args:

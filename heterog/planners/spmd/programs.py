@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_rule import OpRules
-from heterog.planners.spmd.prices import IMPOSSIBLE, Prices, ValueClass
+from heterog.planners.spmd.prices import IMPOSSIBLE, SpmdPrices, ValueClass
 from heterog.planners.spmd.theory import Role, Theory, batch_triple
 
 
@@ -14,7 +14,7 @@ def data_parallel(theory: Theory) -> tuple[int, ...]:
     return tuple(batch_triple(theory, row, plan) for row in theory.rows)
 
 
-def program_cost(theory: Theory, prices: Prices, triples: Sequence[int]) -> float:
+def program_cost(theory: Theory, prices: SpmdPrices, triples: Sequence[int]) -> float:
     """Cost of a program by its definition, whatever the order of search; see ``a_star``."""
     gradients = {row.reads[1].value for row in theory.rows if row.is_update}
     total = 0.0

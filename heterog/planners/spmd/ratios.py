@@ -21,7 +21,7 @@ import numpy.typing as npt
 from scipy.optimize import linprog
 
 from heterog.graph.op_graph import Phase
-from heterog.planners.spmd.prices import Prices, Work
+from heterog.planners.spmd.prices import SpmdPrices, Work
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 
 _OVERFLOW_PRICE_S = 1e3
@@ -57,7 +57,9 @@ def device_classes(evaluator: Evaluator, devices: Sequence[int]) -> tuple[Device
     )
 
 
-def best_ratios(work: Work, prices: Prices, triples: Sequence[int]) -> tuple[float, ...] | None:
+def best_ratios(
+    work: Work, prices: SpmdPrices, triples: Sequence[int]
+) -> tuple[float, ...] | None:
     """Ratios of all devices for a program; ``None`` if the solver finds none.
 
     Args:
@@ -102,7 +104,7 @@ def best_ratios(work: Work, prices: Prices, triples: Sequence[int]) -> tuple[flo
 
 
 def _stages(
-    work: Work, prices: Prices, triples: Sequence[int], classes: Sequence[DeviceClass]
+    work: Work, prices: SpmdPrices, triples: Sequence[int], classes: Sequence[DeviceClass]
 ) -> tuple[list[tuple[int, int, float]], list[float], list[float]]:
     """(stage, class, slope) of each row, its value at ratio 0, and the weight of each stage."""
     even = 1.0 / len(prices.devices)
@@ -147,7 +149,7 @@ def _stages(
 _Line = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]  # value at 0, slope
 
 
-def _tangents(work: Work, prices: Prices, each: DeviceClass, even: float) -> list[_Line]:
+def _tangents(work: Work, prices: SpmdPrices, each: DeviceClass, even: float) -> list[_Line]:
     """Lines below the seconds of every triple as a function of the part that a device does."""
     found = []
     for multiple in _TANGENTS:

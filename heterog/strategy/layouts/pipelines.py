@@ -8,7 +8,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.layout import split_evenly
+from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import LayoutError, Recompute
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of
 from heterog.strategy.layouts.tensor import TeamRules, team_rules

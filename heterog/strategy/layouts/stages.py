@@ -14,7 +14,7 @@ from functools import lru_cache
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.names import shown
-from heterog.strategy.layout import split_evenly
+from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import Layout, LayoutError
 
 NO_LAYER = -1

@@ -9,7 +9,7 @@ What the kernel does, in program order, for each micro-batch (``walk``):
 1. Where an op reads a value that lies elsewhere (another group with other shares) or in parts, the
    conversion first (``convert``): S to S moves the overlapping ranges, S to R gathers, P to R
    reduces, R to R copies. Samples are numbered, and a group's teams own consecutive ranges of them
-   (``layout``), so neighbouring groups with similar shares move little.
+   (``division``), so neighbouring groups with similar shares move little.
 2. One compute task on each device with samples, or with units of the axis that the op's rule names
    (``compute``). Before the first backward op of a group that recomputes, its forward ops once
    more (``recompute``).

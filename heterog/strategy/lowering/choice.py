@@ -7,8 +7,14 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.strategy.channels import ChannelTable, slice_parts
+from heterog.strategy.division import (
+    Division,
+    DivisionCut,
+    batch_shares,
+    cut_division,
+    micro_sizes,
+)
 from heterog.strategy.kernels import helper
-from heterog.strategy.layout import Layout, LayoutCut, batch_shares, cut_layout, micro_sizes
 from heterog.strategy.lowering.turns import NO_SCHEDULE, Turns, encode_turns
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.program import FloatArray, IntArray
@@ -22,19 +28,21 @@ _MOST_TABLES = 256  # of micro-batches that an encoder remembers
 
 
 class Teams(NamedTuple):
-    """The teams of each layout; see ``layout``."""
+    """The teams of each division; see ``division``."""
 
-    num_teams: IntArray  # [num_layouts]
-    number: IntArray  # of each device's team, -1 outside  # [num_layouts, num_devices]
-    position: IntArray  # of each device in its team  # [num_layouts, num_devices]
-    size: IntArray  # of each device's team  # [num_layouts, num_devices]
-    own_begin: IntArray  # first sample of each device  # [num_layouts, num_micro, num_devices]
-    samples: IntArray  # of each device's team  # [num_layouts, num_micro, num_devices]
-    begin: IntArray  # first of them  # [num_layouts, num_micro, num_devices]
-    units: IntArray  # along each axis but the batch  # [num_axes * num_layouts, num_devices]
+    num_teams: IntArray  # [num_divisions]
+    number: IntArray  # of each device's team, -1 outside  # [num_divisions, num_devices]
+    position: IntArray  # of each device in its team  # [num_divisions, num_devices]
+    size: IntArray  # of each device's team  # [num_divisions, num_devices]
+    own_begin: IntArray  # first sample of each device  # [num_divisions, num_micro, num_devices]
+    samples: IntArray  # of each device's team  # [num_divisions, num_micro, num_devices]
+    begin: IntArray  # first of them  # [num_divisions, num_micro, num_devices]
+    units: IntArray  # along each axis but the batch  # [num_axes * num_divisions, num_devices]
     unit_begin: IntArray  # first of them
-    reduce_channel: IntArray  # all-reduce inside a team, -1 if alone  # [num_layouts, num_devices]
-    gather_channel: IntArray  # all-gather inside a team  # [num_layouts, num_devices]
+    reduce_channel: (
+        IntArray  # all-reduce inside a team, -1 if alone  # [num_divisions, num_devices]
+    )
+    gather_channel: IntArray  # all-gather inside a team  # [num_divisions, num_devices]
 
 
 class Rings(NamedTuple):
@@ -54,32 +62,32 @@ class Rings(NamedTuple):
 class Choice(NamedTuple):
     """A strategy in flat arrays.
 
-    Groups share *layouts*. Layout ``l`` along axis ``a`` of the tables is row
-    ``a * num_layouts + l`` of the arrays over rows.
+    Groups share *divisions*. Division ``l`` along axis ``a`` of the tables is row
+    ``a * num_divisions + l`` of the arrays over rows.
     """
 
     num_micro: int
     num_steps: int
     bucket_bytes: float
-    layout: IntArray  # of each group, the last entry for constants  # [num_groups + 1]
+    division: IntArray  # of each group, the last entry for constants  # [num_groups + 1]
     shares: IntArray  # samples, or units if the team has samples  # [rows, num_micro, num_devices]
-    member: BoolArray  # devices that hold a layout's parameters  # [num_layouts, num_devices]
+    member: BoolArray  # devices that hold a division's parameters  # [num_divisions, num_devices]
     teams: Teams
     sync: IntArray  # of each group
     sync_class: IntArray  # groups whose gradients may share buckets have the same number
     recompute: BoolArray  # whether each group lets go what it made in the forward pass
     rings: Rings
-    reduce_channel: IntArray  # utility all-reduce of each layout
-    gather_channel: IntArray  # utility all-gather of each layout
+    reduce_channel: IntArray  # utility all-reduce of each division
+    gather_channel: IntArray  # utility all-gather of each division
     home: IntArray  # of each parameter
     rule_set: int = 0  # number of its op rules at the evaluator that encoded it
     turns: Turns = NO_SCHEDULE
 
 
-class LayoutRows(NamedTuple):
-    """One layout in flat arrays, on its way into ``Choice``."""
+class DivisionRows(NamedTuple):
+    """One division in flat arrays, on its way into ``Choice``."""
 
-    cut: LayoutCut
+    cut: DivisionCut
     units: IntArray  # along every axis but the batch  # [num_axes - 1, num_devices]
     unit_begin: IntArray  # [num_axes - 1, num_devices]
     member: BoolArray  # [num_devices]
@@ -108,7 +116,7 @@ class Encoder:
 
     Args:
         tables: of the graph and its op rules.
-        channels: where the channels of layouts and rings are registered.
+        channels: where the channels of divisions and rings are registered.
     """
 
     def __init__(self, tables: GraphTables, channels: ChannelTable) -> None:
@@ -116,9 +124,9 @@ class Encoder:
         self._channels = channels
         self._num_devices = channels.cluster.num_devices
         self._axes = tuple(int(units) for units in tables.axis_units[1:])
-        self._rings: dict[tuple[Layout, Sync, tuple[int, ...]], RingRows] = {}
-        self._rows: dict[MicroBatches, dict[Layout, LayoutRows]] = {}
-        self._classes: dict[tuple[Layout, Sync, tuple[int, ...]], int] = {}
+        self._rings: dict[tuple[Division, Sync, tuple[int, ...]], RingRows] = {}
+        self._rows: dict[MicroBatches, dict[Division, DivisionRows]] = {}
+        self._classes: dict[tuple[Division, Sync, tuple[int, ...]], int] = {}
 
     def encode(
         self,
@@ -142,17 +150,17 @@ class Encoder:
             bucket_bytes: see ``Strategy``.
             num_steps: training steps to unroll.
         """
-        layouts: dict[Layout, int] = {}
-        of_decision = [layouts.setdefault(each.layout, len(layouts)) for each in decisions]
+        divisions: dict[Division, int] = {}
+        of_decision = [divisions.setdefault(each.division, len(divisions)) for each in decisions]
         batch = self._tables.batch_size
-        sizes = micro_sizes(micro_batches, layouts, batch) if micro_batches else ()
+        sizes = micro_sizes(micro_batches, divisions, batch) if micro_batches else ()
         if len(self._rows) > _MOST_TABLES:
             self._rows.clear()
         known = self._rows.setdefault(micro_batches, {})
-        for layout in layouts:
-            if layout not in known:
-                known[layout] = self._layout(layout, micro_batches, sizes)
-        rows = [known[layout] for layout in layouts]
+        for division in divisions:
+            if division not in known:
+                known[division] = self._division(division, micro_batches, sizes)
+        rows = [known[division] for division in divisions]
         rows.append(self._constants(rows))
         shares = [row.cut.own for row in rows]
         units = [np.zeros(self._num_devices, np.int32) for _ in rows]
@@ -161,13 +169,13 @@ class Encoder:
             shares += [row.units[axis] * (row.cut.team_samples > 0) for row in rows]
             units += [row.units[axis] for row in rows]
             unit_begin += [row.unit_begin[axis] for row in rows]
-        row_of_group = np.append(np.array(of_decision)[of_group], len(layouts)).astype(np.int32)
+        row_of_group = np.append(np.array(of_decision)[of_group], len(divisions)).astype(np.int32)
         all_shares = np.stack(shares).astype(np.int32)
         return Choice(
             num_micro=len(sizes) or 1,
             num_steps=num_steps,
             bucket_bytes=float(bucket_bytes),
-            layout=row_of_group,
+            division=row_of_group,
             shares=all_shares,
             member=np.stack([row.member for row in rows]),
             teams=Teams(
@@ -200,21 +208,21 @@ class Encoder:
         )
 
     def _class(self, decision: Decision) -> int:
-        key = (decision.layout, decision.sync, decision.slices)
+        key = (decision.division, decision.sync, decision.slices)
         return self._classes.setdefault(key, len(self._classes))
 
-    def _layout(
-        self, layout: Layout, micro_batches: MicroBatches, sizes: tuple[int, ...]
-    ) -> LayoutRows:
+    def _division(
+        self, division: Division, micro_batches: MicroBatches, sizes: tuple[int, ...]
+    ) -> DivisionRows:
         num_devices, channels = self._num_devices, self._channels
-        samples = layout._replace(shares=batch_shares(layout.shares, self._tables.batch_size))
-        cut = cut_layout(samples, num_devices, micro_batches, sizes)
+        samples = division._replace(shares=batch_shares(division.shares, self._tables.batch_size))
+        cut = cut_division(samples, num_devices, micro_batches, sizes)
         units = np.zeros((len(self._axes), num_devices), np.int32)
         begin = np.zeros_like(units)
         size = np.zeros(num_devices, np.int32)
         team_reduce = np.full(num_devices, -1, np.int32)
         team_gather = np.full(num_devices, -1, np.int32)
-        for team in layout.all_teams:
+        for team in division.all_teams:
             members = list(team)
             size[members] = len(team)
             if len(team) > 1:
@@ -222,23 +230,23 @@ class Encoder:
                 team_reduce[members] = channels.value_reduce(ordered)
                 team_gather[members] = channels.all_gather(ordered, ())
         for axis, total in enumerate(self._axes):
-            for team, counts in zip(layout.all_teams, layout.units(total), strict=True):
+            for team, counts in zip(division.all_teams, division.units(total), strict=True):
                 units[axis, list(team)] = counts
                 begin[axis, list(team)] = np.cumsum(counts) - counts
-        several = len(layout.devices) > 1
-        return LayoutRows(
+        several = len(division.devices) > 1
+        return DivisionRows(
             cut=cut,
             units=units,
             unit_begin=begin,
-            member=np.isin(np.arange(num_devices), layout.devices),
+            member=np.isin(np.arange(num_devices), division.devices),
             size=size,
-            reduce_channel=channels.value_reduce(layout.devices) if several else -1,
-            gather_channel=channels.all_gather(layout.devices, ()) if several else -1,
+            reduce_channel=channels.value_reduce(division.devices) if several else -1,
+            gather_channel=channels.all_gather(division.devices, ()) if several else -1,
             team_reduce=team_reduce,
             team_gather=team_gather,
         )
 
-    def _constants(self, rows: Sequence[LayoutRows]) -> LayoutRows:
+    def _constants(self, rows: Sequence[DivisionRows]) -> DivisionRows:
         """Constants are computed on every device that computes anything."""
         own = np.zeros_like(rows[0].cut.own)
         for row in rows:
@@ -248,8 +256,8 @@ class Encoder:
         nothing = np.zeros(self._num_devices, np.int32)
         units = np.tile(own.any(axis=0).astype(np.int32), (len(self._axes), 1))
         none = np.full(self._num_devices, -1, np.int32)
-        return LayoutRows(
-            cut=LayoutCut(own, np.zeros_like(own), own, np.zeros_like(own), none, none),
+        return DivisionRows(
+            cut=DivisionCut(own, np.zeros_like(own), own, np.zeros_like(own), none, none),
             units=units,
             unit_begin=np.zeros_like(units),
             member=np.asarray(own.any(axis=0)),
@@ -284,13 +292,13 @@ class Encoder:
         )
 
     def _rings_of(self, decision: Decision) -> RingRows:
-        key = (decision.layout, decision.sync, decision.slices)
+        key = (decision.division, decision.sync, decision.slices)
         if key not in self._rings:
             self._rings[key] = self._new_rings(decision)
         return self._rings[key]
 
     def _new_rings(self, decision: Decision) -> RingRows:
-        domains = gradient_rings(decision.layout, self._axes)
+        domains = gradient_rings(decision.division, self._axes)
         if decision.sync == Sync.PARAMETER_SERVER:
             domains = tuple(
                 () if number < Domain.SLICES else rings for number, rings in enumerate(domains)
@@ -354,11 +362,11 @@ def encode(
 @helper
 def is_first(choice: Choice, row: int, micro: int, device: int) -> bool:
     """Whether a device is the first of its team that computes anything of a row."""
-    teams, layout = choice.teams, row % len(choice.member)
+    teams, division = choice.teams, row % len(choice.member)
     for other in range(choice.member.shape[1]):
         if (
-            teams.number[layout, other] == teams.number[layout, device]
-            and teams.position[layout, other] < teams.position[layout, device]
+            teams.number[division, other] == teams.number[division, device]
+            and teams.position[division, other] < teams.position[division, device]
             and choice.shares[row, micro, other] > 0
         ):
             return False

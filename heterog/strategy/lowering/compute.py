@@ -13,17 +13,17 @@ _S = KIND_NUMBER["S"]
 
 @part
 def compute_op(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, layout: int,
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
     micro: int,
 ) -> None:  # fmt: skip
-    """Write an op's task on each device of a layout that has a share.
+    """Write an op's task on each device of a division that has a share.
 
     Nearly all tasks of a program are made here, so they are written out, with the counts of the
     tape in registers, instead of through ``write_task``.
     """
     num_devices = choice.member.shape[1]
     axis = tables.op_axis[op]
-    plain = layout - axis * len(choice.member)
+    plain = division - axis * len(choice.member)
     first_read, last_read = tables.read_start[op], tables.read_start[op + 1]
     first_ready = tables.parameter_read_start[op]
     last_ready = tables.parameter_read_start[op + 1]
@@ -43,7 +43,7 @@ def compute_op(
         tape.counts[OVERFLOW] = 1
         return
     for device in range(num_devices):
-        share = choice.shares[layout, micro, device]
+        share = choice.shares[division, micro, device]
         if share == 0:
             continue
         samples, part = share, 1.0

@@ -58,8 +58,8 @@ def convert(
     """Make a value available the way a slot needs it."""
     value = tables.slot_value[slot]
     maker = tables.value_op[value]
-    source = choice.layout[tables.op_group[maker]]
-    target = choice.layout[tables.slot_group[slot]]
+    source = choice.division[tables.op_group[maker]]
+    target = choice.division[tables.slot_group[slot]]
     scratch.slot_done[slot] = 1
     if _is_there(tables, choice, scratch, slot, source, target, micro):
         return
@@ -76,15 +76,15 @@ def _is_there(
     tables: GraphTables, choice: Choice, scratch: Scratch, slot: int, source: int, target: int,
     micro: int,
 ) -> bool:  # fmt: skip
-    """Take what another slot of the same value has brought to the same layout, if one has."""
+    """Take what another slot of the same value has brought to the same division, if one has."""
     value = tables.slot_value[slot]
     # One team has every sample.
     is_one_team = choice.teams.num_teams[source] == 1 and choice.teams.num_teams[target] == 1
     most = IN_TEAM if is_one_team else EVERYTHING
     whole = min(tables.slot_whole[slot], most)
     kind = tables.value_kind[value]
-    # Gathers and reductions leave the whole on every device of a layout.
-    in_layout = kind == _S or (kind == _P and whole != AS_MADE and source == target)
+    # Gathers and reductions leave the whole on every device of a division.
+    in_division = kind == _S or (kind == _P and whole != AS_MADE and source == target)
     axis = tables.slot_axis[slot]
     reader = target + len(choice.member) * axis
     # What all members of a team hold alike serves readers along every axis.
@@ -94,9 +94,9 @@ def _is_there(
             other != slot
             and scratch.slot_done[other] == 1
             and min(tables.slot_whole[other], most) == whole
-            and choice.layout[tables.slot_group[other]] == target
+            and choice.division[tables.slot_group[other]] == target
             and (
-                in_layout
+                in_division
                 or tables.slot_axis[other] == axis
                 or (
                     in_team
@@ -156,10 +156,10 @@ def _convert_ruled(
     value = tables.slot_value[slot]
     kind, over_teams = tables.value_kind[value], tables.value_batch_kind[value]
     whole = tables.slot_whole[slot]
-    num_layouts = len(choice.member)
-    row = source + num_layouts * tables.op_axis[tables.value_op[value]]
+    num_divisions = len(choice.member)
+    row = source + num_divisions * tables.op_axis[tables.value_op[value]]
     reader_axis = tables.slot_axis[slot]
-    reader = target + num_layouts * reader_axis
+    reader = target + num_divisions * reader_axis
     same = source == target
     # One team has all of a sum over teams.
     is_one_team = choice.teams.num_teams[source] == 1
@@ -263,25 +263,25 @@ def _bring(
         tape: is written.
         slot: that is filled.
         source: row of the maker.
-        target: row of the same axis in the layout of the reader.
+        target: row of the same axis in the division of the reader.
         micro: the micro-batch.
     """
     value = tables.slot_value[slot]
     num_devices = choice.member.shape[1]
-    num_layouts = len(choice.member)
+    num_divisions = len(choice.member)
     axis = tables.op_axis[tables.value_op[value]]
-    from_layout, to_layout = source - axis * num_layouts, target - axis * num_layouts
+    from_division, to_division = source - axis * num_divisions, target - axis * num_divisions
     teams = choice.teams
     fraction = tables.value_moved_fraction[value]
     for device in range(num_devices):
         count = choice.shares[target, micro, device]
         if count == 0:
             continue
-        begin, units, unit_begin = teams.own_begin[to_layout, micro, device], -1, 0
+        begin, units, unit_begin = teams.own_begin[to_division, micro, device], -1, 0
         if axis > 0:
             units, unit_begin = count, teams.unit_begin[target, device]
-            begin = teams.begin[to_layout, micro, device]
-            count = teams.samples[to_layout, micro, device]
+            begin = teams.begin[to_division, micro, device]
+            count = teams.samples[to_division, micro, device]
         first_piece = tape.counts[NUM_BUFFERS]
         parts = 0
         local = -1
@@ -289,11 +289,11 @@ def _bring(
             owned = choice.shares[source, micro, other]
             if owned == 0:
                 continue
-            low, owned_units = teams.own_begin[from_layout, micro, other], -1
+            low, owned_units = teams.own_begin[from_division, micro, other], -1
             overlap_units = -1
             if axis > 0:
-                owned_units, low = owned, teams.begin[from_layout, micro, other]
-                owned = teams.samples[from_layout, micro, other]
+                owned_units, low = owned, teams.begin[from_division, micro, other]
+                owned = teams.samples[from_division, micro, other]
                 other_begin = teams.unit_begin[source, other]
                 overlap_units = min(unit_begin + units, other_begin + owned_units) - max(
                     unit_begin, other_begin
@@ -330,7 +330,7 @@ def _bring_whole(
     value = tables.slot_value[slot]
     num_devices = choice.member.shape[1]
     axis = tables.op_axis[tables.value_op[value]]
-    from_layout = source - axis * len(choice.member)
+    from_division = source - axis * len(choice.member)
     teams = choice.teams
     fraction = tables.value_moved_fraction[value]
     for device in range(num_devices):
@@ -354,11 +354,11 @@ def _bring_whole(
         for other in range(num_devices):
             if scratch.holder_buffer[other] < 0:
                 continue
-            low = teams.begin[from_layout, micro, other]
-            owned = teams.samples[from_layout, micro, other]
+            low = teams.begin[from_division, micro, other]
+            owned = teams.samples[from_division, micro, other]
             overlap = min(begin + count, low + owned) - max(begin, low)
             place = teams.position[target, device]
-            if overlap <= 0 or not _sends(choice, scratch, from_layout, other, device, place):
+            if overlap <= 0 or not _sends(choice, scratch, from_division, other, device, place):
                 continue
             parts += 1
             mine = scratch.holder_buffer[other]
@@ -377,24 +377,24 @@ def _bring_whole(
 
 @helper
 def _sends(
-    choice: Choice, scratch: Scratch, layout: int, other: int, device: int, place: int
+    choice: Choice, scratch: Scratch, division: int, other: int, device: int, place: int
 ) -> bool:
     """Whether a device is the one of its team from which another gets what its members hold.
 
     The one at the other's own place, or the first that holds anything if that one does not.
     """
     teams = choice.teams
-    team = teams.number[layout, other]
-    if teams.number[layout, device] == team and scratch.holder_buffer[device] >= 0:
+    team = teams.number[division, other]
+    if teams.number[division, device] == team and scratch.holder_buffer[device] >= 0:
         return other == device
-    wanted = max(place, 0) % teams.size[layout, other]
+    wanted = max(place, 0) % teams.size[division, other]
     first, sender = -1, -1
     for member in range(choice.member.shape[1]):
-        if teams.number[layout, member] == team and scratch.holder_buffer[member] >= 0:
-            position = teams.position[layout, member]
+        if teams.number[division, member] == team and scratch.holder_buffer[member] >= 0:
+            position = teams.position[division, member]
             if position == wanted:
                 sender = member
-            if first < 0 or position < teams.position[layout, first]:
+            if first < 0 or position < teams.position[division, first]:
                 first = member
     return other == (sender if sender >= 0 else first)
 
@@ -460,11 +460,11 @@ def _join(
 
 @helper
 def _gather(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int,
     micro: int,
 ) -> None:  # fmt: skip
-    """The samples of all devices: a padded all-gather to every member of a layout."""
-    channel = choice.gather_channel[layout]
+    """The samples of all devices: a padded all-gather to every member of a division."""
+    channel = choice.gather_channel[division]
     if channel < 0:
         return
     value = tables.slot_value[slot]
@@ -473,82 +473,82 @@ def _gather(
     largest = 0
     members = 0
     for device in range(num_devices):
-        count = choice.shares[layout, micro, device]
+        count = choice.shares[division, micro, device]
         total += count
         largest = max(largest, count)
-        members += 1 if choice.member[layout, device] else 0
+        members += 1 if choice.member[division, device] else 0
     size = members * _bytes_of(tables, value, largest, -1)
     write_task(tape, _GATHER_VALUE, slot, -1, micro, total, channel, size)
     for device in range(num_devices):
-        if choice.shares[layout, micro, device] > 0:
+        if choice.shares[division, micro, device] > 0:
             write_read(tape, scratch.slot_buffer[slot, device])
     for device in range(num_devices):
-        if choice.member[layout, device]:
+        if choice.member[division, device]:
             whole = _bytes_of(tables, value, total, -1)
             scratch.slot_buffer[slot, device] = write_buffer(tape, device, whole)
 
 
 @helper
 def _gather_in_teams(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int,
     row: int, micro: int,
 ) -> None:  # fmt: skip
     """All that the members of each team have together: a padded all-gather inside it.
 
-    Samples if the row is the layout itself, units of the row's axis otherwise.
+    Samples if the row is the division itself, units of the row's axis otherwise.
     """
     value = tables.slot_value[slot]
     teams = choice.teams
     num_devices = choice.member.shape[1]
     for first in range(num_devices):
-        channel = teams.gather_channel[layout, first]
-        samples = teams.samples[layout, micro, first]
-        if teams.position[layout, first] != 0 or channel < 0 or samples == 0:
+        channel = teams.gather_channel[division, first]
+        samples = teams.samples[division, micro, first]
+        if teams.position[division, first] != 0 or channel < 0 or samples == 0:
             continue
-        number = teams.number[layout, first]
+        number = teams.number[division, first]
         total = 0
         largest = 0
         for device in range(num_devices):
-            if teams.number[layout, device] == number:
+            if teams.number[division, device] == number:
                 total += choice.shares[row, micro, device]
                 largest = max(largest, choice.shares[row, micro, device])
-        units = -1 if row == layout else total
-        if row == layout:
+        units = -1 if row == division else total
+        if row == division:
             whole = _bytes_of(tables, value, total, -1)
-            size = teams.size[layout, first] * _bytes_of(tables, value, largest, -1)
+            size = teams.size[division, first] * _bytes_of(tables, value, largest, -1)
         else:
             per_unit = tables.value_bytes_per_unit[value]
             if tables.value_batch_kind[value] == _S:
                 per_unit *= samples / tables.batch_size
-            whole, size = total * per_unit, teams.size[layout, first] * largest * per_unit
-        if row != layout and tables.value_batch_kind[value] != _S:
+            whole, size = total * per_unit, teams.size[division, first] * largest * per_unit
+        if row != division and tables.value_batch_kind[value] != _S:
             samples = 0
         write_task(tape, _GATHER_VALUE, slot, -1, micro, samples, channel, size)
         set_units(tape, max(units, 0))
-        _meet(choice, scratch, tape, slot, layout, row, micro, number, whole)
+        _meet(choice, scratch, tape, slot, division, row, micro, number, whole)
 
 
 @helper
 def _meet(
-    choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int, row: int, micro: int,
+    choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int, row: int, micro: int,
     team: int, size: float,
 ) -> None:  # fmt: skip
     """The collective that was begun last reads what a team's members have, and gives to all."""
     for device in range(choice.member.shape[1]):
-        is_member = choice.teams.number[layout, device] == team
+        is_member = choice.teams.number[division, device] == team
         if is_member and choice.shares[row, micro, device] > 0:
             write_read(tape, scratch.slot_buffer[slot, device])
     for device in range(choice.member.shape[1]):
-        if choice.teams.number[layout, device] == team:
+        if choice.teams.number[division, device] == team:
             scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
 
 
 @helper
 def _reduce(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int,
     row: int, micro: int, only_firsts: bool,
 ) -> None:  # fmt: skip
-    """P to R: an all-reduce over every member of a layout.
+    """P to R: an all-reduce over every member of a division.
 
     Args:
         tables: of the graph.
@@ -556,12 +556,12 @@ def _reduce(
         scratch: its ``slot_buffer`` is written.
         tape: is written.
         slot: that is filled.
-        layout: of the maker.
+        division: of the maker.
         row: of the maker; it says who has a part.
         micro: the micro-batch.
         only_firsts: members of a team have the same part, which is added once.
     """
-    channel = choice.reduce_channel[layout]
+    channel = choice.reduce_channel[division]
     if channel < 0:
         return
     value = tables.slot_value[slot]
@@ -581,13 +581,13 @@ def _reduce(
         ):
             write_read(tape, scratch.slot_buffer[slot, device])
     for device in range(num_devices):
-        if choice.member[layout, device]:
+        if choice.member[division, device]:
             scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
 
 
 @helper
 def _reduce_in_teams(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, layout: int,
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int,
     row: int, micro: int,
 ) -> None:  # fmt: skip
     """P to R inside each team: an all-reduce over its members."""
@@ -595,17 +595,17 @@ def _reduce_in_teams(
     teams = choice.teams
     num_devices = choice.member.shape[1]
     for first in range(num_devices):
-        channel = teams.reduce_channel[layout, first]
-        samples = teams.samples[layout, micro, first]
-        if teams.position[layout, first] != 0 or channel < 0 or samples == 0:
+        channel = teams.reduce_channel[division, first]
+        samples = teams.samples[division, micro, first]
+        if teams.position[division, first] != 0 or channel < 0 or samples == 0:
             continue
-        number = teams.number[layout, first]
+        number = teams.number[division, first]
         size = tables.value_bytes[value]
-        in_batch = row != layout and tables.value_batch_kind[value] == _S
+        in_batch = row != division and tables.value_batch_kind[value] == _S
         if in_batch:
             size *= samples / tables.batch_size
         write_task(tape, _REDUCE_VALUE, slot, -1, micro, samples if in_batch else 0, channel, size)
-        _meet(choice, scratch, tape, slot, layout, row, micro, number, size)
+        _meet(choice, scratch, tape, slot, division, row, micro, number, size)
 
 
 @helper
@@ -625,7 +625,7 @@ def _copy_whole(
     )
     size *= tables.value_moved_fraction[value]
     num_devices = choice.member.shape[1]
-    layout = target % len(choice.member)
+    division = target % len(choice.member)
     sender = -1
     for device in range(num_devices):
         if choice.shares[source, micro, device] > 0 and scratch.slot_buffer[slot, device] >= 0:
@@ -636,13 +636,13 @@ def _copy_whole(
     for device in range(num_devices):
         if choice.shares[target, micro, device] > 0:
             first = device if first < 0 else first
-            first_team = min(first_team, choice.teams.number[layout, device])
+            first_team = min(first_team, choice.teams.number[division, device])
     for device in range(num_devices):
         if choice.shares[target, micro, device] == 0:
             continue
         if (
             (who == _FIRST and device != first)
-            or (who == _FIRST_TEAM and choice.teams.number[layout, device] != first_team)
+            or (who == _FIRST_TEAM and choice.teams.number[division, device] != first_team)
             or (who == _FIRSTS and not is_first(choice, target, micro, device))
         ):
             scratch.slot_buffer[slot, device] = -1

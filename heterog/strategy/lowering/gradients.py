@@ -37,11 +37,11 @@ def fresh_gradient(
     group = tables.parameter_group[parameter]
     ring = choice.rings.first[group, tables.gradient_domain[parameter]]
     if choice.rings.is_once[ring]:
-        teams, layout = choice.teams, choice.layout[group]
+        teams, division = choice.teams, choice.division[group]
         for other in range(choice.member.shape[1]):
             if (
-                teams.number[layout, other] == teams.number[layout, device]
-                and teams.position[layout, other] < teams.position[layout, device]
+                teams.number[division, other] == teams.number[division, device]
+                and teams.position[division, other] < teams.position[division, device]
                 and made_gradient(tables, scratch, parameter, other) >= 0
             ):
                 return -1
@@ -61,11 +61,11 @@ def num_rings(tables: GraphTables, choice: Choice, parameter: int) -> int:
 @helper
 def own_part(tables: GraphTables, choice: Choice, parameter: int, device: int) -> int:
     """Units of a parameter that lives in slices on a device; of a whole one 1 for each replica."""
-    layout = choice.layout[tables.parameter_group[parameter]]
+    division = choice.division[tables.parameter_group[parameter]]
     axis = tables.parameter_axis[parameter]
     if axis < 0:
-        return 1 if choice.member[layout, device] else 0
-    return int(choice.teams.units[axis * len(choice.member) + layout, device])
+        return 1 if choice.member[division, device] else 0
+    return int(choice.teams.units[axis * len(choice.member) + division, device])
 
 
 @helper
@@ -87,7 +87,7 @@ def is_whole_everywhere(tables: GraphTables, choice: Choice, parameter: int) -> 
     domain = tables.gradient_domain[parameter]
     if domain != _PEERS:
         return bool(domain == _NOBODY)
-    return bool(choice.teams.num_teams[choice.layout[tables.parameter_group[parameter]]] == 1)
+    return bool(choice.teams.num_teams[choice.division[tables.parameter_group[parameter]]] == 1)
 
 
 @helper
@@ -99,7 +99,7 @@ def share_whole_gradient(
     From the first one, or from the first of its team if teams have different parts of a sum.
     """
     value, slot = tables.parameter_gradient[parameter], tables.gradient_slot[parameter]
-    layout = choice.layout[tables.parameter_group[parameter]]
+    division = choice.division[tables.parameter_group[parameter]]
     size = tables.parameter_bytes[parameter]
     num_devices = choice.member.shape[1]
     teams = choice.teams
@@ -108,7 +108,7 @@ def share_whole_gradient(
         made = made_gradient(tables, scratch, parameter, device)
         scratch.holder_buffer[device] = made
     for device in range(num_devices):
-        if not choice.member[layout, device] or scratch.holder_buffer[device] >= 0:
+        if not choice.member[division, device] or scratch.holder_buffer[device] >= 0:
             continue
         owner = -1
         for other in range(num_devices):
@@ -116,8 +116,8 @@ def share_whole_gradient(
                 continue
             if not by_team:
                 owner = other if owner < 0 else owner
-            elif teams.number[layout, other] == teams.number[layout, device] and (
-                owner < 0 or teams.position[layout, other] < teams.position[layout, owner]
+            elif teams.number[division, other] == teams.number[division, device] and (
+                owner < 0 or teams.position[division, other] < teams.position[division, owner]
             ):
                 owner = other
         if owner < 0:

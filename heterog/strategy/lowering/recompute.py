@@ -30,26 +30,26 @@ def recompute_group(
     otherwise hold what it makes again for as long as if it had kept it.
     """
     group = tables.op_group[reader]
-    num_layouts = len(choice.member)
+    num_divisions = len(choice.member)
     num_devices = choice.member.shape[1]
     turns = choice.turns
     if turns.rule != BY_MICRO_BATCH:  # also where the reader is one of the ops that come later
         take_turns(turns, tape, group, _BACKWARD, micro)
     first, last = tables.recompute_start[group], tables.recompute_start[group + 1]
-    reading = choice.layout[group] + num_layouts * tables.op_axis[reader]
+    reading = choice.division[group] + num_divisions * tables.op_axis[reader]
     for position in range(first, last):
         op = tables.recompute_op[position]
-        layout = choice.layout[group] + num_layouts * tables.op_axis[op]
+        division = choice.division[group] + num_divisions * tables.op_axis[op]
         gathers = False
         if choice.sync[group] == _ZERO3:
-            gathers = gather_parameters(tables, choice, scratch, tape, op, layout, micro, 1)
+            gathers = gather_parameters(tables, choice, scratch, tape, op, division, micro, 1)
         for device in range(num_devices):
-            share = choice.shares[layout, micro, device]
+            share = choice.shares[division, micro, device]
             if share == 0:
                 continue
             samples = share
             if tables.op_axis[op] > 0:
-                samples = choice.teams.samples[choice.layout[group], micro, device]
+                samples = choice.teams.samples[choice.division[group], micro, device]
             write_task(tape, _RECOMPUTE, op, device, micro, samples, -1, 0.0)
             if tables.op_axis[op] > 0:
                 set_units(tape, share)
@@ -69,6 +69,6 @@ def recompute_group(
                     size *= samples / tables.batch_size
                 scratch.value_buffer[value, device] = write_buffer(tape, device, size)
         if gathers and tables.value_start[op] < tables.value_start[op + 1]:
-            note_reader(choice, scratch, tables.value_start[op], layout, micro)
+            note_reader(choice, scratch, tables.value_start[op], division, micro)
     if turns.rule != BY_MICRO_BATCH:
         take_turns(turns, tape, group, work_of(tables, turns, reader), micro)

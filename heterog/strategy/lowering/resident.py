@@ -52,21 +52,21 @@ def _resident_kernel(
         if home >= 0:
             # The server keeps the state, and a copy of its own if it holds no replica.
             resident[home] += size * tables.state_ratio
-            if not choice.member[choice.layout[group], home]:
+            if not choice.member[choice.division[group], home]:
                 resident[home] += size
-    active = choice.layout[tables.num_groups]
+    active = choice.division[tables.num_groups]
     for device in range(num_devices):
         if choice.member[active, device]:
             most = 0
-            for layout in range(active):
+            for division in range(active):
                 samples = 0
                 for micro in range(choice.num_micro):
-                    samples += choice.shares[layout, micro, device]
+                    samples += choice.shares[division, micro, device]
                 most = max(most, samples)
             for group in range(tables.num_groups):
                 if tables.group_reads_team[group] == 1:
                     samples = 0
                     for micro in range(choice.num_micro):
-                        samples += choice.teams.samples[choice.layout[group], micro, device]
+                        samples += choice.teams.samples[choice.division[group], micro, device]
                     most = max(most, samples)
             resident[device] += tables.common_bytes + most * tables.input_bytes_per_sample

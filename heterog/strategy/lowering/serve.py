@@ -18,7 +18,7 @@ _PEERS, _TEAM = int(Domain.PEERS), int(Domain.TEAM)
 
 @helper
 def _gives(
-    choice: Choice, scratch: Scratch, parameter: int, layout: int, domain: int, device: int
+    choice: Choice, scratch: Scratch, parameter: int, division: int, domain: int, device: int
 ) -> bool:
     """Whether a device has a part of a sum of gradients that no device before it has.
 
@@ -27,12 +27,15 @@ def _gives(
     """
     teams = choice.teams
     for other in range(choice.member.shape[1]):
-        if scratch.gradient_buffer[parameter, other] < 0 or not choice.member[layout, other]:
+        if scratch.gradient_buffer[parameter, other] < 0 or not choice.member[division, other]:
             continue
-        if teams.number[layout, other] == teams.number[layout, device]:
-            if domain == _PEERS and teams.position[layout, other] < teams.position[layout, device]:
+        if teams.number[division, other] == teams.number[division, device]:
+            if (
+                domain == _PEERS
+                and teams.position[division, other] < teams.position[division, device]
+            ):
                 return False
-        elif domain == _TEAM and teams.number[layout, other] < teams.number[layout, device]:
+        elif domain == _TEAM and teams.number[division, other] < teams.number[division, device]:
             return False
     return bool(scratch.gradient_buffer[parameter, device] >= 0)
 
@@ -43,7 +46,7 @@ def serve(
 ) -> None:
     """Push every gradient to the parameter's home, add and update there, pull."""
     home = choice.home[parameter]
-    layout = choice.layout[tables.parameter_group[parameter]]
+    division = choice.division[tables.parameter_group[parameter]]
     size = tables.parameter_bytes[parameter]
     num_devices = choice.member.shape[1]
     domain = tables.gradient_domain[parameter]
@@ -55,7 +58,7 @@ def serve(
             continue
         if not partial and (received > 0 or scratch.gradient_buffer[parameter, home] >= 0):
             break  # every replica has the same gradient: one is enough
-        if partial and not _gives(choice, scratch, parameter, layout, domain, device):
+        if partial and not _gives(choice, scratch, parameter, division, domain, device):
             continue
         write_task(tape, _PUSH, parameter, home, 0, 0, device * num_devices + home, size)
         read_gradient(scratch, tape, parameter, device)
@@ -63,7 +66,7 @@ def serve(
         received += 1
     last_received = tape.counts[NUM_BUFFERS]
     own = scratch.gradient_buffer[parameter, home] >= 0 and (
-        not partial or _gives(choice, scratch, parameter, layout, domain, home)
+        not partial or _gives(choice, scratch, parameter, division, domain, home)
     )
     token = -1
     if received + (1 if own else 0) > 1:
@@ -85,7 +88,7 @@ def serve(
     done = write_buffer(tape, home, 0.0)
     scratch.next_ready_buffer[parameter, home] = done
     for device in range(num_devices):
-        if choice.member[layout, device] and device != home:
+        if choice.member[division, device] and device != home:
             write_task(tape, _PULL, parameter, device, 0, 0, home * num_devices + device, size)
             write_read(tape, done)
             # Its own ops must be done with the old weight.

@@ -107,17 +107,17 @@ def begin_sliced_step(scratch: Scratch) -> None:
 
 
 @helper
-def note_reader(choice: Choice, scratch: Scratch, value: int, layout: int, micro: int) -> None:
+def note_reader(choice: Choice, scratch: Scratch, value: int, division: int, micro: int) -> None:
     """The op that makes a value is the first reader of the latest gather."""
     for device in range(choice.member.shape[1]):
-        if choice.shares[layout, micro, device] > 0:
+        if choice.shares[division, micro, device] > 0:
             scratch.anchor[1, device] = scratch.anchor[0, device]
             scratch.anchor[0, device] = scratch.value_buffer[value, device]
 
 
 @helper
 def gather_parameters(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, layout: int,
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
     micro: int, is_backward: int,
 ) -> bool:  # fmt: skip
     """Stage 3: gather the buckets that an op is the first of its pass to read; whether any.
@@ -150,10 +150,10 @@ def gather_parameters(
                         write_read(tape, scratch.ready_buffer[member, device])
                 member = scratch.next_in_bucket[member]
             for device in range(num_devices):
-                if _reads(choice, ring, layout, micro, device):
+                if _reads(choice, ring, division, micro, device):
                     write_read(tape, scratch.anchor[1, device])
             for device in range(num_devices):
-                if not _reads(choice, ring, layout, micro, device):
+                if not _reads(choice, ring, division, micro, device):
                     continue
                 whole = write_buffer(tape, device, size)
                 member = first
@@ -164,9 +164,9 @@ def gather_parameters(
 
 
 @helper
-def _reads(choice: Choice, ring: int, layout: int, micro: int, device: int) -> bool:
+def _reads(choice: Choice, ring: int, division: int, micro: int, device: int) -> bool:
     """Whether a member of a ring runs the op that reads its parameters."""
-    return bool(choice.rings.member[ring, device] and choice.shares[layout, micro, device] > 0)
+    return bool(choice.rings.member[ring, device] and choice.shares[division, micro, device] > 0)
 
 
 @helper

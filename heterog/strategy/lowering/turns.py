@@ -58,7 +58,7 @@ def encode_turns(
     schedule: PipelineSchedule,
     tables: GraphTables,
     group_devices: Sequence[Sequence[int]],
-    layout: IntArray,
+    division: IntArray,
     shares: IntArray,
 ) -> Turns:
     """A schedule as the kernel's arrays.
@@ -67,8 +67,8 @@ def encode_turns(
         schedule: fits the decisions.
         tables: of the graph.
         group_devices: devices of each group's decision.
-        layout: of each group, see ``Choice``.
-        shares: of each layout along each axis, see ``Choice``.
+        division: of each group, see ``Choice``.
+        shares: of each division along each axis, see ``Choice``.
     """
     num_micro, num_devices = shares.shape[1:]
     if schedule.is_default or num_micro == 1:
@@ -84,7 +84,7 @@ def encode_turns(
         last = _last_ops(tables, schedule.splits_backward)
         closing = np.full((num_devices, num_chunks, num_micro, 2), -1, np.int32)
         by_axis = shares.reshape(len(tables.axis_units), -1, num_micro, num_devices)
-        axes, of, micros, on = np.nonzero(by_axis[:, layout[: tables.num_groups]])
+        axes, of, micros, on = np.nonzero(by_axis[:, division[: tables.num_groups]])
         np.maximum.at(closing, (on, chunk[of, on], micros), last[axes, of])
         cap = np.zeros((num_devices, num_chunks), np.int32)
         for device, caps in enumerate(schedule.in_flight):

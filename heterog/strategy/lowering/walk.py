@@ -42,7 +42,7 @@ _ZERO3 = int(Sync.ZERO3)
 @kernel
 def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> bool:
     """Write the program of a choice to a tape; ``False`` if the tape is too short."""
-    num_layouts = len(choice.member)
+    num_divisions = len(choice.member)
     tape.counts[:] = 0
     tape.bucket[:] = -1
     scratch.next_ready_buffer[:] = -1
@@ -66,24 +66,33 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
             for op in range(len(tables.op_id)):
                 group = tables.op_group[op]
                 # The constant group is -1: the last entry.
-                layout = choice.layout[group] + num_layouts * tables.op_axis[op]
+                division = choice.division[group] + num_divisions * tables.op_axis[op]
                 if has_turns:
                     take_turns(turns, tape, group, work_of(tables, turns, op), micro)
                 if is_capped and group >= 0:
                     number = step * choice.num_micro + micro
                     work = work_of(tables, turns, op)
-                    ask_permits(turns, scratch, choice.shares[layout, micro], group, work, number)
-                _bring_inputs(tables, choice, scratch, tape, op, layout, micro)
+                    ask_permits(
+                        turns, scratch, choice.shares[division, micro], group, work, number
+                    )
+                _bring_inputs(tables, choice, scratch, tape, op, division, micro)
                 gathers = False
                 if has_gathers:
                     gathers = gather_parameters(
-                        tables, choice, scratch, tape, op, layout, micro, tables.op_is_backward[op]
+                        tables,
+                        choice,
+                        scratch,
+                        tape,
+                        op,
+                        division,
+                        micro,
+                        tables.op_is_backward[op],
                     )
                 if tables.op_recomputes[op] == 1 and choice.recompute[group]:
                     recompute_group(tables, choice, scratch, tape, op, micro)
-                compute_op(tables, choice, scratch, tape, op, layout, micro)
+                compute_op(tables, choice, scratch, tape, op, division, micro)
                 if gathers and tables.value_start[op] < tables.value_start[op + 1]:
-                    note_reader(choice, scratch, tables.value_start[op], layout, micro)
+                    note_reader(choice, scratch, tables.value_start[op], division, micro)
                 for entry in range(tables.finished_start[op], tables.finished_start[op + 1]):
                     parameter = tables.finished_parameter[entry]
                     _note_last_readers(tables, scratch, parameter)
@@ -117,19 +126,19 @@ def _begin_step(scratch: Scratch, has_slices: bool) -> None:
 
 @part
 def _bring_inputs(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, layout: int,
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
     micro: int,
 ) -> None:  # fmt: skip
     """Convert what an op reads and nobody has converted yet."""
-    num_layouts = len(choice.member)
+    num_divisions = len(choice.member)
     for read in range(tables.read_start[op], tables.read_start[op + 1]):
         slot = tables.read_slot[read]
         if slot < 0 or scratch.slot_done[slot] == 1:
             continue
         value = tables.slot_value[slot]
         maker = tables.value_op[value]
-        source = choice.layout[tables.op_group[maker]] + num_layouts * tables.op_axis[maker]
-        if source == layout and tables.slot_whole[slot] == 0:
+        source = choice.division[tables.op_group[maker]] + num_divisions * tables.op_axis[maker]
+        if source == division and tables.slot_whole[slot] == 0:
             scratch.slot_done[slot] = 1
             for device in range(choice.member.shape[1]):
                 scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]

@@ -1,4 +1,4 @@
-"""Layouts: which samples of the batch, and which units of other axes, each device of a group has.
+"""Divisions of work: the samples of the batch, and units of other axes, that each device has.
 
 A group's devices are cut into *teams*. A team takes one range of the batch, in the order of the
 teams. Inside a team, ops that follow the batch split the team's samples over its members, in the
@@ -19,8 +19,8 @@ from heterog.graph.axis_plan import EVERYWHERE
 IntArray = npt.NDArray[np.int32]
 
 
-class Layout(NamedTuple):
-    """Devices with their shares, teams and parts, as in ``Decision``; groups share layouts."""
+class Division(NamedTuple):
+    """Devices with their shares, teams and parts, as in ``Decision``; groups share divisions."""
 
     devices: tuple[int, ...]
     shares: tuple[int, ...]
@@ -41,10 +41,10 @@ class Layout(NamedTuple):
         ]
 
 
-class LayoutCut(NamedTuple):
-    """The samples of one layout, by micro-batch and device; ranges count from a micro-batch's 0.
+class DivisionCut(NamedTuple):
+    """The samples of one division, by micro-batch and device; ranges count from a micro-batch's 0.
 
-    Devices that are not of the layout have zeros, and -1 as team and position.
+    Devices that are not of the division have zeros, and -1 as team and position.
     """
 
     own: IntArray  # samples of each device  # [num_micro, num_devices]
@@ -55,27 +55,27 @@ class LayoutCut(NamedTuple):
     position: IntArray  # of each device in its team  # [num_devices]
 
 
-def cut_layout(
-    layout: Layout,
+def cut_division(
+    division: Division,
     num_devices: int,
     micro_batches: tuple[tuple[int, ...], ...],
     sizes: tuple[int, ...],
-) -> LayoutCut:
-    """Cut the micro-batches among the devices of a layout.
+) -> DivisionCut:
+    """Cut the micro-batches among the devices of a division.
 
     Args:
-        layout: its shares add up to the batch.
+        division: its shares add up to the batch.
         num_devices: of the cluster.
         micro_batches: as in ``Strategy``; empty: the step runs in one go.
         sizes: samples of each micro-batch; ``Strategy.micro_sizes``.
     """
     own = np.zeros((max(len(sizes), 1), num_devices), np.int32)
-    own[:, list(layout.devices)] = micro_shares(layout, micro_batches, sizes)
+    own[:, list(division.devices)] = micro_shares(division, micro_batches, sizes)
     own_begin, team_samples, team_begin = (np.zeros_like(own) for _ in range(3))
     team = np.full(num_devices, -1, np.int32)
     position = np.full(num_devices, -1, np.int32)
     begin = np.zeros(len(own), np.int32)
-    for number, members in enumerate(layout.all_teams):
+    for number, members in enumerate(division.all_teams):
         total = own[:, members].sum(axis=1)
         for place, device in enumerate(members):
             own_begin[:, device] = begin + own[:, members[:place]].sum(axis=1)
@@ -83,29 +83,29 @@ def cut_layout(
             team_samples[:, device] = total
             team[device], position[device] = number, place
         begin += total
-    return LayoutCut(own, own_begin, team_samples, team_begin, team, position)
+    return DivisionCut(own, own_begin, team_samples, team_begin, team, position)
 
 
 def micro_shares(
-    layout: Layout, micro_batches: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]
+    division: Division, micro_batches: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]
 ) -> IntArray:
-    """Samples of each micro-batch on each device of a layout.
+    """Samples of each micro-batch on each device of a division.
 
-    The columns are the strategy's own micro-batches where they add up to the layout's shares.
+    The columns are the strategy's own micro-batches where they add up to the division's shares.
     Otherwise each micro-batch is cut in the proportions of what is left of the shares, so that
     every row and column adds up: among the teams first, then inside each.
 
     Returns:
-        # [num_micro, devices of the layout]
+        # [num_micro, devices of the division]
     """
-    devices, shares = layout.devices, layout.shares
+    devices, shares = division.devices, division.shares
     if not micro_batches:
         return np.array([shares], np.int32)
     own = np.array([micro_batches[device] for device in devices], np.int32).T
     if tuple(own.sum(axis=0)) == shares:
         return own
     place = {device: index for index, device in enumerate(devices)}
-    columns = [[place[device] for device in team] for team in layout.all_teams]
+    columns = [[place[device] for device in team] for team in division.all_teams]
     left = np.array(shares, np.int32)
     rows = np.zeros((len(sizes), len(devices)), np.int32)
     for row, size in zip(rows, sizes, strict=True):
@@ -118,19 +118,19 @@ def micro_shares(
 
 
 def micro_sizes(
-    micro_batches: tuple[tuple[int, ...], ...], layouts: Iterable[Layout], batch_size: int
+    micro_batches: tuple[tuple[int, ...], ...], divisions: Iterable[Division], batch_size: int
 ) -> tuple[int, ...]:
     """Samples of each micro-batch of a step; nothing if it runs in one go.
 
-    The table may say of each device what it takes, also where several layouts have the whole
-    batch each; then the first layout whose devices' samples add up to its shares counts.
+    The table may say of each device what it takes, also where several divisions have the whole
+    batch each; then the first division whose devices' samples add up to its shares counts.
     """
     sizes = tuple(map(sum, zip(*micro_batches, strict=True)))
     if not sizes or sum(sizes) == batch_size:
         return sizes
-    for layout in layouts:
-        own = np.array([micro_batches[device] for device in layout.devices], np.int32).T
-        if tuple(own.sum(axis=0)) == layout.shares:
+    for division in divisions:
+        own = np.array([micro_batches[device] for device in division.devices], np.int32).T
+        if tuple(own.sum(axis=0)) == division.shares:
             return tuple(own.sum(axis=1).tolist())
     return sizes
 

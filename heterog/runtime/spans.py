@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from heterog.graph.axis_plan import BATCH_AXIS
-from heterog.strategy import layout as strategy_layout
-from heterog.strategy.layout import batch_shares, cut_layout
+from heterog.strategy.division import Division, batch_shares, cut_division
 from heterog.strategy.strategy import Strategy
 
 Span = tuple[int, int]
@@ -13,16 +12,16 @@ EVERY: Span = (0, -1)
 """All there are."""
 
 
-class Layout:
+class Spans:
     """Which samples of the batch and units of one axis each device of a group has.
 
     Samples count from the begin of their micro-batch.
 
     Args:
-        layout: of the group.
+        division: of the group.
         axis: number of the axis; 0 is the batch.
         units: of the axis.
-        batch_size: of the step, which may be another one than the layout was made for.
+        batch_size: of the step, which may be another one than the division was made for.
         micro_batches: see ``Strategy``.
         sizes: samples of each micro-batch.
 
@@ -36,7 +35,7 @@ class Layout:
 
     def __init__(
         self,
-        layout: strategy_layout.Layout,
+        division: Division,
         *,
         axis: int,
         units: int,
@@ -44,18 +43,18 @@ class Layout:
         micro_batches: tuple[tuple[int, ...], ...],
         sizes: tuple[int, ...],
     ) -> None:
-        self.devices = layout.devices
+        self.devices = division.devices
         self.axis = axis
         self.units = max(units, 1)
-        teams = layout.all_teams
+        teams = division.all_teams
         self.num_teams = len(teams)
-        samples = layout._replace(shares=batch_shares(layout.shares, batch_size))
-        cut = cut_layout(samples, max(layout.devices) + 1, micro_batches, sizes)
+        samples = division._replace(shares=batch_shares(division.shares, batch_size))
+        cut = cut_division(samples, max(division.devices) + 1, micro_batches, sizes)
         self._team = {device: number for number, team in enumerate(teams) for device in team}
         self._teams = teams
         self._units: dict[int, Span] = {}
         if axis != BATCH_AXIS:
-            for team, counts in zip(teams, layout.units(units), strict=True):
+            for team, counts in zip(teams, division.units(units), strict=True):
                 for place, device in enumerate(team):
                     self._units[device] = sum(counts[:place]), counts[place]
         by_device = range(len(cut.own))
@@ -128,20 +127,20 @@ class Layout:
         return [device for device, team in self._team.items() if team == 0]
 
 
-def layouts_of_groups(strategy: Strategy, axes: Sequence[int]) -> list[list[Layout]]:
-    """Layout of each group along each axis; groups that are alike have the same object.
+def spans_of_groups(strategy: Strategy, axes: Sequence[int]) -> list[list[Spans]]:
+    """Spans of each group along each axis; groups that are alike have the same object.
 
     Args:
         strategy: with a decision for every group.
         axes: units of each axis; the batch first.
     """
-    known: dict[tuple[strategy_layout.Layout, int], Layout] = {}
+    known: dict[tuple[Division, int], Spans] = {}
     sizes = strategy.micro_sizes
     for decision in strategy.decisions:
         for axis, units in enumerate(axes):
-            if (decision.layout, axis) not in known:
-                known[decision.layout, axis] = Layout(
-                    decision.layout,
+            if (decision.division, axis) not in known:
+                known[decision.division, axis] = Spans(
+                    decision.division,
                     axis=axis,
                     units=units,
                     batch_size=axes[BATCH_AXIS],
@@ -149,6 +148,6 @@ def layouts_of_groups(strategy: Strategy, axes: Sequence[int]) -> list[list[Layo
                     sizes=sizes,
                 )
     return [
-        [known[decision.layout, axis] for decision in strategy.decisions]
+        [known[decision.division, axis] for decision in strategy.decisions]
         for axis in range(len(axes))
     ]
