@@ -1,11 +1,15 @@
 """The layers hold: imports go downwards only, and heavy libraries stay in their rooms."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from heterog.graph.sharding_rules import RULES
+from heterog.strategy.sync import Sync
 
 PACKAGE = Path(__file__).parents[1] / "heterog"
 # Bottom up; a module may import from its own layer and from those before it.
@@ -100,6 +104,35 @@ def test_public_names_exist() -> None:
         assert getattr(heterog, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         heterog.nothing  # noqa: B018
+
+
+MOST_TOUCHED = 8
+"""Source files that a new synchronisation or a new rule of an op may have to change."""
+CHOOSERS = ("planners/", "envs/candidates.py", "strategy/layouts/")
+"""Files that pick a synchronisation among others: a new one is picked when they want it."""
+
+
+def naming(words: str) -> set[str]:
+    """Files in which a word occurs, by regular expression."""
+    pattern = re.compile(words)
+    return {str(path.relative_to(PACKAGE)) for path in FILES if pattern.search(path.read_text())}
+
+
+@pytest.mark.parametrize("sync", list(Sync))
+def test_few_files_know_a_synchronisation(sync: Sync) -> None:
+    """Its row of traits, its channel and the channel's price, time and words: no more."""
+    channel = f"|\\bALL_REDUCE_{sync.name}\\b"
+    known = naming(rf"\bSync\.{sync.name}\b{channel}") | {"strategy/sync.py"}
+    known = {name for name in known if not name.startswith(CHOOSERS)}
+    assert len(known) <= MOST_TOUCHED, known
+
+
+def test_few_files_know_an_op() -> None:
+    """Its rule, and where it has one, its cost, its capture and how it runs on a part."""
+    for kind in RULES:
+        name = re.escape(kind.partition(".")[0])
+        known = naming(rf"[\"'.]{name}(\.\w+)?[\"']")
+        assert len(known) <= MOST_TOUCHED, (kind, known)
 
 
 def test_root_links_lead_into_the_package() -> None:

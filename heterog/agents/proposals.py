@@ -196,7 +196,7 @@ class _Scorer:
 
     def __init__(self, problem: Problem, pair: "Pair", spent: int) -> None:
         evaluator = problem.evaluator
-        self._task = problem
+        self._problem = problem
         self.pair = pair
         self._left = math.inf
         if problem.budget.evaluations is not None:
@@ -248,11 +248,11 @@ class _Scorer:
         key = np.asarray(row, np.int32).tobytes(), whole
         if key in self._scored:
             return self._scored[key]
-        orders = _orders(whole.num_micro, self._task.orders)
+        orders = _orders(whole.num_micro, self._problem.orders)
         is_spent = bool(self._scored) and self._num_evaluations + len(orders) > self._left
         if is_spent or self._num_tasks > MOST_TASKS:
             return np.inf, np.inf
-        problem = self._task
+        problem = self._problem
         choice = self._space.encode(
             self._groups(row, whole),
             bucket_bytes=whole.bucket_bytes,
@@ -330,10 +330,10 @@ class _Scorer:
         strategy = self._space.decode(
             self._groups(row, whole),
             bucket_bytes=whole.bucket_bytes,
-            step_barrier=self._task.step_barrier,
+            step_barrier=self._problem.step_barrier,
             micro_batches=self._space.micro_batches(whole.num_micro),
         )
-        return Candidate(strategy=strategy, orders=self._task.orders)
+        return Candidate(strategy=strategy, orders=self._problem.orders)
 
     def _groups(self, row: IntArray, whole: Whole) -> IntArray:
         """Number of every group's decision in the space."""

@@ -23,7 +23,7 @@ from heterog.strategy.channels import balanced_slices
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.program import FloatArray
 from heterog.strategy.space import device_sets
-from heterog.strategy.strategy import SLICED, Decision, Sync
+from heterog.strategy.strategy import Decision, Sync
 
 MAX_CANDIDATES = 256
 """Rows of a table; singles come first, then device sets in the order of ``device_sets``. Where
@@ -85,10 +85,10 @@ def _syncs(
         return [(Sync.ZERO1, slices), (Sync.PARAMETER_SERVER, ())]
     found: dict[object, tuple[Sync, tuple[int, ...]]] = {}
     for sync in Sync:
-        if sync > Sync.PARAMETER_SERVER:  # others shard the state: not in this table
+        if sync.is_sharded:  # not in this table
             continue
         slices = ()
-        if sync == Sync.REDUCE_SCATTER_ALL_GATHER:
+        if sync.takes_slices:
             slices = balanced_slices(evaluator.cluster, devices)
         key = traffic_of(evaluator, Decision(
             devices=devices, shares=(1,) * len(devices), sync=sync, slices=slices
@@ -166,7 +166,7 @@ class ModelMemory:
 
     def state_part(self, decision: Decision) -> float:
         """Part of parameters and optimizer state that each device of a decision holds."""
-        divided = decision.sync in SLICED or decision.sync == Sync.PARAMETER_SERVER
+        divided = decision.sync.is_sharded or decision.sync.is_served
         if not divided:
             return 1.0
         return (1.0 + self.state_ratio / len(decision.devices)) / (1.0 + self.state_ratio)

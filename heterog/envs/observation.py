@@ -18,7 +18,7 @@ from heterog.envs.coarse import CoarseEvaluator
 from heterog.envs.merging import sums
 from heterog.strategy.channels import ChannelKind
 from heterog.strategy.division import split_evenly
-from heterog.strategy.strategy import SLICED, Decision, Sync
+from heterog.strategy.strategy import Decision, Sync
 
 OBSERVATION_VERSION = 2
 """Counts changes of meaning; a checkpoint of another version is refused."""
@@ -118,7 +118,7 @@ class Observer:
             self.counts[number, list(decision.devices)] = decision.shares
             self.member[number, list(decision.devices)] = True
             # What servers hold counts as if it was on every device: what policies learned with.
-            served = decision.sync == Sync.PARAMETER_SERVER
+            served = decision.sync.is_served
             part = 1.0 if served else memory.state_part(decision)
             self.state_of[number, list(decision.devices)] = part
         self.whole = np.stack(
@@ -323,7 +323,7 @@ class Observer:
         for number, decision in enumerate(table):
             if len(decision.devices) > 1:
                 # Under ZeRO-1 the links see a reduce-scatter and an all-gather.
-                sliced = decision.sync in SLICED
+                sliced = decision.sync.is_sharded
                 seen = Sync.REDUCE_SCATTER_ALL_GATHER if sliced else decision.sync
                 kinds[number, int(seen)] = 1.0
         even = [c.shares == split_evenly(self.batch, len(c.devices)) for c in table]
@@ -394,7 +394,7 @@ class Observer:
         for number, decision in enumerate(self.table):
             if len(decision.devices) == 1:
                 continue
-            if decision.sync == Sync.PARAMETER_SERVER:
+            if decision.sync.is_served:
                 # Servers balanced over the members: 2 m (n - m) / n payloads per NIC and way.
                 n = len(decision.devices)
                 hosts = [cluster.host_of[device] for device in decision.devices]

@@ -204,7 +204,7 @@ def _joined(
         changed[group] = _with_devices(changed[group], evaluator, devices, speeds)
     group_of = group_ops(evaluator.graph).group
     homes = tuple(
-        home if changed[int(group_of[op])].sync == Sync.PARAMETER_SERVER
+        home if changed[int(group_of[op])].sync.is_served
         or len(changed[int(group_of[op])].devices) == 1 else REPLICATED
         for (op, _, _), home in zip(evaluator.graph.updates, strategy.homes, strict=True)
     )  # fmt: skip

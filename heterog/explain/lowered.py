@@ -16,18 +16,11 @@ from heterog.graph.axis_plan import BATCH_AXIS, EVERYWHERE, AxisPlan, axis_plan
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.channels import ChannelKind
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
-from heterog.strategy.strategy import Strategy, Sync
+from heterog.strategy.strategy import Strategy
+from heterog.strategy.sync import TRAITS, Sync
 from heterog.strategy.tables import GraphTables, graph_tables
 
-SYNC_NAMES = {
-    Sync.RING: "ring all-reduce",
-    Sync.HIERARCHICAL: "hierarchical all-reduce",
-    Sync.REDUCE_SCATTER_ALL_GATHER: "reduce-scatter and all-gather",
-    Sync.PARAMETER_SERVER: "parameter servers",
-    Sync.ZERO1: "ZeRO-1 (optimizer state in slices)",
-    Sync.ZERO2: "ZeRO-2 (optimizer state and gradients in slices)",
-    Sync.ZERO3: "ZeRO-3 (optimizer state, gradients and parameters in slices)",
-}
+SYNC_NAMES = {sync: traits.words for sync, traits in TRAITS.items()}
 IN_SLICES = "in slices"
 """Each device keeps and updates its own slice of a parameter: nothing is aggregated."""
 MADE_WHOLE = "made whole"

@@ -22,7 +22,6 @@ _WHAT = (
     "A DeepSpeed script (torch and deepspeed) with the plan's batch size, accumulation steps and "
     "stage of ZeRO (zero_optimization.stage in ds_config.json)."
 )
-_STAGES = {Sync.ZERO1: 1, Sync.ZERO2: 2, Sync.ZERO3: 3}
 
 
 def export_deepspeed(plan: Plan, sources: Sequence[str] = ()) -> Export:
@@ -49,7 +48,7 @@ def export_deepspeed(plan: Plan, sources: Sequence[str] = ()) -> Export:
         USER_FILE: user.user,
         **user.files,
         RANKS_FILE: ranks_document(plan, TARGET, ranks, digest(user.user)),
-        "ds_config.json": _config(plan, ranks, _STAGES[sync] if sync is not None else 0),
+        "ds_config.json": _config(plan, ranks, int(sync.sharded) if sync is not None else 0),
         "hostfile": _hostfile(plan, ranks),
         "launch.sh": fill("launch_deepspeed.sh.tmpl", include=_include(ranks)),
         "README.md": readme(
@@ -97,7 +96,9 @@ def _listed(values: Mapping[str, object]) -> str:
 def _zero(plan: Plan) -> Sync | None:
     """The stage of ZeRO that all groups share, ``None`` if there is none."""
     syncs = {each.sync for each in plan.strategy.decisions if len(each.devices) > 1}
-    return next(iter(syncs)) if len(syncs) == 1 and syncs <= set(_STAGES) else None
+    return (
+        next(iter(syncs)) if len(syncs) == 1 and all(sync.is_sharded for sync in syncs) else None
+    )
 
 
 def _config(plan: Plan, ranks: Sequence[RankEntry], stage: int) -> bytes:

@@ -7,16 +7,8 @@ from heterog.graph.batch_plan import batch_plan, reads_across_samples
 from heterog.graph.grouping import group_ops
 from heterog.planners.plan import Plan
 from heterog.strategy.division import micro_shares
-from heterog.strategy.strategy import Decision, Sync
-
-_OTHER_COMMUNICATION = {
-    Sync.PARAMETER_SERVER: "Parameter servers",
-    Sync.HIERARCHICAL: "Hierarchical all-reduce",
-    Sync.REDUCE_SCATTER_ALL_GATHER: "Reduce-scatter and all-gather with the plan's slices",
-    Sync.ZERO1: "ZeRO-1: optimizer state in slices",
-    Sync.ZERO2: "ZeRO-2: optimizer state and gradients in slices",
-    Sync.ZERO3: "ZeRO-3: optimizer state, gradients and parameters in slices",
-}
+from heterog.strategy.strategy import Decision
+from heterog.strategy.sync import TRAITS, Aggregation, Sync
 
 
 def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]:
@@ -57,8 +49,8 @@ def uniform_remarks(plan: Plan, target: str, *, expressed: Sync | None = None) -
     """
     remarks = []
     names = group_ops(plan.graph).names
-    for sync, what in _OTHER_COMMUNICATION.items():
-        if sync == expressed:
+    for sync, traits in TRAITS.items():
+        if traits.aggregation == Aggregation.RING or sync == expressed:  # as stock ones do
             continue
         groups = [
             name or "(root)"
@@ -66,8 +58,10 @@ def uniform_remarks(plan: Plan, target: str, *, expressed: Sync | None = None) -
             if decision.sync == sync and len(decision.devices) > 1
         ]
         if groups:
+            own = " with the plan's slices" * (sync.takes_slices and not sync.is_sharded)
             remarks.append(
-                f"{what} ({len(groups)} of {len(names)} groups, first '{groups[0]}'): {target} "
+                f"{traits.words[0].upper()}{traits.words[1:]}{own} ({len(groups)} of "
+                f"{len(names)} groups, first '{groups[0]}'): {target} "
                 "all-reduces these gradients in its own way; same numbers, other times."
             )
     again = [

@@ -363,6 +363,11 @@ class MethodRow:
     note: str = ""
     is_starved: bool = False
 
+    @property
+    def preference(self) -> tuple[float, float]:
+        """Smaller is better, as ``Evaluation.preference``."""
+        return self.overflow_bytes, self.step_time_s or 0.0
+
 
 STAGES = ("baseline", "zero_shot", "search")
 """Stages in the order in which methods run: searches start from what the others found."""

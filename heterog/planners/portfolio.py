@@ -352,7 +352,7 @@ def best_row(rows: Sequence[MethodRow]) -> MethodRow:
     if not applicable:
         reasons = "; ".join(f"{row.method}: {row.shortage or 'no reason given'}" for row in rows)
         raise StrategyError(f"no method applies here ({reasons}); ask another one, or auto.")
-    return min(applicable, key=lambda row: (row.overflow_bytes, row.step_time_s or 0.0))
+    return min(applicable, key=lambda row: row.preference)
 
 
 def rehearsed(

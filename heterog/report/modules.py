@@ -8,7 +8,8 @@ from heterog.explain.lowered import IN_SLICES, MADE_WHOLE, Lowered
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.lowering import lower
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+from heterog.strategy.sync import TRAITS
 
 
 @dataclass(slots=True)
@@ -86,10 +87,9 @@ def _sync(decision: Decision, home: int, cluster: Cluster) -> str:
     if len(decision.devices) == 1:
         alone = home in (REPLICATED, decision.devices[0])
         return "none needed" if alone else f"updated on {cluster.devices[home].name}"
-    words = decision.sync.name.lower().replace("_", " ")
-    if decision.sync == Sync.PARAMETER_SERVER:
-        return f"{words} on {cluster.devices[home].name}"
-    return f"{words} all-reduce" if decision.sync in (Sync.RING, Sync.HIERARCHICAL) else words
+    if decision.sync.is_served:
+        return f"parameter server on {cluster.devices[home].name}"
+    return TRAITS[decision.sync].words
 
 
 def _join_chains(node: ModuleNode) -> None:

@@ -8,24 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from heterog.cluster.topology import Cluster
-from heterog.explain.decided import SYNC_NAMES, Range
+from heterog.explain.decided import Range
 from heterog.explain.explanation import Explanation
 from heterog.simulator.critical_path import block_of, merge_blocks
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.strategy import Sync
+from heterog.strategy.sync import TRAITS
 
-SHORT_SYNCS = {
-    SYNC_NAMES[sync]: short
-    for sync, short in {
-        Sync.RING: "ring",
-        Sync.HIERARCHICAL: "hierarchical",
-        Sync.REDUCE_SCATTER_ALL_GATHER: "scatter+gather",
-        Sync.PARAMETER_SERVER: "servers",
-        Sync.ZERO1: "ZeRO-1",
-        Sync.ZERO2: "ZeRO-2",
-        Sync.ZERO3: "ZeRO-3",
-    }.items()
-}
+SHORT_SYNCS = {traits.words: traits.short for traits in TRAITS.values()}
 """How gradients are aggregated, short enough for a column."""
 
 _MOST_IN_FULL = 4

@@ -12,7 +12,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import local_shape
 from heterog.runtime.placed import cut, join
-from heterog.runtime.slices import ZERO_STAGES, SlicedBucket, parameter_rings, sliced_buckets
+from heterog.runtime.slices import SlicedBucket, parameter_rings, sliced_buckets
 from heterog.runtime.spans import Spans, spans_of_groups
 from heterog.strategy.channels import Channel
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
@@ -203,7 +203,7 @@ class RankProgram:
         if int(self.program.bucket[row]) < 0:
             return 0
         group = int(self._group[self.graph.updates[row][0]])
-        return ZERO_STAGES.get(self.strategy.decisions[group].sync, 0)
+        return int(self.strategy.decisions[group].sync.sharded)
 
     def sliced_bucket(self, row: int) -> SlicedBucket | None:
         """The bucket in which this rank updates a slice of a parameter, if it does."""

@@ -21,10 +21,8 @@ from heterog.strategy.channels import slice_parts
 from heterog.strategy.lowering import ring_decision
 from heterog.strategy.program import Program
 from heterog.strategy.rings import Ring, gradient_rings
-from heterog.strategy.strategy import SLICED, Strategy, Sync
+from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import graph_tables
-
-ZERO_STAGES = {Sync.ZERO1: 1, Sync.ZERO2: 2, Sync.ZERO3: 3}
 
 
 class Piece(NamedTuple):
@@ -102,7 +100,7 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
     members: dict[int, list[int]] = {}
     for row, (op, _, _) in enumerate(graph.updates):
         decision = strategy.decisions[int(group[op])]
-        if decision.sync in SLICED and program.bucket[row] >= 0:
+        if decision.sync.is_sharded and program.bucket[row] >= 0:
             members.setdefault(int(program.bucket[row]), []).append(row)
     found = []
     for number, rows in members.items():
@@ -121,7 +119,7 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
             found.append(
                 SlicedBucket(
                     number=number,
-                    stage=ZERO_STAGES[decision.sync],
+                    stage=int(decision.sync.sharded),
                     rows=tuple(rows),
                     sizes=sizes,
                     devices=ring.devices,

@@ -37,7 +37,8 @@ from heterog.strategy.lowering import (
 )
 from heterog.strategy.lowering.tape import IN_TURN, NUM_BUFFERS, NUM_READS, NUM_TASKS, make_tape
 from heterog.strategy.program import FloatArray, IntArray, Program
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import Domain, GraphTables, graph_tables
 from heterog.units import format_bytes
 
@@ -260,7 +261,7 @@ class Evaluator:
         if order is not None:
             return self.evaluate_choice(choice, order)
         tried = [self.evaluate_choice(choice, each) for each in Order]
-        return min(tried, key=lambda result: (not result.is_ok, result.step_time_s))
+        return min(tried, key=lambda result: result.preference)
 
     def encode(self, strategy: Strategy) -> Choice:
         """A strategy as flat arrays, checked."""
@@ -321,7 +322,7 @@ class Evaluator:
         rings, everyone = choice.rings, Domain.ALL
         ring = rings.first[:, everyone]
         has_ring = ring < rings.end[:, everyone]
-        reduced = np.flatnonzero(has_ring & (choice.sync <= Sync.ZERO1))
+        reduced = np.flatnonzero(has_ring & (choice.sharded <= Sharded.STATE))
         if len(reduced):
             payload, ring = self._reduced_bytes[reduced], ring[reduced]
             load = payload @ self._held[rings.first_channel[ring]]
@@ -386,7 +387,7 @@ class Evaluator:
         choice = self.encode(strategy) if isinstance(strategy, Strategy) else strategy
         orders = Order if order is None else (order,)
         tried = [self._referee_choice(choice, each, limit_s) for each in orders]
-        return min(tried, key=lambda result: (not result.is_ok, result.step_time_s))
+        return min(tried, key=lambda result: result.preference)
 
     def _referee_choice(self, choice: Choice, order: Order, limit_s: float) -> Evaluation:
         prices = self._lower(choice)

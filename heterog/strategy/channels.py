@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster
-from heterog.strategy.strategy import SLICED, Decision, Sync
+from heterog.strategy.strategy import Decision, Sync
 
 
 class ChannelKind(IntEnum):
@@ -124,9 +124,9 @@ class ChannelTable:
 
     def for_decision(self, decision: Decision) -> tuple[int, int]:
         """(first, second) channel of a decision's synchronisation; -1 where there is none."""
-        if len(decision.devices) == 1 or decision.sync == Sync.PARAMETER_SERVER:
+        if len(decision.devices) == 1 or decision.sync.is_served:
             return -1, -1
-        if decision.sync == Sync.REDUCE_SCATTER_ALL_GATHER or decision.sync in SLICED:
+        if decision.sync.takes_slices:
             return (
                 self.reduce_scatter(decision.devices, decision.slices),
                 self.all_gather(decision.devices, decision.slices),

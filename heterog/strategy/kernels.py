@@ -40,6 +40,7 @@ SOURCES = (
     "strategy/lowering/*.py",
     "strategy/program.py",
     "strategy/strategy.py",
+    "strategy/sync.py",
     "strategy/tables.py",
     "simulator/cost_model.py",
     "simulator/engine.py",

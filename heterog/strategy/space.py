@@ -22,18 +22,18 @@ from heterog.strategy.program import IntArray
 from heterog.strategy.strategy import (
     ELEMENTWISE_OPTIMIZERS,
     REPLICATED,
-    SLICED,
     Decision,
     Strategy,
     Sync,
 )
+from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import GraphTables, graph_tables
 
 MicroBatches = tuple[tuple[int, ...], ...]
 """Samples per micro-batch of each device, as in ``Strategy``; empty: in one go."""
 MAX_DEVICE_SETS = 256
 _MOST_ENCODERS = 64
-_CANDIDATES = tuple(sync for sync in Sync if sync not in (Sync.ZERO2, Sync.ZERO3))
+_CANDIDATES = tuple(sync for sync in Sync if sync.sharded <= Sharded.STATE)
 """ZeRO-1 saves memory and is seldom slower than all-reduce; the other stages communicate more and
 are for planners that want them (``poplar``)."""
 
@@ -122,9 +122,9 @@ class StrategySpace:
         for shares in dict.fromkeys((solved, even)):
             for sync in _CANDIDATES:
                 slices: tuple[int, ...] = ()
-                if sync in SLICED and self.graph.optimizer not in ELEMENTWISE_OPTIMIZERS:
+                if sync.is_sharded and self.graph.optimizer not in ELEMENTWISE_OPTIMIZERS:
                     continue
-                if sync in (Sync.REDUCE_SCATTER_ALL_GATHER, Sync.ZERO1):
+                if sync.takes_slices:
                     slices = balanced_slices(self.cluster, devices)
                 decisions.append(
                     Decision(devices=devices, shares=shares, sync=sync, slices=slices)
@@ -208,7 +208,7 @@ class StrategySpace:
         group = self._tables.parameter_group
         for number in np.unique(row):
             decision = self.candidates[number]
-            if decision.sync == Sync.PARAMETER_SERVER and len(decision.devices) > 1:
+            if decision.sync.is_served and len(decision.devices) > 1:
                 served = np.flatnonzero(row[group] == number)
                 homes[served] = self._balanced(decision.devices)[served]
         if tables is not None:
@@ -265,7 +265,7 @@ class StrategySpace:
         plain = row.copy()
         for number in np.unique(row):
             decision = self.candidates[number]
-            if decision.sync in SLICED:
+            if decision.sync.is_sharded:
                 sync = Sync.REDUCE_SCATTER_ALL_GATHER
                 plain[row == number] = self.add(replace(decision, sync=sync))
         return plain

@@ -5,7 +5,6 @@ about what the decisions *mean*; that is ``lowering`` alone.
 """
 
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
@@ -23,6 +22,7 @@ from heterog.strategy.division import (
 )
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule, device_chunks
 from heterog.strategy.rings import gradient_rings
+from heterog.strategy.sync import Sync as Sync
 
 REPLICATED = -1
 """Home of a parameter that every replica keeps and updates."""
@@ -30,29 +30,6 @@ DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 """Bucket size of PyTorch's DistributedDataParallel."""
 
 
-class Sync(IntEnum):
-    """How the gradients of a group become the same everywhere."""
-
-    RING = 0
-    """All-reduce on one ring over all devices."""
-    HIERARCHICAL = 1
-    """Reduce-scatter inside hosts, all-reduce between hosts, all-gather inside hosts."""
-    REDUCE_SCATTER_ALL_GATHER = 2
-    """Reduce-scatter, then all-gather, with slices of stated, uneven sizes."""
-    PARAMETER_SERVER = 3
-    """Push to the parameter's home, update there, pull."""
-    ZERO1 = 4
-    """Reduce-scatter of the gradients; each device updates its slice and keeps the optimizer's
-    state of it alone; all-gather of the parameters (Rajbhandari et al. 2020, stage 1)."""
-    ZERO2 = 5
-    """As ``ZERO1``, and of the gradient of each micro-batch only the own slice is kept."""
-    ZERO3 = 6
-    """As ``ZERO2``, and the parameters live as slices too: gathered before the forward and again
-    before the backward ops that read them, dropped after."""
-
-
-SLICED = frozenset({Sync.ZERO1, Sync.ZERO2, Sync.ZERO3})
-"""Synchronisations under which each device updates a slice of every parameter."""
 ELEMENTWISE_OPTIMIZERS = frozenset(
     {
         "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
@@ -105,7 +82,7 @@ class Decision:
             len(self.slices) != len(self.devices)
             or min(self.slices) < 0
             or sum(self.slices) == 0
-            or not (self.sync == Sync.REDUCE_SCATTER_ALL_GATHER or self.sync in SLICED)
+            or not self.sync.takes_slices
         ):
             raise StrategyError(
                 f"slices {self.slices} need one weight of at least 0 per device, not all 0, and "
@@ -251,10 +228,10 @@ class Strategy:
     def _check_slices(self, graph: OpGraph, names: tuple[str, ...]) -> None:
         axes = axis_plan(graph, self.op_rules).axes[1:]
         for name, decision in zip(names, self.decisions, strict=True):
-            if decision.sync in SLICED and decision.teams:
+            if decision.sync.is_sharded and decision.teams:
                 _check_rings(name, decision, axes)
             is_known = graph.optimizer in ELEMENTWISE_OPTIMIZERS
-            if decision.sync in SLICED and len(decision.devices) > 1 and not is_known:
+            if decision.sync.is_sharded and len(decision.devices) > 1 and not is_known:
                 raise StrategyError(
                     f"group '{name}' is synchronised by {decision.sync.name.lower()}, which "
                     f"updates slices of parameters, but {graph.optimizer} is not known to treat "
@@ -292,7 +269,7 @@ class Strategy:
                     )
                 continue
             decision = self.decisions[int(group[op])]
-            by_server = decision.sync == Sync.PARAMETER_SERVER
+            by_server = decision.sync.is_served
             if by_server and home == REPLICATED and len(decision.devices) > 1:
                 raise StrategyError(f"parameter '{name}' is served, but has no home device.")
             if not by_server and home != REPLICATED and len(decision.devices) > 1:

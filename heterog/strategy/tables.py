@@ -8,7 +8,7 @@ another group, along another axis, or whole although it was made in parts.
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -147,6 +147,34 @@ class _Builder:
                 self.value_of[tensor] = len(self.values)
                 self.values.append(tensor)
         self.gathered = self._gathered_views()
+        self.row_of = {op: row for row, op in enumerate(self.ops)}
+        self.op_group = [int(grouping.group[index]) for index in self.ops]
+        self.is_backward = [graph.ops[index].phase == Phase.BACKWARD for index in self.ops]
+        self.value_op = [self.row_of[int(graph.producer[tensor])] for tensor in self.values]
+        self.parameter_row = {p: row for row, (_, p, _) in enumerate(graph.updates)}
+        self.parameter_axis = [
+            int(plan.tensor_axis[parameter]) if parameter in plan.sharded else -1
+            for _, parameter, _ in graph.updates
+        ]
+        # Per op, the values that it reads (and from which slot) and the parameters.
+        self.reads: list[list[tuple[int, _Slot | None]]] = []
+        self.parameter_reads: list[list[int]] = []
+        self.outside: dict[int, set[int]] = {}  # ways in which other groups look at a value
+        for index in self.ops:
+            entries, parameters = self._reads_of(index)
+            self.reads.append(entries)
+            self.parameter_reads.append(parameters)
+        self.last_read = {
+            parameter: row for row, rows in enumerate(self.parameter_reads) for parameter in rows
+        }
+        self.gradient_values = [
+            self._gradient_value(parameter, gradient) for _, parameter, gradient in graph.updates
+        ]
+        self.gradient_slots = [self._gradient_slot(p, made) for _, p, made in graph.updates]
+        read_slots = [slot for entries in self.reads for _, slot in entries]
+        slots = {*self.gradient_slots, *read_slots}
+        self.slots = sorted(slot for slot in slots if slot is not None)
+        self.slot_number = {slot: number for number, slot in enumerate(self.slots)}
 
     def _gathered_views(self) -> list[int]:
         """How much of a value the views need through which each tensor looks at it."""
@@ -161,185 +189,175 @@ class _Builder:
         return gathered
 
     def build(self) -> GraphTables:
-        graph, plan = self.graph, self.plan
-        row_of = {op: row for row, op in enumerate(self.ops)}
-        parameter_row = {parameter: row for row, (_, parameter, _) in enumerate(graph.updates)}
-        slots: dict[_Slot, None] = {}
-        reads: list[list[tuple[int, _Slot | None]]] = []
-        parameter_reads: list[list[int]] = []
-        outside: dict[int, set[int]] = {}
-        for index in self.ops:
-            entries, parameters = self._reads_of(index, parameter_row, outside)
-            for _, slot in entries:
-                if slot is not None:
-                    slots.setdefault(slot)
-            reads.append(entries)
-            parameter_reads.append(parameters)
-        for _, parameter, gradient in graph.updates:
-            slot = self._gradient_slot(parameter, gradient)
-            if slot is not None:
-                slots.setdefault(slot)
-        ordered = sorted(slots)
-        slot_number = {slot: number for number, slot in enumerate(ordered)}
-        last_read = {
-            parameter: row
-            for row, parameters in enumerate(parameter_reads)
-            for parameter in parameters
-        }
-        finished: list[list[int]] = [[] for _ in self.ops]
-        gradient_values: list[int] = []
-        gradient_slots: list[int] = []
-        last_values: list[int] = []
-        for row, (_, parameter, gradient) in enumerate(graph.updates):
-            storage = int(graph.storage[gradient])
-            if storage not in self.value_of:
-                raise StrategyError(
-                    f"the gradient of '{graph.tensors[parameter].name}' is not made by any op."
-                )
-            gradient_values.append(self.value_of[storage])
-            slot = self._gradient_slot(parameter, gradient)
-            gradient_slots.append(-1 if slot is None else slot_number[slot])
-            made = row_of[int(graph.producer[storage])]
-            # An update overwrites the parameter: it must wait for ops that read it after its
-            # gradient is made (the other product of a batched matrix product, say).
-            last = max(made, last_read.get(row, -1))
-            outputs = graph.outputs(self.ops[last])
-            last_values.append(self.value_of[outputs[0]] if last > made and outputs else -1)
-            finished[last].append(row)
-        op_group = [int(self.grouping.group[index]) for index in self.ops]
-        is_backward = [graph.ops[index].phase == Phase.BACKWARD for index in self.ops]
-        value_op = [row_of[int(graph.producer[tensor])] for tensor in self.values]
-        again = self._by_group_of_reader(
-            recomputations(
-                [self.block[group] if group >= 0 else group for group in op_group],
-                is_backward,
-                [
-                    [value_op[value] for value, slot in entries if slot is None]
-                    for entries in reads
-                ],
-                [value_op[value] for value in gradient_values],
-                self.grouping.num_groups,
-            ),
-            op_group,
+        return GraphTables(
+            batch_size=self.graph.batch_size,
+            num_groups=self.grouping.num_groups,
+            axis_units=_ints(list(self.plan.axes)),
+            **self._op_tables(),
+            **self._recomputation_tables(),
+            **self._value_tables(),
+            **self._slot_tables(),
+            **self._parameter_tables(),
+            **self._gradient_tables(),
+            **self._batch_tables(),
         )
+
+    def _op_tables(self) -> dict[str, Any]:
+        graph = self.graph
+        finished: list[list[int]] = [[] for _ in self.ops]
+        for row in range(len(graph.updates)):
+            finished[self._last_op(row)].append(row)
+        return {
+            "op_id": _ints(self.ops),
+            "op_group": _ints(self.op_group),
+            "op_axis": _ints([int(self.plan.op_axis[index]) for index in self.ops]),
+            "value_start": _starts([graph.ops[index].num_outputs for index in self.ops]),
+            "read_start": _starts([len(entries) for entries in self.reads]),
+            "read_value": _ints([value for entries in self.reads for value, _ in entries]),
+            "read_slot": _ints(
+                [self._number(slot) for entries in self.reads for _, slot in entries]
+            ),
+            "parameter_read_start": _starts([len(rows) for rows in self.parameter_reads]),
+            "parameter_read": _ints([row for rows in self.parameter_reads for row in rows]),
+            "finished_start": _starts([len(rows) for rows in finished]),
+            "finished_parameter": _ints([row for rows in finished for row in rows]),
+            "op_is_backward": _ints([int(flag) for flag in self.is_backward]),
+            "op_is_weights": _ints(self._makes_weights_only()),
+        }
+
+    def _recomputation_tables(self) -> dict[str, Any]:
+        """The recomputation of each block where the kernel looks for it: its reader's group."""
+        found = recomputations(
+            [self.block[group] if group >= 0 else group for group in self.op_group],
+            self.is_backward,
+            [
+                [self.value_op[value] for value, slot in entries if slot is None]
+                for entries in self.reads
+            ],
+            [self.value_op[value] for value in self.gradient_values],
+            self.grouping.num_groups,
+        )
+        again = [Recomputation(-1, ())] * self.grouping.num_groups
+        for each in found:
+            if each.reader >= 0:
+                again[self.op_group[each.reader]] = each
         recomputing = {each.reader for each in again if each.ops}
-        kinds = [KIND_NUMBER[plan.placements[tensor].kind] for tensor in self.values]
-        sizes = graph.tensor_bytes[self.values].astype(np.float64)
+        return {
+            "op_recomputes": _ints([int(row in recomputing) for row in range(len(self.ops))]),
+            "recompute_start": _starts([len(each.ops) for each in again]),
+            "recompute_op": _ints([row for each in again for row in each.ops]),
+        }
+
+    def _value_tables(self) -> dict[str, Any]:
+        graph, plan, values = self.graph, self.plan, self.values
+        kinds = [KIND_NUMBER[plan.placements[tensor].kind] for tensor in values]
+        over_batch = [plan.batch_placement(tensor) for tensor in values]
+        sizes = graph.tensor_bytes[values].astype(np.float64)
         split = np.array(kinds) == KIND_NUMBER["S"]
-        units = np.array([max(plan.axes[plan.tensor_axis[tensor]], 1) for tensor in self.values])
-        sharded = [parameter in plan.sharded for _, parameter, _ in graph.updates]
-        parameter_axis = [
-            int(plan.tensor_axis[parameter]) if parameter in plan.sharded else -1
-            for _, parameter, _ in graph.updates
-        ]
-        readers: list[list[int]] = [[] for _ in graph.updates]
-        if len(plan.axes) > 1:
-            for index, parameters in zip(self.ops, parameter_reads, strict=True):
-                for parameter in parameters:
-                    readers[parameter].extend(self.value_of[t] for t in graph.outputs(index)[:1])
+        units = np.array([max(plan.axes[plan.tensor_axis[tensor]], 1) for tensor in values])
+        return {
+            "value_op": _ints(self.value_op),
+            "value_tensor": _ints(values),
+            "value_kind": _ints(kinds),
+            "value_bytes": np.where(split, 0.0, sizes),
+            "value_bytes_per_unit": np.where(split, sizes / units, 0.0),
+            "value_moved_fraction": np.array([self._moved_fraction(each) for each in values]),
+            "value_batch_kind": _ints([KIND_NUMBER[place.kind] for place in over_batch]),
+            "value_is_outermost": _ints([_is_outermost(plan.placements[t]) for t in values]),
+            "value_batch_is_outermost": _ints([_is_outermost(place) for place in over_batch]),
+            "value_is_early": _ints([int(self._is_early(tensor)) for tensor in values]),
+        }
+
+    def _slot_tables(self) -> dict[str, Any]:
+        values = [value for value, _, _, _ in self.slots]
+        starts = np.searchsorted(values, np.arange(len(self.values) + 1))
+        return {
+            "value_slot_start": starts.astype(np.int32),
+            "slot_value": _ints(values),
+            "slot_group": _ints([group for _, group, _, _ in self.slots]),
+            "slot_whole": _ints([whole for _, _, whole, _ in self.slots]),
+            "slot_axis": _ints([axis for _, _, _, axis in self.slots]),
+        }
+
+    def _parameter_tables(self) -> dict[str, Any]:
+        graph, plan = self.graph, self.plan
+        sizes = [float(graph.tensor_bytes[parameter]) for _, parameter, _ in graph.updates]
         workspace = np.zeros(len(graph.updates))
-        for index, parameters in zip(self.ops, parameter_reads, strict=True):
-            if graph.ops[index].kind in REORDERS_WEIGHTS:
-                for row in parameters:
-                    workspace[row] = float(graph.tensor_bytes[graph.updates[row][1]])
+        readers: list[list[int]] = [[] for _ in graph.updates]
+        for index, rows in zip(self.ops, self.parameter_reads, strict=True):
+            for row in rows:
+                if graph.ops[index].kind in REORDERS_WEIGHTS:
+                    workspace[row] = sizes[row]
+                if len(plan.axes) > 1:
+                    readers[row].extend(self.value_of[t] for t in graph.outputs(index)[:1])
+        units = [float(plan.axes[axis]) if axis >= 0 else 1.0 for axis in self.parameter_axis]
+        return {
+            "parameter_group": _ints([int(self.grouping.group[op]) for op, _, _ in graph.updates]),
+            "parameter_bytes": np.array(sizes),
+            "parameter_workspace": workspace,
+            "parameter_axis": _ints(self.parameter_axis),
+            "parameter_units": np.array(units),
+            "parameter_tensor": _ints([parameter for _, parameter, _ in graph.updates]),
+            "reader_start": _starts([len(values) for values in readers]),
+            "reader_value": _ints([value for values in readers for value in values]),
+            "state_ratio": graph.optimizer_state_ratio,
+        }
+
+    def _gradient_tables(self) -> dict[str, Any]:
+        last_values = []
+        for row, value in enumerate(self.gradient_values):
+            last = self._last_op(row)
+            outputs = self.graph.outputs(self.ops[last])
+            waits = last > self.value_op[value] and len(outputs) > 0
+            last_values.append(self.value_of[outputs[0]] if waits else -1)
+        domains = list(map(self._domain, self.gradient_values, self.parameter_axis))
+        return {
+            "parameter_gradient": _ints(self.gradient_values),
+            "parameter_last_value": _ints(last_values),
+            "gradient_domain": _ints(domains),
+            "gradient_slot": _ints([self._number(slot) for slot in self.gradient_slots]),
+        }
+
+    def _batch_tables(self) -> dict[str, Any]:
+        """What stays on a device: what every device holds, and what comes with the batch."""
+        graph = self.graph
         batch_bytes = float(
             sum(graph.tensor_bytes[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH))
         )
-        batch_whole = self._batch_is_read_whole()
-        return GraphTables(
-            batch_size=graph.batch_size,
-            num_groups=self.grouping.num_groups,
-            axis_units=_ints(list(plan.axes)),
-            op_id=_ints(self.ops),
-            op_group=_ints(op_group),
-            op_axis=_ints([int(plan.op_axis[index]) for index in self.ops]),
-            value_start=_starts([graph.ops[index].num_outputs for index in self.ops]),
-            read_start=_starts([len(entries) for entries in reads]),
-            read_value=_ints([value for entries in reads for value, _ in entries]),
-            read_slot=_ints(
-                [-1 if s is None else slot_number[s] for entries in reads for _, s in entries]
-            ),
-            parameter_read_start=_starts([len(rows) for rows in parameter_reads]),
-            parameter_read=_ints([row for rows in parameter_reads for row in rows]),
-            finished_start=_starts([len(rows) for rows in finished]),
-            finished_parameter=_ints([row for rows in finished for row in rows]),
-            op_is_backward=_ints([int(flag) for flag in is_backward]),
-            op_is_weights=_ints(self._makes_weights_only(reads, is_backward, gradient_values)),
-            op_recomputes=_ints([int(row in recomputing) for row in range(len(self.ops))]),
-            recompute_start=_starts([len(each.ops) for each in again]),
-            recompute_op=_ints([row for each in again for row in each.ops]),
-            value_op=_ints(value_op),
-            value_tensor=_ints(self.values),
-            value_kind=_ints(kinds),
-            value_bytes=np.where(split, 0.0, sizes),
-            value_bytes_per_unit=np.where(split, sizes / units, 0.0),
-            value_moved_fraction=np.array(
-                [self._moved_fraction(tensor, outside) for tensor in self.values]
-            ),
-            value_batch_kind=_ints(
-                [KIND_NUMBER[plan.batch_placement(tensor).kind] for tensor in self.values]
-            ),
-            value_is_outermost=_ints([_is_outermost(plan.placements[t]) for t in self.values]),
-            value_batch_is_outermost=_ints(
-                [_is_outermost(plan.batch_placement(t)) for t in self.values]
-            ),
-            value_is_early=_ints([int(self._is_early(tensor)) for tensor in self.values]),
-            value_slot_start=np.searchsorted(
-                [slot[0] for slot in ordered], np.arange(len(self.values) + 1)
-            ).astype(np.int32),
-            slot_value=_ints([slot[0] for slot in ordered]),
-            slot_group=_ints([slot[1] for slot in ordered]),
-            slot_whole=_ints([slot[2] for slot in ordered]),
-            slot_axis=_ints([slot[3] for slot in ordered]),
-            parameter_group=_ints([int(self.grouping.group[op]) for op, _, _ in graph.updates]),
-            parameter_bytes=np.array(
-                [float(graph.tensor_bytes[parameter]) for _, parameter, _ in graph.updates]
-            ),
-            parameter_workspace=workspace,
-            parameter_gradient=_ints(gradient_values),
-            parameter_last_value=_ints(last_values),
-            gradient_domain=_ints(list(map(self._domain, gradient_values, parameter_axis))),
-            reader_start=_starts([len(values) for values in readers]),
-            reader_value=_ints([value for values in readers for value in values]),
-            gradient_slot=_ints(gradient_slots),
-            parameter_axis=_ints(parameter_axis),
-            parameter_units=np.array(
-                [
-                    float(plan.axes[axis]) if in_slices else 1.0
-                    for axis, in_slices in zip(parameter_axis, sharded, strict=True)
-                ]
-            ),
-            parameter_tensor=_ints([parameter for _, parameter, _ in graph.updates]),
-            common_bytes=(batch_bytes if batch_whole else 0.0)
-            + float(
-                sum(
-                    graph.tensor_bytes[tensor]
-                    for tensor in (
-                        *graph.inputs_of_kind(TensorKind.BUFFER),
-                        *graph.inputs_of_kind(TensorKind.CONSTANT),
-                        *(p for p in graph.parameters if p not in parameter_row),
-                    )
-                )
-            ),
-            group_reads_team=self._groups_that_read_for_teams(),
-            batch_is_whole=batch_whole,
-            input_bytes_per_sample=0.0 if batch_whole else batch_bytes / graph.batch_size,
-            state_ratio=graph.optimizer_state_ratio,
+        common = (
+            *graph.inputs_of_kind(TensorKind.BUFFER),
+            *graph.inputs_of_kind(TensorKind.CONSTANT),
+            *(p for p in graph.parameters if p not in self.parameter_row),
         )
+        common_bytes = float(sum(graph.tensor_bytes[tensor] for tensor in common))
+        is_whole = self._batch_is_read_whole()
+        return {
+            "common_bytes": common_bytes + (batch_bytes if is_whole else 0.0),
+            "input_bytes_per_sample": 0.0 if is_whole else batch_bytes / graph.batch_size,
+            "group_reads_team": self._groups_that_read_for_teams(),
+            "batch_is_whole": is_whole,
+        }
 
-    def _by_group_of_reader(
-        self, again: list[Recomputation], op_group: list[int]
-    ) -> list[Recomputation]:
-        """The recomputation of each block where the kernel looks for it: its reader's group."""
-        found = [Recomputation(-1, ())] * self.grouping.num_groups
-        for each in again:
-            if each.reader >= 0:
-                found[op_group[each.reader]] = each
-        return found
+    def _number(self, slot: _Slot | None) -> int:
+        return -1 if slot is None else self.slot_number[slot]
 
-    def _reads_of(
-        self, index: int, parameter_row: dict[int, int], outside: dict[int, set[int]]
-    ) -> tuple[list[tuple[int, _Slot | None]], list[int]]:
+    def _gradient_value(self, parameter: int, gradient: int) -> int:
+        storage = int(self.graph.storage[gradient])
+        if storage not in self.value_of:
+            raise StrategyError(
+                f"the gradient of '{self.graph.tensors[parameter].name}' is not made by any op."
+            )
+        return self.value_of[storage]
+
+    def _last_op(self, row: int) -> int:
+        """The op that an update waits for: the one that makes its gradient, or a later one.
+
+        An update overwrites the parameter: it must wait for ops that read it after its gradient
+        is made (the other product of a batched matrix product, say).
+        """
+        return max(self.value_op[self.gradient_values[row]], self.last_read.get(row, -1))
+
+    def _reads_of(self, index: int) -> tuple[list[tuple[int, _Slot | None]], list[int]]:
         """Values and parameters that a compute op reads, each once per way of reading it."""
         graph, plan = self.graph, self.plan
         group, axis = int(self.grouping.group[index]), int(plan.op_axis[index])
@@ -347,8 +365,8 @@ class _Builder:
         parameters: dict[int, None] = {}
         for position, tensor in enumerate(graph.ops[index].inputs):
             storage = int(graph.storage[tensor])
-            if storage in parameter_row:
-                parameters.setdefault(parameter_row[storage])
+            if storage in self.parameter_row:
+                parameters.setdefault(self.parameter_row[storage])
             if storage not in self.value_of:
                 continue
             value = self.value_of[storage]
@@ -357,7 +375,7 @@ class _Builder:
             whole = max(self.gathered[tensor], plan.whole_needed(index, position, tensor))
             is_near = maker != CONSTANT_GROUP and self.block[maker] == self.block[group]
             if maker != CONSTANT_GROUP and not is_near:
-                outside.setdefault(storage, set()).add(tensor)
+                self.outside.setdefault(storage, set()).add(tensor)
             as_made = is_near and whole == AS_MADE and plan.op_axis[producer] == axis
             if maker == CONSTANT_GROUP or as_made:
                 entries.setdefault((value, None))
@@ -365,28 +383,19 @@ class _Builder:
                 entries.setdefault((value, (value, group, whole, axis)))
         return list(entries), list(parameters)
 
-    def _makes_weights_only(
-        self,
-        reads: list[list[tuple[int, _Slot | None]]],
-        is_backward: list[bool],
-        gradient_values: list[int],
-    ) -> list[int]:
+    def _makes_weights_only(self) -> list[int]:
         """Ops of the backward pass whose results lead to gradients of their own group alone."""
-        graph = self.graph
-        groups = [int(self.grouping.group[index]) for index in self.ops]
-        maker = [row for row, index in enumerate(self.ops) for _ in graph.outputs(index)]
-        leads_on = [False] * len(
-            self.values
-        )  # another group or an op that is not such a one reads
-        gradients = set(gradient_values)
+        # Values that another group reads, or an op that is not such a one.
+        leads_on = [False] * len(self.values)
+        gradients = set(self.gradient_values)
         flags = [0] * len(self.ops)
         for row in range(len(self.ops) - 1, -1, -1):
-            made = [self.value_of[tensor] for tensor in graph.outputs(self.ops[row])]
-            if is_backward[row] and not any(leads_on[value] for value in made):
+            made = [self.value_of[tensor] for tensor in self.graph.outputs(self.ops[row])]
+            if self.is_backward[row] and not any(leads_on[value] for value in made):
                 # An op that nothing reads but that makes no gradient either is left where it is.
                 flags[row] = int(any(value in gradients or self._is_read(value) for value in made))
-            for value, _ in reads[row]:
-                if not flags[row] or groups[maker[value]] != groups[row]:
+            for value, _ in self.reads[row]:
+                if not flags[row] or self.op_group[self.value_op[value]] != self.op_group[row]:
                     leads_on[value] = True
         return flags
 
@@ -451,9 +460,11 @@ class _Builder:
             and tensor == self.graph.outputs(maker)[1]
         )
 
-    def _moved_fraction(self, storage: int, outside: dict[int, set[int]]) -> float:
+    def _moved_fraction(self, storage: int) -> float:
         """Part of a value that readers outside its group look at (a slice of it, say)."""
-        seen = sum(int(self.graph.tensor_bytes[tensor]) for tensor in outside.get(storage, ()))
+        seen = sum(
+            int(self.graph.tensor_bytes[tensor]) for tensor in self.outside.get(storage, ())
+        )
         size = int(self.graph.tensor_bytes[storage])
         return min(seen / size, 1.0) if size and seen else 1.0
 

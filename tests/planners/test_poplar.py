@@ -30,7 +30,7 @@ from heterog.planners.portfolio import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.strategy.division import split_evenly
-from heterog.strategy.strategy import SLICED, Sync
+from heterog.strategy.strategy import Sync
 from tests.simulator.builders import cluster_of
 
 # --- allocations ---------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_the_planner_chooses_the_stage_that_fits() -> None:
     row = run_method(Poplar(), Problem(evaluator=small, budget=Budget(evaluations=200)))
     assert row.outcome == "ok"
     assert row.candidate is not None
-    assert row.candidate.strategy.decisions[0].sync in SLICED
+    assert row.candidate.strategy.decisions[0].sync.is_sharded
     alone = run_method(Poplar(0), Problem(evaluator=small, budget=Budget(evaluations=200)))
     assert alone.outcome != "ok"
 
@@ -282,7 +282,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_leaves_stage_0() -> None:
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=50))
     candidates = Poplar().plan(problem).candidates
     assert candidates
-    assert all(c.strategy.decisions[0].sync not in SLICED for c in candidates)
+    assert all(not c.strategy.decisions[0].sync.is_sharded for c in candidates)
     refused = Poplar(2).plan(problem)
     assert not refused.candidates
     assert "Adafactor cannot update slices" in refused.reason

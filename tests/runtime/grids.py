@@ -11,7 +11,7 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules
 from heterog.graph.placement import R
 from heterog.strategy.division import split_evenly
-from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.strategy.tensor_parallel import merge_rules, shardings
 from tests.simulator.builders import cluster_of
 
@@ -83,7 +83,7 @@ def _random_decision(rng: Random, own: list[int], samples: tuple[int, ...]) -> D
         share_of |= dict(zip(team, _composition(rng, count, size, least=0), strict=True))
         part_of |= {device: rng.choice([1, 1, 2]) for device in team}
     devices = tuple(sorted(own))
-    sync = rng.choice([Sync.RING, Sync.HIERARCHICAL, Sync.REDUCE_SCATTER_ALL_GATHER, *SLICED])
+    sync = rng.choice([sync for sync in Sync if not sync.is_served])
     return Decision(
         devices=devices,
         shares=tuple(share_of[device] for device in devices),

@@ -10,7 +10,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import Plan
 from heterog.strategy.division import split_evenly
-from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.runtime.cases import BATCH, workload_of
 from tests.simulator.builders import cluster_of, plan_by_hand, random_schedule
 
@@ -83,7 +83,7 @@ def random_strategy(rng: Random, graph: OpGraph) -> Strategy:
         shares = tuple(b - a for a, b in zip([0, *cuts], [*cuts, BATCH], strict=True))
         sync = rng.choice(list(Sync))
         slices: tuple[int, ...] = ()
-        if sync == Sync.REDUCE_SCATTER_ALL_GATHER or sync in SLICED:
+        if sync.takes_slices:
             slices = (rng.randint(1, 4), *(rng.randint(0, 4) for _ in devices[1:]))
         recompute = rng.random() < 0.4
         pool.append(
@@ -94,7 +94,7 @@ def random_strategy(rng: Random, graph: OpGraph) -> Strategy:
     homes = []
     for op, _, _ in graph.updates:
         decision = decisions[int(grouping.group[op])]
-        served = decision.sync == Sync.PARAMETER_SERVER
+        served = decision.sync.is_served
         homes.append(rng.choice(ALL) if served else REPLICATED)
     micro: tuple[tuple[int, ...], ...] = ()
     if rng.random() < 0.4:

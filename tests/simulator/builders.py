@@ -32,7 +32,7 @@ from heterog.strategy.lowering import Choice
 from heterog.strategy.lowering.tape import make_tape
 from heterog.strategy.pipeline_schedule import PipelineSchedule, device_chunks
 from heterog.strategy.program import FloatArray, TaskKind
-from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 GBIT_PER_S = 1e9 / 8
 
@@ -377,7 +377,7 @@ def random_decision(rng: Random, batch_size: int, num_devices: int) -> Decision:
     devices = tuple(sorted(rng.sample(range(num_devices), count)))
     sync = rng.choice(list(Sync))
     slices: tuple[int, ...] = ()
-    if (sync == Sync.REDUCE_SCATTER_ALL_GATHER or sync in SLICED) and rng.random() < 0.5:
+    if (sync.takes_slices) and rng.random() < 0.5:
         slices = random_composition(rng, rng.randint(1, 20), len(devices))
     shares = random_composition(rng, batch_size, len(devices))
     return Decision(
@@ -418,7 +418,7 @@ def random_strategy(rng: Random, graph: OpGraph, cluster: Cluster) -> Strategy:
     homes = []
     for op, _, _ in graph.updates:
         decision = chosen[int(grouping.group[op])]
-        is_served = decision.sync == Sync.PARAMETER_SERVER
+        is_served = decision.sync.is_served
         may_move = len(decision.devices) == 1 and rng.random() < 0.5
         homes.append(rng.randint(0, count - 1) if is_served or may_move else REPLICATED)
     micro_batches: tuple[tuple[int, ...], ...] = ()
@@ -486,7 +486,7 @@ def with_rules(
     )
     decisions = tuple(
         replace(each, sync=Sync.RING, slices=())
-        if each.sync in SLICED and not keeps_slices
+        if each.sync.is_sharded and not keeps_slices
         else each
         for each in strategy.decisions
     )

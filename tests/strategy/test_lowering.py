@@ -27,7 +27,7 @@ from heterog.strategy.lowering import (
 )
 from heterog.strategy.lowering.tape import make_tape
 from heterog.strategy.program import FIRST_FREE_KIND, Program, TaskKind
-from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.strategy.tables import Domain, graph_tables
 from tests.simulator.builders import (
     GraphBuilder,
@@ -543,7 +543,7 @@ def test_updates_follow_every_gradient_and_every_reader(seed: int) -> None:
 
 
 def is_sliced(decision: Decision) -> bool:
-    return decision.sync in SLICED and len(decision.devices) > 1
+    return decision.sync.is_sharded and len(decision.devices) > 1
 
 
 # --- tapes and hashes ---------------------------------------------------------------------------

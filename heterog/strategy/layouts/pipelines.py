@@ -16,8 +16,6 @@ from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
-_ZERO = (Sync.RING, Sync.ZERO1, Sync.ZERO2, Sync.ZERO3)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
@@ -186,7 +184,7 @@ def _decision(
     recompute: bool,
 ) -> Decision:
     devices = tuple(sorted(device for team in teams for device in team))
-    sync = _ZERO[zero]
+    sync = Sync.of_stage(zero) if zero else Sync.RING
     if sync == Sync.RING:
         hosts = {cluster.host_of[team[0]] for team in teams}
         sync = Sync.HIERARCHICAL if 1 < len(hosts) < len(teams) else Sync.RING

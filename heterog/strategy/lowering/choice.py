@@ -19,7 +19,7 @@ from heterog.strategy.lowering.turns import NO_SCHEDULE, Turns, encode_turns
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.rings import Ring, gradient_rings
-from heterog.strategy.strategy import SLICED, Decision, Strategy, Sync
+from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.strategy.tables import Domain, GraphTables
 
 BoolArray = npt.NDArray[np.bool_]
@@ -73,7 +73,7 @@ class Choice(NamedTuple):
     shares: IntArray  # samples, or units if the team has samples  # [rows, num_micro, num_devices]
     member: BoolArray  # devices that hold a division's parameters  # [num_divisions, num_devices]
     teams: Teams
-    sync: IntArray  # of each group
+    sharded: IntArray  # what replicas of each group keep in slices; see ``Sharded``
     sync_class: IntArray  # groups whose gradients may share buckets have the same number
     recompute: BoolArray  # whether each group lets go what it made in the forward pass
     rings: Rings
@@ -191,7 +191,7 @@ class Encoder:
                 reduce_channel=np.stack([row.team_reduce for row in rows]),
                 gather_channel=np.stack([row.team_gather for row in rows]),
             ),
-            sync=np.array([int(each.sync) for each in decisions], np.int32)[of_group],
+            sharded=np.array([int(each.sync.sharded) for each in decisions], np.int32)[of_group],
             sync_class=np.array([self._class(each) for each in decisions], np.int32)[of_group],
             recompute=np.array([each.recompute for each in decisions], np.bool_)[of_group],
             rings=self._all_rings(decisions, of_group),
@@ -299,7 +299,7 @@ class Encoder:
 
     def _new_rings(self, decision: Decision) -> RingRows:
         domains = gradient_rings(decision.division, self._axes)
-        if decision.sync == Sync.PARAMETER_SERVER:
+        if decision.sync.is_served:
             domains = tuple(
                 () if number < Domain.SLICES else rings for number, rings in enumerate(domains)
             )
@@ -313,7 +313,7 @@ class Encoder:
             is_whole[number, list(ring.whole)] = True
             synchronised = ring_decision(ring, decision)
             channels.append(self._channels.for_decision(synchronised))
-            if decision.sync in SLICED:
+            if decision.sync.is_sharded:
                 slice_part[number, list(ring.devices)] = slice_parts(synchronised)
         return RingRows(
             counts=tuple(map(len, domains)),
@@ -330,7 +330,7 @@ class Encoder:
 def ring_decision(ring: Ring, of: Decision) -> Decision:
     """What the devices of a ring decide about their part."""
     # Slices of a parameter have no home: servers would have nothing to bring together.
-    sync = Sync.RING if of.sync == Sync.PARAMETER_SERVER else of.sync
+    sync = Sync.RING if of.sync.is_served else of.sync
     slices: tuple[int, ...] = ()
     if of.slices:
         slices = tuple(of.slices[of.devices.index(device)] for device in ring.devices)

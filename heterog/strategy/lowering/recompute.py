@@ -9,13 +9,13 @@ from heterog.strategy.lowering.tape import Tape, set_units, write_buffer, write_
 from heterog.strategy.lowering.turns import BY_MICRO_BATCH, take_turns, work_of
 from heterog.strategy.pipeline_schedule import Pass
 from heterog.strategy.program import TaskKind
-from heterog.strategy.strategy import Sync
+from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import KIND_NUMBER, GraphTables
 
 # Plain integers, because numba freezes enum members into slow objects.
 _RECOMPUTE = int(TaskKind.RECOMPUTE)
 _BACKWARD = int(Pass.BACKWARD)
-_ZERO3 = int(Sync.ZERO3)
+_PARAMETERS = int(Sharded.PARAMETERS)
 _S = KIND_NUMBER["S"]
 
 
@@ -41,7 +41,7 @@ def recompute_group(
         op = tables.recompute_op[position]
         division = choice.division[group] + num_divisions * tables.op_axis[op]
         gathers = False
-        if choice.sync[group] == _ZERO3:
+        if choice.sharded[group] == _PARAMETERS:
             gathers = gather_parameters(tables, choice, scratch, tape, op, division, micro, 1)
         for device in range(num_devices):
             share = choice.shares[division, micro, device]

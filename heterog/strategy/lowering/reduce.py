@@ -15,7 +15,7 @@ from heterog.strategy.lowering.tape import (
 )
 from heterog.strategy.lowering.turns import follow_gradients
 from heterog.strategy.program import TaskKind
-from heterog.strategy.strategy import Sync
+from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import GraphTables
 
 # Plain integers, because numba freezes enum members into slow objects.
@@ -24,16 +24,16 @@ _UPDATE = int(TaskKind.UPDATE)
 _ALL_REDUCE = int(TaskKind.ALL_REDUCE)
 _REDUCE_SCATTER = int(TaskKind.REDUCE_SCATTER)
 _ALL_GATHER = int(TaskKind.ALL_GATHER)
-_ZERO1 = int(Sync.ZERO1)
-_ZERO3 = int(Sync.ZERO3)
+_STATE = int(Sharded.STATE)
+_PARAMETERS = int(Sharded.PARAMETERS)
 
 
 @helper
 def number_buckets(choice: Choice, scratch: Scratch) -> None:
     """Groups whose gradients may share a bucket get the same key: the first such group."""
-    for group in range(len(choice.sync)):
+    for group in range(len(choice.sharded)):
         scratch.bucket_key[group] = group
-        if choice.sync[group] == _ZERO3:  # gathers a bucket for the ops of one group
+        if choice.sharded[group] == _PARAMETERS:  # gathers a bucket for the ops of one group
             continue
         for other in range(group):
             if choice.sync_class[group] == choice.sync_class[other]:
@@ -57,7 +57,7 @@ def synchronise(
                 write_read(tape, scratch.last_read[parameter, device])
                 scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)
         return
-    if choice.sync[group] >= _ZERO1:
+    if choice.sharded[group] >= _STATE:
         finish_gradient(tables, choice, scratch, tape, parameter, choice.num_micro - 1)
         return
     num_domains = choice.rings.first.shape[1]

@@ -7,11 +7,11 @@ from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.gradients import own_part
 from heterog.strategy.lowering.slices import is_sliced, owned_part
 from heterog.strategy.program import FloatArray
-from heterog.strategy.strategy import Sync
+from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import GraphTables
 
 # Plain integers, because numba freezes enum members into slow objects.
-_ZERO3 = int(Sync.ZERO3)
+_PARAMETERS = int(Sharded.PARAMETERS)
 
 
 def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
@@ -45,7 +45,7 @@ def _resident_kernel(
             workspace[device] = max(workspace[device], needed)
             if sliced:
                 owned = owned_part(tables, choice, parameter, device)
-                kept = owned if choice.sync[group] == _ZERO3 else part
+                kept = owned if choice.sharded[group] == _PARAMETERS else part
                 resident[device] += size * (kept + owned * tables.state_ratio)
             else:
                 resident[device] += part * size * (1.0 if home >= 0 else 1.0 + tables.state_ratio)

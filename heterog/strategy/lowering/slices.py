@@ -32,23 +32,23 @@ from heterog.strategy.lowering.tape import (
 )
 from heterog.strategy.lowering.turns import follow_gradients
 from heterog.strategy.program import TaskKind
-from heterog.strategy.strategy import Sync
+from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import GraphTables
 
 _FLATTEN = int(TaskKind.FLATTEN)
 _UPDATE = int(TaskKind.UPDATE)
 _REDUCE_SCATTER = int(TaskKind.REDUCE_SCATTER)
 _GATHER_PARAMETERS = int(TaskKind.GATHER_PARAMETERS)
-_ZERO1 = int(Sync.ZERO1)
-_ZERO2 = int(Sync.ZERO2)
-_ZERO3 = int(Sync.ZERO3)
+_STATE = int(Sharded.STATE)
+_GRADIENTS = int(Sharded.GRADIENTS)
+_PARAMETERS = int(Sharded.PARAMETERS)
 
 
 @helper
 def is_sliced(tables: GraphTables, choice: Choice, parameter: int) -> bool:
     """Whether each device updates a slice of a parameter, or of what it has of it."""
     group = tables.parameter_group[parameter]
-    return bool(choice.sync[group] >= _ZERO1 and num_rings(tables, choice, parameter) > 0)
+    return bool(choice.sharded[group] >= _STATE and num_rings(tables, choice, parameter) > 0)
 
 
 @helper
@@ -131,7 +131,7 @@ def gather_parameters(
         parameter = tables.parameter_read[entry]
         group = tables.parameter_group[parameter]
         first = tape.bucket[parameter]
-        if choice.sync[group] != _ZERO3 or first < 0 or scratch.gathered[first] == turn:
+        if choice.sharded[group] != _PARAMETERS or first < 0 or scratch.gathered[first] == turn:
             continue
         any_gathered = True
         updated = scratch.gathered[first] == 0
@@ -202,7 +202,7 @@ def _scatter(
     group = tables.parameter_group[first]
     rings = choice.rings
     size = scratch.bucket_bytes[first] * rings.part[ring]
-    by_micro = choice.sync[group] >= _ZERO2
+    by_micro = choice.sharded[group] >= _GRADIENTS
     single = scratch.next_in_bucket[first] < 0
     for device in range(num_devices):
         if rings.member[ring, device]:
@@ -232,7 +232,7 @@ def _scatter(
         follow_gradients(choice.turns, tape)
         if not single:
             scratch.flat_buffer[0, device] = write_buffer(tape, device, size)
-        if choice.sync[group] == _ZERO2:
+        if choice.sharded[group] == _GRADIENTS:
             # The next micro-batch does not begin while this one waits for its scatters: it would
             # keep activations of both. Stage 3 has its gathers for that.
             flattened = write_buffer(tape, device, 0.0)
@@ -306,7 +306,7 @@ def _update(
     rings = choice.rings
     num_devices = choice.member.shape[1]
     group = tables.parameter_group[first]
-    by_micro = choice.sync[group] >= _ZERO2
+    by_micro = choice.sharded[group] >= _GRADIENTS
     parameter = first
     while parameter >= 0:
         for device in range(num_devices):
@@ -324,7 +324,7 @@ def _update(
                 write_read(tape, scratch.flat_buffer[0, device])
             scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)
         parameter = scratch.next_in_bucket[parameter]
-    if choice.sync[group] == _ZERO3:
+    if choice.sharded[group] == _PARAMETERS:
         return
     if not _has_room(tape, 2 * (num_devices + 1) * (scratch.bucket_count[first] + 1)):
         return

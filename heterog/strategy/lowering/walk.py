@@ -30,13 +30,13 @@ from heterog.strategy.lowering.turns import (
     take_turns,
     work_of,
 )
-from heterog.strategy.strategy import Sync
+from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import GraphTables
 
 # Plain integers, because numba freezes enum members into slow objects.
-_ZERO1 = int(Sync.ZERO1)
-_ZERO2 = int(Sync.ZERO2)
-_ZERO3 = int(Sync.ZERO3)
+_STATE = int(Sharded.STATE)
+_GRADIENTS = int(Sharded.GRADIENTS)
+_PARAMETERS = int(Sharded.PARAMETERS)
 
 
 @kernel
@@ -49,9 +49,9 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     number_buckets(choice, scratch)
     has_slices, has_gathers = False, False
     for group in range(tables.num_groups):
-        if choice.sync[group] >= _ZERO1:
+        if choice.sharded[group] >= _STATE:
             has_slices = True
-            has_gathers |= choice.sync[group] == _ZERO3
+            has_gathers |= choice.sharded[group] == _PARAMETERS
     if has_slices:
         number_sliced_buckets(tables, choice, scratch, tape)
     turns = choice.turns
@@ -174,7 +174,7 @@ def _finish_parameter(
         convert(tables, choice, scratch, tape, slot, micro)
     if is_shared(tables, choice, parameter):
         share_whole_gradient(tables, choice, scratch, tape, parameter, micro)
-    by_micro = choice.sync[tables.parameter_group[parameter]] >= _ZERO2
+    by_micro = choice.sharded[tables.parameter_group[parameter]] >= _GRADIENTS
     if by_micro and num_rings(tables, choice, parameter) > 0:
         finish_gradient(tables, choice, scratch, tape, parameter, micro)
         return
