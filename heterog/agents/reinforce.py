@@ -139,21 +139,7 @@ class Reinforce:
             self._judge(pair, state, each)
             for pair, state, each in zip(pairs, states, samples, strict=True)
         ]
-        num_blocks, num_candidates = scores.unary.shape[1:]
-        which = np.repeat(np.arange(len(pairs)), [len(each.rows) for each in drawn])
-        actions = np.zeros((len(which), num_blocks), np.int64)
-        masks = np.zeros((len(which), num_blocks, num_candidates), np.bool_)
-        masks[:, :, 0] = True
-        at = 0
-        for each in drawn:
-            count, blocks = each.rows.shape
-            actions[at : at + count, :blocks] = each.rows
-            masks[at : at + count, :blocks] = False
-            masks[at : at + count, :blocks, : each.masks.shape[2]] = each.masks
-            at += count
-        log_p, entropy = log_probabilities(
-            scores, torch.from_numpy(which), torch.from_numpy(actions), torch.from_numpy(masks)
-        )
+        log_p, entropy = _log_probabilities(scores, drawn)
         pool = torch.tensor(np.concatenate([each.in_pool for each in drawn]))
         advantage = torch.tensor(np.concatenate([each.advantage for each in drawn]))
         k = self.num_samples
@@ -162,7 +148,7 @@ class Reinforce:
         gradient = (weight * advantage).float()
         fresh = torch.tensor(np.concatenate([each.is_fresh for each in drawn]))
         mean_entropy = (entropy * fresh).sum() / fresh.sum()
-        loss = -(gradient * log_p).sum() / len(which) - self.coefficient * mean_entropy
+        loss = -(gradient * log_p).sum() / len(log_p) - self.coefficient * mean_entropy
         reached = float(mean_entropy.detach())
         self.coefficient = steered(self.coefficient, reached, self._entropy_nats, fraction)
         return ReinforceStep(
@@ -239,3 +225,22 @@ class _Drawn:
     out_of_memory: float
     speedup: float
     best: tuple[IntArray, float] | None
+
+
+def _log_probabilities(scores: Scores, drawn: Sequence["_Drawn"]) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of every row that was drawn, in one go.  # [R], [R]"""
+    num_blocks, num_candidates = scores.unary.shape[1:]
+    which = np.repeat(np.arange(len(drawn)), [len(each.rows) for each in drawn])
+    actions = np.zeros((len(which), num_blocks), np.int64)
+    masks = np.zeros((len(which), num_blocks, num_candidates), np.bool_)
+    masks[:, :, 0] = True  # of blocks that a smaller pair does not have
+    at = 0
+    for each in drawn:
+        count, blocks = each.rows.shape
+        actions[at : at + count, :blocks] = each.rows
+        masks[at : at + count, :blocks] = False
+        masks[at : at + count, :blocks, : each.masks.shape[2]] = each.masks
+        at += count
+    return log_probabilities(
+        scores, torch.from_numpy(which), torch.from_numpy(actions), torch.from_numpy(masks)
+    )

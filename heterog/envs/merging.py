@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from heterog.strategy.tables import KIND_NUMBER, GraphTables, graph_tables
 MAX_BLOCKS = 48
 """Blocks that a graph is cut into: a chain of decisions that is quick to sample and to score."""
 
+_Slot = tuple[int, int, int]
 _Signature = tuple[int, int, int, int, frozenset[tuple[int, int, int]], int]
 
 
@@ -100,6 +102,14 @@ class _Merger:
                     self.readers[value].add((run, *where))
                 elif run != self.coarse_of[fine.value_op[value]]:
                     self.readers[value].add((run, -2, -1))
+        self.parameter_of, members = self._merge_parameters()
+        self.leaders = np.array([rows[0] for rows in members], np.int32)
+        self.done_in = self._finished_in()[self.leaders]
+        self.value_of, self.made_by, self.inner_value = self._merge_values()
+        starts = np.searchsorted(self.made_by, np.arange(self.num_ops + 1))
+        self.value_start = starts.astype(np.int32)
+        self.slots = self._slots()
+        self.slot_number = {slot: number for number, slot in enumerate(self.slots)}
 
     def _runs(self) -> tuple[IntArray, IntArray]:
         """(run of each op, ops in the order of runs).
@@ -144,11 +154,62 @@ class _Merger:
         return coarse_of, np.array(sequence, np.int32)
 
     def merge(self) -> CoarseTables:
+        tables = self.fine._replace(
+            **self._op_rows(),
+            **self._value_rows(),
+            **self._slot_rows(),
+            **self._parameter_rows(),
+        )
+        return CoarseTables(
+            tables=tables,
+            block_of=self.block_of,
+            run_of=self.coarse_of,
+            parameter_of=self.parameter_of,
+        )
+
+    def _op_rows(self) -> dict[str, Any]:
         fine, num_ops = self.fine, self.num_ops
-        parameter_of, parameters = self._merge_parameters()
-        value_of, made_by, inner_value = self._merge_values(parameter_of)
+        reads: list[dict[tuple[int, int], None]] = [{} for _ in range(num_ops)]
+        for value in np.flatnonzero(self.value_of >= 0):
+            for run, group, needs_whole in sorted(self.readers[value]):
+                slot = (int(self.value_of[value]), group, needs_whole)
+                reads[run].setdefault((slot[0], self.slot_number.get(slot, -1)))
+        parameter_reads: list[dict[int, None]] = [{} for _ in range(num_ops)]
+        for op in range(len(fine.op_id)):
+            rows = fine.parameter_read[
+                fine.parameter_read_start[op] : fine.parameter_read_start[op + 1]
+            ]
+            for row in rows:
+                parameter_reads[self.coarse_of[op]].setdefault(int(self.parameter_of[row]))
+        finished: list[list[int]] = [[] for _ in range(num_ops)]
+        for parameter, run in enumerate(self.done_in):
+            finished[run].append(parameter)
+        first_op = np.unique(self.coarse_of, return_index=True)[1]
+        return {
+            "op_id": fine.op_id[first_op],
+            "op_group": fine.op_group[first_op],
+            "op_axis": fine.op_axis[first_op],
+            "value_start": self.value_start,
+            "read_start": _starts([len(entries) for entries in reads]),
+            "read_value": _ints([value for entries in reads for value, _ in entries]),
+            "read_slot": _ints([slot for entries in reads for _, slot in entries]),
+            "parameter_read_start": _starts([len(entries) for entries in parameter_reads]),
+            "parameter_read": _ints([row for entries in parameter_reads for row in entries]),
+            "finished_start": _starts([len(entries) for entries in finished]),
+            "finished_parameter": _ints([row for entries in finished for row in entries]),
+            "op_is_backward": (self.phase[first_op] == int(Phase.BACKWARD)).astype(np.int32),
+            # Merged rows make both kinds of gradients.
+            "op_is_weights": np.zeros(num_ops, np.int32),
+            # Rows never recompute: what a block would run again is not worked out.
+            "op_recomputes": np.zeros(num_ops, np.int32),
+            "recompute_start": np.zeros(fine.num_groups + 1, np.int32),
+            "recompute_op": np.empty(0, np.int32),
+        }
+
+    def _value_rows(self) -> dict[str, Any]:
+        fine, value_of, inner = self.fine, self.value_of, self.inner_value
         kept = np.flatnonzero(value_of >= 0)
-        num_values = len(made_by)
+        num_values = len(self.made_by)
         sizes = sums(value_of[kept], fine.value_bytes[kept], num_values)
         per_sample = sums(value_of[kept], fine.value_bytes_per_unit[kept], num_values)
         whole = fine.value_bytes[kept] + fine.batch_size * fine.value_bytes_per_unit[kept]
@@ -156,116 +217,84 @@ class _Merger:
         moved = sums(
             value_of[kept], fine.value_moved_fraction[kept] * whole, num_values
         ) / np.maximum(sums(value_of[kept], whole, num_values), 1.0)
-        sizes[inner_value], per_sample[inner_value] = self._inner_bytes(value_of >= 0)
+        sizes[inner], per_sample[inner] = self._inner_bytes(value_of >= 0)
         first = np.empty(num_values, np.int32)
-        first[inner_value] = 0
+        first[inner] = 0
         # The first of the values that became one stands for all: in reversed order its number is
         # written last, and stays.
         first[value_of[kept[::-1]]] = kept[::-1]
         kinds = fine.value_kind[first]
         outermost = fine.value_is_outermost[first]
         early = fine.value_is_early[first]
-        kinds[inner_value], outermost[inner_value], early[inner_value] = KIND_NUMBER["S"], 1, 0
+        kinds[inner], outermost[inner], early[inner] = KIND_NUMBER["S"], 1, 0
+        return {
+            "value_op": self.made_by,
+            "value_tensor": fine.value_tensor[first],
+            "value_kind": kinds,
+            "value_bytes": sizes,
+            "value_bytes_per_unit": per_sample,
+            "value_moved_fraction": np.where(moved > 0.0, moved, 1.0),
+            "value_is_outermost": outermost,
+            "value_batch_kind": kinds,
+            "value_batch_is_outermost": outermost,
+            "value_is_early": early,
+        }
+
+    def _slots(self) -> list[_Slot]:
+        """(coarse value, reading group, how much of it is needed), in order."""
+        fine, value_of = self.fine, self.value_of
         slots = {
             (int(value_of[value]), group, needs_whole)
-            for value in kept
+            for value in np.flatnonzero(value_of >= 0)
             for _, group, needs_whole in self.readers[value]
             if needs_whole >= 0
         }
         # A gradient that was made in parts is made whole in a slot, whether an op reads it or not.
-        whole_at = {
-            (int(value_of[fine.slot_value[slot]]), int(fine.slot_group[slot]), 1): None
+        slots |= {
+            (int(value_of[fine.slot_value[slot]]), int(fine.slot_group[slot]), 1)
             for slot in fine.gradient_slot
             if slot >= 0
         }
-        ordered = sorted(slots | set(whole_at))
-        number = {slot: index for index, slot in enumerate(ordered)}
-        reads: list[dict[tuple[int, int], None]] = [{} for _ in range(num_ops)]
-        for value in kept:
-            for run, group, needs_whole in sorted(self.readers[value]):
-                slot = (int(value_of[value]), group, needs_whole)
-                reads[run].setdefault((slot[0], number.get(slot, -1)))
-        parameter_reads: list[dict[int, None]] = [{} for _ in range(num_ops)]
-        finished: list[dict[int, None]] = [{} for _ in range(num_ops)]
-        for op in range(len(fine.op_id)):
-            run = self.coarse_of[op]
-            for read in range(fine.parameter_read_start[op], fine.parameter_read_start[op + 1]):
-                parameter_reads[run].setdefault(int(parameter_of[fine.parameter_read[read]]))
-        # Parameters whose gradients are made and finished together are alike but for their bytes.
-        leaders = np.array([members[0] for members in parameters], np.int32)
+        return sorted(slots)
+
+    def _slot_rows(self) -> dict[str, Any]:
+        values = [value for value, _, _ in self.slots]
+        starts = np.searchsorted(values, np.arange(len(self.made_by) + 1))
+        return {
+            "value_slot_start": starts.astype(np.int32),
+            "slot_value": _ints(values),
+            "slot_group": _ints([group for _, group, _ in self.slots]),
+            "slot_whole": _ints([needs_whole for _, _, needs_whole in self.slots]),
+            "slot_axis": np.zeros(len(self.slots), np.int32),
+        }
+
+    def _parameter_rows(self) -> dict[str, Any]:
+        """Parameters whose gradients are made and finished together, by the first of them."""
+        fine, leaders = self.fine, self.leaders
+        groups = fine.parameter_group[leaders]
+        gradient = self.value_of[fine.parameter_gradient[leaders]].astype(np.int32)
         made_in = self.coarse_of[fine.value_op[fine.parameter_gradient[leaders]]]
-        done_in = self._finished_in()[leaders]
-        for parameter, run in enumerate(done_in):
-            finished[run].setdefault(parameter)
-        value_start = np.searchsorted(made_by, np.arange(num_ops + 1)).astype(np.int32)
-        first_op = np.unique(self.coarse_of, return_index=True)[1]
-        tables = fine._replace(
-            op_id=fine.op_id[first_op],
-            op_group=fine.op_group[first_op],
-            op_axis=fine.op_axis[first_op],
-            value_start=value_start,
-            read_start=_starts([len(entries) for entries in reads]),
-            read_value=_ints([value for entries in reads for value, _ in entries]),
-            read_slot=_ints([slot for entries in reads for _, slot in entries]),
-            parameter_read_start=_starts([len(entries) for entries in parameter_reads]),
-            parameter_read=_ints([row for entries in parameter_reads for row in entries]),
-            finished_start=_starts([len(entries) for entries in finished]),
-            finished_parameter=_ints([row for entries in finished for row in entries]),
-            op_is_backward=(self.phase[first_op] == int(Phase.BACKWARD)).astype(np.int32),
-            op_is_weights=np.zeros(num_ops, np.int32),  # merged rows make both kinds of gradients
-            # Rows never recompute: what a block would run again is not worked out.
-            op_recomputes=np.zeros(num_ops, np.int32),
-            recompute_start=np.zeros(fine.num_groups + 1, np.int32),
-            recompute_op=np.empty(0, np.int32),
-            value_op=made_by,
-            value_tensor=fine.value_tensor[first],
-            value_kind=kinds,
-            value_bytes=sizes,
-            value_bytes_per_unit=per_sample,
-            value_moved_fraction=np.where(moved > 0.0, moved, 1.0),
-            value_is_outermost=outermost,
-            value_batch_kind=kinds,
-            value_batch_is_outermost=outermost,
-            value_is_early=early,
-            value_slot_start=np.searchsorted(
-                [slot[0] for slot in ordered], np.arange(num_values + 1)
-            ).astype(np.int32),
-            slot_value=_ints([slot[0] for slot in ordered]),
-            slot_group=_ints([slot[1] for slot in ordered]),
-            slot_whole=_ints([slot[2] for slot in ordered]),
-            slot_axis=np.zeros(len(ordered), np.int32),
-            parameter_group=fine.parameter_group[leaders],
-            parameter_bytes=sums(parameter_of, fine.parameter_bytes, len(parameters)),
-            parameter_gradient=value_of[fine.parameter_gradient[leaders]].astype(np.int32),
-            parameter_last_value=np.where(done_in > made_in, value_start[done_in], -1).astype(
-                np.int32
-            ),
-            gradient_domain=fine.gradient_domain[leaders],
+        last = np.where(self.done_in > made_in, self.value_start[self.done_in], -1)
+        slots = [
+            self.slot_number.get((value, group, EVERYTHING), -1) if slot >= 0 else -1
+            for value, group, slot in zip(
+                gradient.tolist(), groups.tolist(), fine.gradient_slot[leaders], strict=True
+            )
+        ]
+        return {
+            "parameter_group": groups,
+            "parameter_bytes": sums(self.parameter_of, fine.parameter_bytes, len(leaders)),
+            "parameter_gradient": gradient,
+            "parameter_last_value": last.astype(np.int32),
+            "gradient_domain": fine.gradient_domain[leaders],
             # Rows split the batch alone: no op has a rule of its own.
-            reader_start=np.zeros(len(leaders) + 1, np.int32),
-            reader_value=np.empty(0, np.int32),
-            gradient_slot=_ints(
-                [
-                    number.get(
-                        (int(value_of[fine.parameter_gradient[leader]]), group, EVERYTHING), -1
-                    )
-                    if fine.gradient_slot[leader] >= 0
-                    else -1
-                    for leader, group in zip(
-                        leaders.tolist(), fine.parameter_group[leaders].tolist(), strict=True
-                    )
-                ]
-            ),
-            parameter_axis=fine.parameter_axis[leaders],
-            parameter_units=fine.parameter_units[leaders],
-            parameter_tensor=fine.parameter_tensor[leaders],
-        )
-        return CoarseTables(
-            tables=tables,
-            block_of=self.block_of,
-            run_of=self.coarse_of,
-            parameter_of=parameter_of,
-        )
+            "reader_start": np.zeros(len(leaders) + 1, np.int32),
+            "reader_value": np.empty(0, np.int32),
+            "gradient_slot": _ints(slots),
+            "parameter_axis": fine.parameter_axis[leaders],
+            "parameter_units": fine.parameter_units[leaders],
+            "parameter_tensor": fine.parameter_tensor[leaders],
+        }
 
     def _finished_in(self) -> IntArray:
         """Run in which each parameter's gradient is made and its last reader done."""
@@ -297,11 +326,11 @@ class _Merger:
             members[numbers[key]].append(row)
         return parameter_of, members
 
-    def _merge_values(self, parameter_of: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    def _merge_values(self) -> tuple[IntArray, IntArray, IntArray]:
         """Coarse value of each value (-1: inner), maker of each, the inner one of each run."""
         fine = self.fine
         gradient_of = np.full(len(fine.value_op), -1, np.int32)
-        gradient_of[fine.parameter_gradient] = parameter_of
+        gradient_of[fine.parameter_gradient] = self.parameter_of
         keys: list[_Signature | None] = []
         for value, op in enumerate(fine.value_op):
             key: _Signature = (

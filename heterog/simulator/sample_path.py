@@ -34,7 +34,7 @@ instead (``one_pass``). From below by weak duality: for every price p of a part 
 p + sum_d min(0, min_x (alpha x + w_d) c(o,d,x) - p x), and a p for each op is looked for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -112,18 +112,28 @@ def sample_path_s(
         total = off_path[number].sum() + heaviest_path(graph, gain)
         return float(total / (1.0 + alpha))
 
-    by_compute = device_weights(whole.T, counts)
+    return _highest(bound, device_weights(whole.T, counts), counts) * (1.0 - _ROUNDING)
+
+
+def _highest(
+    bound: Callable[[float, FloatArray], float],
+    by_compute: FloatArray,
+    counts: npt.NDArray[np.integer],
+) -> float:
+    """The highest bound that is found over the weight of the path and those of the devices.
+
+    Any point is a valid bound, so it does not matter whether this finds the very best one.
+    """
+    import scipy.optimize  # takes 0.3 s, which most of what imports this need not wait for
+
     start = np.maximum(by_compute, 1e-3 / counts.sum())  # the search moves by factors
 
     def given(point: FloatArray) -> tuple[float, FloatArray]:
         weights = start * np.exp(np.append(point[1:], 0.0))
         return float(np.exp(point[0])), weights / float(counts @ weights)
 
-    import scipy.optimize  # takes 0.3 s, which most of what imports this need not wait for
-
-    # Any point is a valid bound, so it does not matter whether this finds the very best one.
     # It begins with a path that weighs a twentieth of the devices, whose weights are those of (a).
-    begin = np.append(np.log(0.05), np.zeros(len(types) - 1))
+    begin = np.append(np.log(0.05), np.zeros(len(counts) - 1))
     # scipy's stubs do not know all the options of this method.
     found = scipy.optimize.minimize(  # type: ignore[call-overload]
         lambda point: -bound(*given(point)),
@@ -131,7 +141,7 @@ def sample_path_s(
         method="Nelder-Mead",
         options={"maxfev": _EVALUATIONS, "initial_simplex": _simplex(begin)},
     )
-    return max(-float(found.fun), bound(0.0, by_compute)) * (1.0 - _ROUNDING)
+    return max(-float(found.fun), bound(0.0, by_compute))
 
 
 def _in_one_pass(

@@ -104,6 +104,17 @@ def sizes_of(layout: Layout, *, batch_size: int, num_devices: int) -> Sizes:
     return Sizes(tp=tp, pp=pp, dp=dp, micro_batch=micro, num_micro=share // micro)
 
 
+def _check(layout: Layout, sizes: Sizes, graph: OpGraph) -> None:
+    """Refuse slices and micro-batches that the model does not allow."""
+    if layout.zero and sizes.dp > 1 and graph.optimizer not in ELEMENTWISE_OPTIMIZERS:
+        raise LayoutError(
+            f"zero={layout.zero} updates slices of parameters, but {graph.optimizer} is not known "
+            "to treat every element on its own; take zero=0."
+        )
+    if refused := micro_batches_refused(graph, sizes.num_micro):
+        raise LayoutError(f"{sizes.num_micro} micro-batches: {refused.rstrip('.')}.")
+
+
 def place_layout(
     layout: Layout,
     graph: OpGraph,
@@ -127,13 +138,7 @@ def place_layout(
     """
     ranks = tuple(devices) or tuple(range(cluster.num_devices))
     sizes = sizes_of(layout, batch_size=graph.batch_size, num_devices=len(ranks))
-    if layout.zero and sizes.dp > 1 and graph.optimizer not in ELEMENTWISE_OPTIMIZERS:
-        raise LayoutError(
-            f"zero={layout.zero} updates slices of parameters, but {graph.optimizer} is not known "
-            "to treat every element on its own; take zero=0."
-        )
-    if refused := micro_batches_refused(graph, sizes.num_micro):
-        raise LayoutError(f"{sizes.num_micro} micro-batches: {refused.rstrip('.')}.")
+    _check(layout, sizes, graph)
     stages = stage_of_groups(graph, layout)
     shared = shared_across_stages(graph, stages)
     pipeline = Pipeline(

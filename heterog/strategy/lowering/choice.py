@@ -139,15 +139,12 @@ class Encoder:
         bucket_bytes: int,
         num_steps: int,
     ) -> Choice:
-        """The arrays of a strategy.
+        """The arrays of a strategy; arguments that are not listed are as in ``Strategy``.
 
         Args:
             decisions: the different ones.
             of_group: number of each group's decision.  # [num_groups]
-            micro_batches: see ``Strategy``.
-            schedule: see ``Strategy``.
             home: of each parameter.
-            bucket_bytes: see ``Strategy``.
             num_steps: training steps to unroll.
         """
         divisions: dict[Division, int] = {}
@@ -163,12 +160,8 @@ class Encoder:
         rows = [known[division] for division in divisions]
         rows.append(self._constants(rows))
         shares = [row.cut.own for row in rows]
-        units = [np.zeros(self._num_devices, np.int32) for _ in rows]
-        unit_begin = list(units)
         for axis in range(len(self._axes)):
             shares += [row.units[axis] * (row.cut.team_samples > 0) for row in rows]
-            units += [row.units[axis] for row in rows]
-            unit_begin += [row.unit_begin[axis] for row in rows]
         row_of_group = np.append(np.array(of_decision)[of_group], len(divisions)).astype(np.int32)
         all_shares = np.stack(shares).astype(np.int32)
         return Choice(
@@ -178,19 +171,7 @@ class Encoder:
             division=row_of_group,
             shares=all_shares,
             member=np.stack([row.member for row in rows]),
-            teams=Teams(
-                num_teams=np.array([row.cut.team.max() + 1 for row in rows], np.int32),
-                number=np.stack([row.cut.team for row in rows]),
-                position=np.stack([row.cut.position for row in rows]),
-                size=np.stack([row.size for row in rows]),
-                own_begin=np.stack([row.cut.own_begin for row in rows]),
-                samples=np.stack([row.cut.team_samples for row in rows]),
-                begin=np.stack([row.cut.team_begin for row in rows]),
-                units=np.stack(units),
-                unit_begin=np.stack(unit_begin),
-                reduce_channel=np.stack([row.team_reduce for row in rows]),
-                gather_channel=np.stack([row.team_gather for row in rows]),
-            ),
+            teams=self._teams(rows),
             sharded=np.array([int(each.sync.sharded) for each in decisions], np.int32)[of_group],
             sync_class=np.array([self._class(each) for each in decisions], np.int32)[of_group],
             recompute=np.array([each.recompute for each in decisions], np.bool_)[of_group],
@@ -205,6 +186,26 @@ class Encoder:
                 row_of_group,
                 all_shares,
             ),
+        )
+
+    def _teams(self, rows: Sequence[DivisionRows]) -> Teams:
+        units = [np.zeros(self._num_devices, np.int32) for _ in rows]
+        unit_begin = list(units)
+        for axis in range(len(self._axes)):
+            units += [row.units[axis] for row in rows]
+            unit_begin += [row.unit_begin[axis] for row in rows]
+        return Teams(
+            num_teams=np.array([row.cut.team.max() + 1 for row in rows], np.int32),
+            number=np.stack([row.cut.team for row in rows]),
+            position=np.stack([row.cut.position for row in rows]),
+            size=np.stack([row.size for row in rows]),
+            own_begin=np.stack([row.cut.own_begin for row in rows]),
+            samples=np.stack([row.cut.team_samples for row in rows]),
+            begin=np.stack([row.cut.team_begin for row in rows]),
+            units=np.stack(units),
+            unit_begin=np.stack(unit_begin),
+            reduce_channel=np.stack([row.team_reduce for row in rows]),
+            gather_channel=np.stack([row.team_gather for row in rows]),
         )
 
     def _class(self, decision: Decision) -> int:
