@@ -13,6 +13,7 @@ from heterog.agents.planners import Agent, AgentSearch
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.compare import Comparison
+from heterog.planners.given import GIVEN
 from heterog.planners.planner import Budget, MethodRow, Planner, Problem, planners
 from heterog.planners.portfolio import AUTO, best_row, run_method, run_methods
 from heterog.simulator.evaluator import Evaluator
@@ -53,6 +54,7 @@ def evaluate_policy(
     seed: int = 0,
     searched: Sequence[MethodRow] | None = None,
     leads_search: bool = True,
+    given: Planner | None = None,
     progress: Progress = lambda method, fraction, best: None,
 ) -> Comparison:
     """Rows of one model on one cluster.
@@ -68,6 +70,7 @@ def evaluate_policy(
         seed: of everything random.
         searched: rows of ``long_search`` with the same budget and seed, if they are there.
         leads_search: whether ``agent+search`` runs, too.
+        given: a person's own layout, a row beside the others; no search starts from it.
         progress: told about every method's progress.
 
     Returns:
@@ -80,6 +83,7 @@ def evaluate_policy(
         searched = long_search(evaluator, budget=budget, seed=seed, progress=progress)
     rows = list(searched)
     asked: list[Planner] = [
+        *([given] if given is not None else []),
         Agent(policy, name="agent_greedy", num_samples=1),
         Agent(policy, name="agent_16", num_samples=16),
         Agent(policy),
@@ -106,13 +110,17 @@ def evaluate_policy(
 
 
 def summary(rows: Sequence[MethodRow]) -> dict[str, float | None]:
-    """Step times over the long search's: each of the policy's rows, and the best baseline."""
+    """Step times over the long search's: the policy's rows, a given one, the best baseline."""
     by_name = {row.method: row.step_time_s for row in rows}
     reference = by_name.get(LONG_SEARCH)
     baselines = [
-        row.step_time_s for row in rows if row.stage == "baseline" and row.step_time_s is not None
+        row.step_time_s
+        for row in rows
+        if row.stage == "baseline" and row.method != GIVEN and row.step_time_s is not None
     ]
     found = {row.method: row.step_time_s for row in rows if row.method.startswith("agent")}
+    if GIVEN in by_name:
+        found[GIVEN] = by_name[GIVEN]
     found["best_baseline"] = min(baselines, default=None)
     return {
         name: None if seconds is None or reference is None else seconds / reference

@@ -10,9 +10,11 @@ from heterog.cli.common import (
     ClustersOption,
     EncoderOption,
     JsonOption,
+    LayoutOption,
     ModelsOption,
     SeedOption,
     load_cluster,
+    load_layout,
     model_graphs,
     out,
     print_json,
@@ -37,6 +39,7 @@ def evaluate(
         str, typer.Option("--finetune", help="time or evaluations to fine-tune on each pair")
     ] = "",
     encoder: EncoderOption = "",
+    layout: LayoutOption = "",
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -46,6 +49,7 @@ def evaluate(
     parsed = Budget.parse(budget)
     tuning = Budget.parse(finetune) if finetune else None
     targets = [load_cluster(name) for name in split_names(clusters)]
+    given = load_layout(layout, is_required=False)
 
     from heterog.agents.checkpoint import load_checkpoint
     from heterog.agents.evaluation import evaluate_policy, summary
@@ -66,6 +70,7 @@ def evaluate(
                     budget=parsed,
                     finetune=tuning,
                     seed=seed,
+                    given=given,
                     progress=progress,
                 )
             documents += found.to_dicts()

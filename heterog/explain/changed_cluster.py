@@ -11,7 +11,7 @@ from heterog.graph.grouping import group_ops
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync
 
 _MOST_RANGES = 8
 """Of a strategy's ranges, only the longest are tried one by one for a device that joins."""
@@ -166,7 +166,7 @@ def strategies_with(
 
     A device that joins a range takes a share in proportion to its speed among those that work
     there. A group that was on one device becomes replicas, synchronised by reduce-scatter and
-    all-gather.
+    all-gather. Beside teams, a device that joins is a team of its own.
 
     Args:
         strategy: made for the graph; its devices have the same indices in the cluster.
@@ -209,7 +209,10 @@ def _joined(
         for (op, _, _), home in zip(evaluator.graph.updates, strategy.homes, strict=True)
     )  # fmt: skip
     changed_strategy = moved(strategy, evaluator.cluster).with_decisions(tuple(changed))
-    return replace(changed_strategy, homes=homes)
+    schedule = strategy.schedule
+    if not schedule.is_default:
+        schedule = schedule.fitted([decision.devices for decision in changed])
+    return replace(changed_strategy, homes=homes, schedule=schedule)
 
 
 def _with_devices(
@@ -224,9 +227,16 @@ def _with_devices(
         for device in members
     )
     by_slices = decision.sync == Sync.REDUCE_SCATTER_ALL_GATHER or len(decision.devices) == 1
+    # A team of one cuts parameters unlike a larger one, so that no slice has one owner.
+    by_slices |= bool(decision.teams) and decision.sync in SLICED
+    part_of = dict(zip(decision.devices, decision.parts or decision.shares, strict=True))
     return replace(
         decision,
         devices=members,
+        teams=(*decision.teams, *((device,) for device in devices if device not in part_of))
+        if decision.teams
+        else (),
+        parts=tuple(part_of.get(device, 1) for device in members) if decision.parts else (),
         shares=split_in_proportion(evaluator.graph.batch_size, weights),
         sync=Sync.REDUCE_SCATTER_ALL_GATHER if by_slices else decision.sync,
         slices=proportional_slices(evaluator.cluster, members) if by_slices else (),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from heterog.graph.axis_plan import axis_plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.memory_breakdown import Fit
@@ -94,9 +95,10 @@ class _Judge:
         self.num_micro = strategy.num_micro_batches
 
     @property
-    def has_op_rules(self) -> bool:
-        """Whether ops run by rules of their own."""
-        return bool(self._strategy.op_rules)
+    def may_be_cut(self) -> bool:
+        """Whether every op has a meaning on a part of the batch."""
+        rules = self._strategy.op_rules
+        return not rules or axis_plan(self._evaluator.graph, rules).crossing() is None
 
     def cut(self, num_micro: int) -> Evaluation:
         """With a number of micro-batches."""
@@ -123,6 +125,9 @@ def _choice(evaluator: Evaluator, strategy: Strategy, batch_size: int, num_micro
         strategy,
         decisions=tuple(_scaled(decision, batch_size) for decision in strategy.decisions),
         micro_batches=parts if num_micro > 1 else (),
+        schedule=strategy.schedule
+        if num_micro == strategy.num_micro_batches
+        else replace(strategy.schedule, turns=()),  # they are of other micro-batches
     )
     given = evaluator.encode(strategy)
     # Lowering shares the tables' batch out in proportion: it is to be this one.
@@ -137,8 +142,8 @@ def _scaled(decision: Decision, batch_size: int) -> Decision:
 
 
 def _micro_batches(judge: _Judge) -> Remedy | None:
-    """The smallest number of micro-batches that fits; op rules allow none."""
-    if judge.has_op_rules:
+    """The smallest number of micro-batches that fits, if there may be any."""
+    if not judge.may_be_cut:
         return None
     low, high = judge.num_micro, judge.num_micro
     found: Evaluation | None = None

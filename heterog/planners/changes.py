@@ -59,11 +59,14 @@ def without_devices(decision: Decision, leaving: set[int], roomiest: int) -> Dec
         return Decision(devices=(roomiest,), shares=(batch,), recompute=decision.recompute)
     weights = tuple(float(decision.shares[index]) for index in kept)
     slices = tuple(decision.slices[index] for index in kept) if decision.slices else ()
+    teams = [tuple(device for device in team if device not in leaving) for team in decision.teams]
     return replace(
         decision,
         devices=tuple(decision.devices[index] for index in kept),
         shares=split_in_proportion(batch, weights if sum(weights) else (1.0,) * len(kept)),
         slices=slices if sum(slices) else (),
+        teams=tuple(filter(None, teams)),
+        parts=tuple(decision.parts[index] for index in kept) if decision.parts else (),
     )
 
 
@@ -73,6 +76,10 @@ def changes_in_words(before: Strategy, after: Strategy, cluster: Cluster) -> str
     words = []
     if again := sum(new.recompute and not old.recompute for old, new in pairs):
         words.append(f"{again} of {len(pairs)} groups recompute")
+    if after.blocks and not before.blocks:
+        words.append("layers recompute whole")
+    if formed := sum(_has_teams(new) and not _has_teams(old) for old, new in pairs):
+        words.append(f"{formed} groups run in teams inside hosts")
     if before.num_micro_batches != after.num_micro_batches:
         words.append(
             f"{after.num_micro_batches} micro-batches instead of {before.num_micro_batches}"
@@ -99,3 +106,7 @@ def changes_in_words(before: Strategy, after: Strategy, cluster: Cluster) -> str
 def _share(decision: Decision, device: int) -> int | None:
     """Samples of a device, ``None`` if it has no part in the group."""
     return dict(zip(decision.devices, decision.shares, strict=True)).get(device)
+
+
+def _has_teams(decision: Decision) -> bool:
+    return any(len(team) > 1 for team in decision.teams)

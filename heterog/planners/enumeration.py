@@ -5,10 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
+from heterog.graph.op_rule import OpRules
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Candidate, PlanResult, Problem
+from heterog.planners.teams import without_needless_rules
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS
+from heterog.strategy.lowering import Choice
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import StrategySpace
@@ -74,6 +77,14 @@ class Enumeration(ABC, Generic[Point]):
         """In what order devices work through the micro-batches."""
         return AS_IT_COMES
 
+    def op_rules(self, point: Point) -> OpRules:
+        """Rules of ops that do not follow the batch."""
+        return ()
+
+    def blocks(self, point: Point) -> tuple[int, ...]:
+        """First groups of what recomputes together, of groups that the row treats alike."""
+        return ()
+
     def is_possible(self, point: Point) -> bool:
         """Whether a point means a strategy; the others are passed over."""
         return True
@@ -90,22 +101,35 @@ class Enumeration(ABC, Generic[Point]):
             reason="" if self.cost else reason,
         )
 
-    def try_points(self, points: Iterable[Point]) -> None:
-        """Simulate those that are new, at least one, while the budget lasts."""
+    def try_points(self, points: Iterable[Point], *, until: float = 1.0) -> None:
+        """Simulate those that are new, at least one, while the budget lasts.
+
+        Args:
+            points: in the order in which they are tried.
+            until: part of the budget that may be spent when this ends.
+        """
         for point in points:
-            if self.cost and self.spending.is_over:
+            if self.cost and (self.spending.is_over or self.spending.fraction >= until):
                 return
             if point in self.cost or not self.is_possible(point):
                 continue
-            choice = self.space.encode(
-                self.row(point),
-                bucket_bytes=self.bucket_bytes(point),
-                num_steps=self.num_steps,
-                micro_batches=self.micro_batches(point),
-                schedule=self.schedule(point),
+            evaluation = self.problem.evaluator.evaluate_choice(
+                self._choice(point), self.order(point)
             )
-            evaluation = self.problem.evaluator.evaluate_choice(choice, self.order(point))
             self.cost[point] = evaluation.preference
+
+    def _choice(self, point: Point) -> Choice:
+        evaluator = self.problem.evaluator
+        number = evaluator.rule_number(self.op_rules(point), self.blocks(point))
+        choice = self.space.encode(
+            self.row(point),
+            bucket_bytes=self.bucket_bytes(point),
+            num_steps=self.num_steps,
+            micro_batches=self.micro_batches(point),
+            tables=evaluator.rule_tables(number),
+            schedule=self.schedule(point),
+        )
+        return choice._replace(rule_set=number)
 
     def best(self, count: int) -> list[Point]:
         """The best points so far, best first; reports the best one."""
@@ -120,6 +144,9 @@ class Enumeration(ABC, Generic[Point]):
             bucket_bytes=self.bucket_bytes(point),
             step_barrier=self.problem.step_barrier,
             micro_batches=self.micro_batches(point),
+            op_rules=self.op_rules(point),
             schedule=self.schedule(point),
+            blocks=self.blocks(point),
         )
+        strategy = without_needless_rules(self.problem.evaluator.graph, strategy)
         return Candidate(strategy=strategy, orders=(self.order(point),))

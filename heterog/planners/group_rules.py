@@ -11,8 +11,10 @@ from functools import cached_property
 import numpy as np
 
 from heterog.errors import StrategyError
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_rule import OpRules
+from heterog.planners.teams import rules_of_model
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layer_shardings import layer_shardings
 
@@ -36,7 +38,8 @@ class GroupRules:
         self._num_groups = grouping.num_groups
         self._parts: list[OpRules] = [()]
         self._numbers: dict[OpRules, int] = {(): 0}
-        self._rule_sets: dict[RuleRow, int | None] = {(): 0}
+        self._rule_sets: dict[tuple[RuleRow, tuple[int, ...]], int | None] = {((), ()): 0}
+        self._may_cut: dict[RuleRow, bool] = {(): True}
 
     @cached_property
     def layers(self) -> list[list[Place]]:
@@ -46,6 +49,12 @@ class GroupRules:
             for sharding in layer_shardings(self._evaluator.graph)
         ]
 
+    @cached_property
+    def of_teams(self) -> RuleRow:
+        """The rules by which teams share every layer; empty where teams have nothing to share."""
+        rules = rules_of_model(self._evaluator.graph)
+        return () if rules is None else self.row_of(rules.op_rules)
+
     def row_of(self, op_rules: OpRules) -> RuleRow:
         """The numbers of a strategy's rules; those of constants, which say nothing, are left."""
         return self.added((), self._by_group(op_rules))
@@ -54,16 +63,24 @@ class GroupRules:
         """The rules of all groups together."""
         return tuple(sorted((pair for n in rules for pair in self._parts[n]), key=lambda p: p[0]))
 
-    def rule_set(self, rules: RuleRow) -> int | None:
-        """The evaluator's number of these rules; ``None`` if they are refused together."""
-        if rules not in self._rule_sets:
-            number: int | None = self._evaluator.rule_number(self.op_rules(rules))
+    def rule_set(self, rules: RuleRow, blocks: tuple[int, ...] = ()) -> int | None:
+        """The evaluator's number of rules and blocks; ``None`` if they are refused together."""
+        key = rules, blocks
+        if key not in self._rule_sets:
+            number: int | None = self._evaluator.rule_number(self.op_rules(rules), blocks)
             try:
                 self._evaluator.rule_tables(number or 0)
             except StrategyError:
                 number = None
-            self._rule_sets[rules] = number
-        return self._rule_sets[rules]
+            self._rule_sets[key] = number
+        return self._rule_sets[key]
+
+    def may_cut(self, rules: RuleRow) -> bool:
+        """Whether rules have a meaning on a part of the batch: in micro-batches and teams."""
+        if rules not in self._may_cut:
+            plan = axis_plan(self._evaluator.graph, self.op_rules(rules))
+            self._may_cut[rules] = plan.crossing() is None
+        return self._may_cut[rules]
 
     def added(self, rules: RuleRow, place: Place) -> RuleRow:
         """Rules with those of a place; a group whose rules contradict them loses its own."""

@@ -13,6 +13,7 @@ of all runs are ranked by simulation. Data parallelism at the solved ratios is a
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from heterog.errors import StrategyError
 from heterog.graph.grouping import alike_groups, group_ops
@@ -26,6 +27,7 @@ from heterog.planners.spmd.programs import data_parallel, op_rules, program_cost
 from heterog.planners.spmd.ratios import best_ratios, device_classes
 from heterog.planners.spmd.segments import Segments
 from heterog.planners.spmd.theory import Theory, build_theory
+from heterog.planners.teams import host_sizes, host_teams, in_teams
 from heterog.planners.tuned_uniform import machine_subsets
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -41,6 +43,7 @@ _GAIN = 1e-4
 _NUM_SOLVED = 24  # device sets on which data parallelism's ratios are solved
 _NUM_SUBSETS = 2  # of machines, besides the whole cluster, that are searched on
 _NUM_TUNED = 3  # programs whose synchronisation, buckets and order are tried out
+_TEAM_MICRO = (2, 4)  # micro-batches of teams inside hosts
 _NARROW = 2  # states kept everywhere by the search that comes before that of a large graph
 _LARGE = 3000  # rows from which on there is one: the full search of fewer takes seconds
 _MOST_EXTENSIONS = 5_000_000
@@ -322,6 +325,7 @@ class Hap:
         ranking.note = synthesis.note
         ranking.prune()
         ranking.tune()
+        ranking.team_up()
 
 
 class _Ranking:
@@ -408,6 +412,31 @@ class _Ranking:
             for order in self.problem.orders:
                 if order != self.order and not self.spending.is_over:
                     self._score(strategy, order)
+
+    def team_up(self) -> None:
+        """The best programs inside hosts, with replicas on other hosts, also in micro-batches.
+
+        Unlike the paper, whose programs span all devices: what they sum stays inside hosts.
+        """
+        cluster, speeds = self.problem.evaluator.cluster, device_speeds(self.problem.evaluator)
+        leaders = [s for _, _, s, _ in sorted(self.scored, key=_first_two) if s.op_rules]
+        programs = list(dict.fromkeys(strategy.op_rules for strategy in leaders))[:_NUM_TUNED]
+        whole = tuple(range(cluster.num_devices))
+        several = dict.fromkeys((whole, *self.device_sets()[:_NUM_TUNED]))
+        for rules, devices in product(programs, several):
+            for size in host_sizes(cluster, len(devices)):
+                even = split_evenly(self.problem.evaluator.graph.batch_size, len(devices))
+                plain = self._decision(devices, even, Sync.REDUCE_SCATTER_ALL_GATHER)
+                decision = in_teams(plain, host_teams(cluster, devices, size), speeds, cluster)
+                if len(decision.teams) < 2 or self.spending.is_over:
+                    continue
+                strategy = self._strategy(rules, decision, DEFAULT_BUCKET_BYTES)
+                for num_micro in (1, *_TEAM_MICRO):
+                    counts = split_evenly(self.problem.evaluator.graph.batch_size, num_micro)
+                    idle = ((0,) * num_micro,) * (cluster.num_devices - 1)
+                    micro = (counts, *idle) if num_micro > 1 else ()
+                    if num_micro <= min(decision.shares) and not self.spending.is_over:
+                        self._score(replace(strategy, micro_batches=micro), self.order)
 
     def best(self) -> tuple[Candidate, ...]:
         """The best few, one order each."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -25,11 +25,13 @@ from heterog.planners.group_rules import GroupRules
 from heterog.planners.neighbours import Neighbours, State, StateKey
 from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.planners.repair import repair
+from heterog.planners.teams import without_needless_rules
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome, given_up
 from heterog.strategy.lowering import Choice
+from heterog.strategy.pipeline_schedule import AS_IT_COMES
 from heterog.strategy.space import StrategySpace
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
 
 NUM_RETURNED = 4
 """Strategies handed to the portfolio, the best by the referee."""
@@ -42,6 +44,7 @@ COSTS_NOTHING = 2e-4
 """Relative difference of step times for which a strategy may be simpler."""
 
 _MOST_UNIFORM = 128  # uniform rows scored at the start
+_UNIFORM_UNTIL = 0.25  # of the budget, the rest of them is left out
 _LEAST_SPEED = 0.25  # of the cluster's, for the devices of a uniform row
 _MOST_REPAIRED = 3  # of the seeds that do not fit
 _REPAIR_SHARE = 0.1  # of the budget, for each
@@ -137,17 +140,7 @@ class _Search:
             for place, state in enumerate(best):
                 best[place] = self._simpler(state)
         candidates = tuple(
-            Candidate(
-                strategy=self.space.decode(
-                    state.row,
-                    bucket_bytes=state.bucket_bytes,
-                    step_barrier=self.problem.step_barrier,
-                    micro_batches=state.micro_batches,
-                    op_rules=self.rules.op_rules(state.rules),
-                    schedule=state.schedule,
-                ),
-                orders=(state.order,),
-            )
+            Candidate(strategy=self._strategy(state), orders=(state.order,))
             for state in {state.key: state for state in best}.values()
         )
         return PlanResult(
@@ -155,6 +148,18 @@ class _Search:
             num_evaluations=self.spending.evaluations,
             search_seconds=time.perf_counter() - begin,
         )
+
+    def _strategy(self, state: State) -> Strategy:
+        strategy = self.space.decode(
+            state.row,
+            bucket_bytes=state.bucket_bytes,
+            step_barrier=self.problem.step_barrier,
+            micro_batches=state.micro_batches,
+            op_rules=self.rules.op_rules(state.rules),
+            schedule=state.schedule,
+            blocks=state.blocks,
+        )
+        return without_needless_rules(self.evaluator.graph, strategy)
 
     def _search(self) -> None:
         self._seed()
@@ -194,10 +199,12 @@ class _Search:
             for number in self._uniform()
         ]
         for index, state in enumerate(starts):
-            if self.spending.is_over and self.engine.best:
+            is_late = index >= num_seeds and self.spending.fraction >= _UNIFORM_UNTIL
+            if self.engine.best and (is_late or self.spending.is_over):
                 break
             self.engine.cost(state, math.inf if index < num_seeds else _IF_KEPT)
         self._repair_seeds()
+        self._team_seeds()
         self._shard_seeds()
         for index, (_, state) in enumerate(list(self.engine.best)):
             if index and self.spending.is_over:
@@ -208,12 +215,19 @@ class _Search:
         """A candidate's points of the search, one per order."""
         strategy = candidate.strategy
         row, rules = self.space.row_of(strategy), self.rules.row_of(strategy.op_rules)
-        return [
+        states = [
             State(
-                row, strategy.bucket_bytes, order, strategy.micro_batches, rules, strategy.schedule
+                row,
+                strategy.bucket_bytes,
+                order,
+                strategy.micro_batches,
+                rules,
+                strategy.schedule,
+                strategy.blocks,
             )
             for order in candidate.orders
         ]
+        return [self.neighbours.completed(state) for state in states]
 
     def _repair_seeds(self) -> None:
         """Make the fastest strategies that do not fit fit, and start from those too."""
@@ -248,8 +262,8 @@ class _Search:
         bases: dict[bytes, State] = {}
         for _, state in self.engine.best:
             self.neighbours.may_shard |= bool(state.rules)
-            if not state.rules and not state.micro_batches:
-                bases.setdefault(self.space.without_zero(state.row).tobytes(), state)
+            if not state.rules:
+                bases.setdefault(state.row.tobytes(), state)
         for base in (*list(bases.values())[:_MOST_SHARDED], *self._machines()):
             cost = self.engine.cost(base)
             for places in ways:
@@ -260,6 +274,35 @@ class _Search:
                     base, cost = sharded, self.engine.cost(sharded)
             if base.rules and cost < _NEAR * best:
                 self.neighbours.may_shard = True
+
+    def _team_seeds(self) -> None:
+        """Form teams inside hosts in the best starts and in replicas on all devices.
+
+        Where none of it comes near the best start, moves leave devices alone.
+        """
+        sizes = self.neighbours.team_sizes
+        if self.spending.is_over or not sizes or not self.rules.may_cut(self.rules.of_teams):
+            return
+        best = self.engine.best[0][0]
+        starts = [state for _, state in self.engine.best[:_MOST_SHARDED]]
+        self.neighbours.may_team = any(state.rules == self.rules.of_teams for state in starts)
+        everywhere = self.space.decisions_on(tuple(range(self.evaluator.cluster.num_devices)))[0]
+        starts.append(
+            replace(
+                starts[0],
+                row=np.full(self.num_groups, self.space.add(everywhere), np.int32),
+                micro_batches=(),
+                schedule=AS_IT_COMES,
+                rules=(),
+                blocks=(),
+            )
+        )
+        until = self.spending.fraction + _SHARD_SHARE
+        for start, size in product(starts, sizes):
+            if self.spending.fraction >= until:
+                return
+            cost = self.engine.cost(self.neighbours.in_teams(start, size), _NEAR * best)
+            self.neighbours.may_team |= cost < _NEAR * best
 
     def _machines(self) -> list[State]:
         """Everything on one machine, for each kind of machine with several devices."""
@@ -305,7 +348,7 @@ class _Search:
         return evaluate(choice, state.order, limit_s)
 
     def _choice(self, state: State) -> Choice:
-        rule_set = self.rules.rule_set(state.rules)
+        rule_set = self.rules.rule_set(state.rules, state.blocks)
         assert rule_set is not None, "moves refuse rules that exclude each other"
         choice = self.space.encode(
             state.row,
@@ -344,8 +387,9 @@ class _Search:
         Annealing takes moves that change nothing; what they leave behind is only hard to read.
         """
         limit = self.referee.cost(state) * (1.0 + COSTS_NOTHING)
-        devices = [self.space.candidates[number].devices for number in state.row]
-        edges = [i for i in range(1, self.num_groups) if devices[i] != devices[i - 1]]
+        decided = [self.space.candidates[number] for number in state.row]
+        members = [(decision.devices, decision.teams) for decision in decided]
+        edges = [i for i in range(1, self.num_groups) if members[i] != members[i - 1]]
         for first, last in pairwise((0, *edges, self.num_groups)):
             numbers, counts = np.unique(state.row[first:last], return_counts=True)
             if len(numbers) == 1 or self.spending.is_over:

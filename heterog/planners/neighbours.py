@@ -3,11 +3,16 @@
 A row holds one candidate per group, groups in the order of the forward pass; neighbouring groups
 with the same candidate are a *run*. Most moves change a run, a part of it, or all groups of one
 kind. Beside the row stand the rules of ops that do not follow the batch, which stay with their
-groups whatever the row does, and what holds for the whole step. Every point is legal: rules
-exclude micro-batches and ZeRO, so a move to one gives up the other.
+groups whatever the row does, and what holds for the whole step.
+
+Rules by which teams share layers (``GroupRules.of_teams``) are for all groups at once: a row then
+says teams everywhere, of one device each where there is data parallelism, so that moves between
+the two change no rule. Every point is legal: a move that makes rules that cut across samples gives
+up micro-batches and teams, and ZeRO is given up where a slice would have several owners.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,19 +20,33 @@ import numpy as np
 from heterog.graph.grouping import alike_groups
 from heterog.planners.group_rules import GroupRules, Place, RuleRow
 from heterog.planners.planner import Problem
+from heterog.planners.teams import (
+    apart,
+    has_one_owner,
+    has_teams,
+    host_teams,
+    in_teams,
+    rules_of_model,
+    team_sizes,
+    without_teams,
+)
 from heterog.simulator.engine import Order
 from heterog.strategy.division import split_evenly
+from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import MicroBatches, StrategySpace
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, SLICED, Decision, Sync
 
 BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
 
 # Part of the changes of rules that are for some layers of a kind instead of all. It makes a rule
 # set that was never seen, which costs time in proportion to the ops of the graph.
 _ONLY_SOME, _FEW_OPS = 0.75, 600
-_RESCHEDULED = 0.3  # of the changes to micro-batches, where there are some
+_RESCHEDULED = 0.4  # of the changes to micro-batches, where there are some
+_TEAMED = 0.1  # of all moves, where teams may pay
+_BY_STAGE = 0.5  # of the changes to recomputation: whole layers of a whole run
+_OTHER_LEVEL = 0.3  # of the changes to synchronisation under ZeRO: another stage of it
 _PROPOSED = 0.4  # of the changes to groups, where a policy has proposed some
 
 
@@ -41,17 +60,19 @@ class State:
     micro_batches: MicroBatches = ()
     rules: RuleRow = ()
     schedule: PipelineSchedule = AS_IT_COMES
+    blocks: tuple[int, ...] = ()
+    """First groups of what recomputes together; the groups of a block have one candidate."""
 
     @property
     def key(self) -> "StateKey":
         """What tells it from other points."""
         return (
             self.row.tobytes(), self.bucket_bytes, int(self.order), self.micro_batches, self.rules,
-            self.schedule,
+            self.schedule, self.blocks,
         )  # fmt: skip
 
 
-StateKey = tuple[bytes, int, int, MicroBatches, RuleRow, PipelineSchedule]
+StateKey = tuple[bytes, int, int, MicroBatches, RuleRow, PipelineSchedule, tuple[int, ...]]
 
 
 class Neighbours:
@@ -65,6 +86,7 @@ class Neighbours:
 
     Attributes:
         may_shard: whether moves may give ops rules that have none.
+        may_team: whether moves may cut devices into teams.
     """
 
     def __init__(
@@ -75,28 +97,34 @@ class Neighbours:
         self.rules = rules
         self.rng = rng
         self.may_shard = False
+        self.may_team = False
         self.num_named = len(space.candidates)
         self.proposals = [
             np.array([space.add(decision) for decision in proposal], np.int32)
             for proposal in problem.proposals
         ]
-        self.alike = alike_groups(problem.evaluator.graph)
+        graph = problem.evaluator.graph
+        self.alike = alike_groups(graph)
         self.num_groups = len(self.alike)
+        self.team_sizes = team_sizes(space.cluster, rules_of_model(graph))
+        self._layer_blocks = layer_blocks(graph)
+        self._said_as: dict[tuple[int, Callable[[Decision], Decision]], int] = {}
 
     def of(self, state: State) -> State:
         """A random move: of some groups' decisions, or of what holds for the whole step."""
+        if self.may_team and self.rng.random() < _TEAMED:
+            return self._teamed(state)
         kind = self.rng.random()
-        if state.rules and (0.03 <= kind < 0.05 or 0.08 <= kind < 0.12):
-            return self._resharded(state)
         if kind < 0.05:
-            if kind >= 0.03 and self.may_shard and not state.micro_batches:
+            if kind >= 0.03 and (self.may_shard or state.rules):
                 return self._resharded(state)
             return replace(state, bucket_bytes=BUCKETS[self.rng.integers(len(BUCKETS))])
         if kind < 0.08:
             order = self.problem.orders[self.rng.integers(len(self.problem.orders))]
             return replace(state, order=order)
         if kind < 0.12:
-            return self._recut(state)
+            cut = self._recut if self.rules.may_cut(state.rules) else self._resharded
+            return cut(state)
         row = state.row.copy()
         if kind < 0.32:
             self._shift_boundary(row)
@@ -110,11 +138,11 @@ class Neighbours:
             elif kind < 0.65:
                 self._move_samples(row, chosen)
             elif kind < 0.69:
+                if self.rng.random() < _BY_STAGE:
+                    return self._stage_recomputed(state)
                 row[chosen] = self._recomputed(row[chosen])
             elif kind < 0.82:  # another synchronisation or share rule on the same devices
-                devices = self.space.candidates[row[chosen[0]]].devices
-                others = self.space.decisions_on(devices)
-                row[chosen] = self.space.add(others[self.rng.integers(len(others))])
+                row[chosen] = self.space.add(self._synchronised(row[chosen[0]]))
             elif kind < 0.90:  # a decision that is used elsewhere
                 row[chosen] = row[self.rng.integers(self.num_groups)]
             else:
@@ -122,11 +150,50 @@ class Neighbours:
         return self.legal(replace(state, row=row))
 
     def legal(self, state: State) -> State:
-        """The same without ZeRO and micro-batches if ops have rules, and with caps that fit."""
-        if not state.rules:
-            return replace(state, schedule=self._fitted(state, state.schedule))
-        row = self.space.without_zero(state.row)
-        return replace(state, row=row, micro_batches=(), schedule=AS_IT_COMES)
+        """The same as ranks can do it, said as all points of its kind are said."""
+        rules, row = state.rules, state.row
+        micro_batches = state.micro_batches
+        if not self.rules.may_cut(rules):
+            micro_batches = ()
+            row = self._said(row, without_teams)
+        elif rules and rules == self.rules.of_teams:
+            row = self._said(row, apart)
+            if not any(has_teams(self.space.candidates[n]) for n in np.unique(row).tolist()):
+                rules = ()
+        if not rules:
+            row = self._said(row, without_teams)
+        row = self._said(row, _with_one_owner)
+        blocks = state.blocks
+        if not any(self.space.candidates[n].recompute for n in np.unique(row).tolist()):
+            blocks = ()
+        if blocks:
+            starts = np.array(blocks)
+            row = row[starts[np.searchsorted(starts, np.arange(self.num_groups), "right") - 1]]
+        made = replace(state, row=row, micro_batches=micro_batches, rules=rules, blocks=blocks)
+        return replace(made, schedule=self._fitted(made, state.schedule))
+
+    def completed(self, state: State) -> State:
+        """A state whose teams have only the rules that they need, with those of all groups."""
+        whole = self.rules.of_teams
+        pairs = zip(state.rules, whole, strict=True) if state.rules and whole else ()
+        rest = [own == 0 for own, every in pairs if own in (0, every)]
+        if len(rest) < self.num_groups or all(rest):
+            return state
+        # A group that has no rules has no teams either, whatever else it has.
+        row = np.where(rest, self._said(state.row, apart), state.row).astype(np.int32)
+        return self.legal(replace(state, row=row, rules=whole))
+
+    def _said(self, row: IntArray, change: Callable[[Decision], Decision]) -> IntArray:
+        """A row whose decisions are all changed in one way."""
+        numbers, of_group = np.unique(row, return_inverse=True)
+        changed = []
+        for number in numbers.tolist():
+            if (number, change) not in self._said_as:
+                made = self.space.add(change(self.space.candidates[number]))
+                self._said_as[number, change] = made
+            changed.append(self._said_as[number, change])
+        said: IntArray = np.array(changed, np.int32)[of_group]
+        return said
 
     def _fitted(self, state: State, schedule: PipelineSchedule) -> PipelineSchedule:
         """A schedule for the chunks that devices have in a state."""
@@ -137,6 +204,44 @@ class Neighbours:
         devices = [self.space.candidates[number].devices for number in state.row]
         return schedule.fitted(devices)
 
+    # --- teams -----------------------------------------------------------------------------------
+
+    def in_teams(self, state: State, size: int, groups: IntArray | None = None) -> State:
+        """A state whose devices are cut into teams inside hosts; of one device: no teams.
+
+        Args:
+            state: any.
+            size: most devices of a team.
+            groups: whose devices; by default those of all groups.
+        """
+        chosen = np.arange(self.num_groups) if groups is None else groups
+        row = state.row.copy()
+        for number in np.unique(row[chosen]).tolist():
+            decision = self.space.candidates[number]
+            teams = host_teams(self.space.cluster, decision.devices, size)
+            made = in_teams(decision, teams, self.space.speeds, self.space.cluster)
+            row[chosen[row[chosen] == number]] = self.space.add(made)
+        return self.legal(replace(state, row=row, rules=self.rules.of_teams))
+
+    def _teamed(self, state: State) -> State:
+        """Cut the devices of a run of groups, or of some, into other teams, or into none."""
+        sizes = (1, *self.team_sizes)
+        size = sizes[self.rng.integers(len(sizes))]
+        groups = None if self.rng.random() < 0.3 else self._some_groups(state.row)
+        return self.in_teams(state, size, groups)
+
+    def _synchronised(self, number: int) -> Decision:
+        """The same devices and teams, with another synchronisation or rule for shares."""
+        old = self.space.candidates[number]
+        if old.sync in SLICED and self.rng.random() < _OTHER_LEVEL:
+            level = sorted(SLICED)[self.rng.integers(len(SLICED))]
+            return replace(old, sync=level)
+        others = self.space.decisions_on(old.devices)
+        other = others[self.rng.integers(len(others))]
+        if not old.teams:
+            return other
+        return replace(old, sync=other.sync, slices=other.slices)
+
     # --- rules of ops ----------------------------------------------------------------------------
 
     def sharded(self, state: State, places: list[Place]) -> State | None:
@@ -144,7 +249,7 @@ class Neighbours:
         rules = state.rules
         for place in places:
             rules = self.rules.added(rules, place)
-        if self.rules.rule_set(rules) is None:
+        if self.rules.rule_set(rules, state.blocks) is None:
             return None
         return self.legal(replace(state, rules=rules))
 
@@ -163,7 +268,7 @@ class Neighbours:
             for place in some:
                 rules = change(rules, place)
                 row[list(place)] = row[min(place)]
-        if self.rules.rule_set(rules) is None:
+        if self.rules.rule_set(rules, state.blocks) is None:
             return state
         return self.legal(replace(state, row=row, rules=rules))
 
@@ -243,6 +348,16 @@ class Neighbours:
                 row[state.row == number] = self.space.add(changed)
         return self._with_cut(replace(state, row=row), moved)
 
+    # --- recomputation ---------------------------------------------------------------------------
+
+    def _stage_recomputed(self, state: State) -> State:
+        """A whole run recomputes layer by layer, or keeps what it made."""
+        row = state.row.copy()
+        anchor = int(self.rng.integers(self.num_groups))
+        run = self._run(row, anchor)
+        row[run] = self._recomputed(row[run])
+        return self.legal(replace(state, row=row, blocks=state.blocks or self._layer_blocks))
+
     # --- groups ----------------------------------------------------------------------------------
 
     def _recomputed(self, numbers: IntArray) -> IntArray:
@@ -260,16 +375,20 @@ class Neighbours:
         if kind < 0.5:
             return self._range(self.num_groups)
         anchor = int(self.rng.integers(self.num_groups))
-        edges = np.flatnonzero(np.diff(row)) + 1
-        first = int(edges[edges <= anchor].max(initial=0))
-        last = int(edges[edges > anchor].min(initial=self.num_groups))
-        run = np.arange(first, last, dtype=np.int32)
+        run = self._run(row, anchor)
         if kind < 0.7:
             return run
         if kind < 0.85:
-            return first + self._range(last - first)
+            return run[self._range(len(run))]
         alike: IntArray = run[self.alike[run] == self.alike[anchor]]
         return alike
+
+    def _run(self, row: IntArray, anchor: int) -> IntArray:
+        """The run that a group is in."""
+        edges = np.flatnonzero(np.diff(row)) + 1
+        first = int(edges[edges <= anchor].max(initial=0))
+        last = int(edges[edges > anchor].min(initial=self.num_groups))
+        return np.arange(first, last, dtype=np.int32)
 
     def _range(self, size: int) -> IntArray:
         """A random range below ``size``; short ones are as likely as long ones."""
@@ -304,6 +423,13 @@ class Neighbours:
         changed = replace(old, shares=tuple(shares))
         same = chosen[row[chosen] == row[chosen[0]]]
         row[same] = self.space.add(changed)
+
+
+def _with_one_owner(decision: Decision) -> Decision:
+    """Without ZeRO where a slice of a parameter would have several owners."""
+    if has_one_owner(decision):
+        return decision
+    return replace(decision, sync=Sync.REDUCE_SCATTER_ALL_GATHER)
 
 
 def _merged(counts: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,8 +4,9 @@ Gradients are then synchronised inside a stage only, over its fast links, and be
 activations, which are small beside gradients where layers are wide. Stages are blocks of whole
 machines, or single devices; the cut that balances the stages is found by dynamic programming for
 every sequence of stages, then its boundaries are moved by simulation. The best are also tried with
-caps on the micro-batches that stages hold, those of 1F1B and those that hide messages, and with
-weight gradients when devices would wait otherwise.
+caps on the micro-batches that stages hold, those of 1F1B and those that hide messages, with
+weight gradients when devices would wait otherwise, and with teams inside the machines of a stage;
+what does not fit also with stages that recompute and with sliced updates.
 """
 
 from collections.abc import Iterator
@@ -16,21 +17,30 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray
+from heterog.graph.op_rule import OpRules
 from heterog.planners.enumeration import Enumeration
+from heterog.planners.megatron_grid import MOST_TASKS
 from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
 from heterog.planners.planner import PlanResult, Problem, register
+from heterog.planners.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.planners.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
+from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
 from heterog.strategy.schedules import caps_of_stages
+from heterog.strategy.strategy import ELEMENTWISE_OPTIMIZERS, Decision, Sync
 
 _FIRST_MICRO = (4, 8)  # tried for every sequence of stages
 _ALL_MICRO = (1, 2, 4, 8, 16, 32)
-_NUM_WIDENED = 10  # sequences that are tried with every number of micro-batches and order
+_NUM_WIDENED = 10  # sequences that are tried with every number of micro-batches
 _NUM_REFINED = 4
+# Parts of the budget after which the search goes on, whatever is left to try: a small budget is
+# better spent on the best sequences than on all of them.
+_UNTIL_WIDENED, _UNTIL_TEAMS, _UNTIL_REFINED = 0.4, 0.6, 0.85
 _MOST_CAPS = 2  # see ``_Point``
 _MOST_HOSTS = 5  # up to which every sequence of machines is tried
+_MOST_KINDS = 4  # of machines, of which every subset is tried on larger clusters
 
 Stages = tuple[tuple[int, ...], ...]
 """Devices of each stage, in the order of the layers."""
@@ -58,14 +68,17 @@ class _Point:
     order: Order
     caps: int = 0  # 0: none; 1: those of 1F1B; 2: twice as many but for the last stage, less one
     splits_backward: bool = False
+    teams: tuple[int, ...] = ()  # most devices of a team in each stage; empty: no teams
+    recomputing: int = 0  # stages from the first one that recompute
+    slices_updates: bool = False
 
 
 def stage_sequences(cluster: Cluster) -> list[Stages]:
     """Sequences of stages worth trying: of two and more where there are two devices.
 
     Up to five machines: every sequence of machines, alike ones in one order only, cut into blocks
-    in every way, and its devices one by one. With more: all machines, sorted by speed both ways,
-    in blocks of equal size.
+    in every way, and its devices one by one. With more: all machines, and those of some kinds,
+    sorted by kind both ways, in blocks of equal size.
     """
     hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
     kinds = [
@@ -92,9 +105,15 @@ def stage_sequences(cluster: Cluster) -> list[Stages]:
 def _host_sequences(kinds: list[tuple[tuple[str, ...], float]]) -> Iterator[tuple[int, ...]]:
     everything = range(len(kinds))
     if len(kinds) > _MOST_HOSTS:
-        by_kind = sorted(everything, key=lambda host: (kinds[host], host))
-        yield tuple(by_kind)
-        yield tuple(reversed(by_kind))
+        different = sorted(set(kinds))[:_MOST_KINDS]
+        for size in range(len(different), 0, -1):
+            for some in combinations(different, size):
+                rest = () if size < len(different) else tuple(set(kinds) - set(different))
+                own = [host for host in everything if kinds[host] in (*some, *rest)]
+                by_kind = sorted(own, key=lambda host: (kinds[host], host))
+                yield tuple(by_kind)
+                if size > 1:
+                    yield tuple(reversed(by_kind))
         return
     seen = set()
     for size in range(len(kinds), 0, -1):
@@ -120,61 +139,94 @@ def _compositions(count: int) -> Iterator[tuple[int, ...]]:
 class _Enumeration(Enumeration[_Point]):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self.parameters = parameter_bytes(problem.evaluator)
-        self.activations = activation_bytes(problem.evaluator)
+        evaluator = problem.evaluator
+        self.cluster = evaluator.cluster
+        self.parameters = parameter_bytes(evaluator)
+        self.activations = activation_bytes(evaluator)
         self.seconds: dict[tuple[int, int], FloatArray] = {}
+        self.rates: dict[tuple[tuple[int, ...], int], FloatArray] = {}
+        self.rules = rules_of_model(evaluator.graph)
+        self.blocks_of_layers = layer_blocks(evaluator.graph)
+        self.num_ops = np.bincount(evaluator.tables.op_group + 1, minlength=self.num_groups + 1)[
+            1:
+        ]
 
     def search(self) -> None:
         """Balanced cuts of all sequences, other settings of the best, then cuts beside those."""
         order = self.problem.orders[min(1, len(self.problem.orders) - 1)]
-        sequences = [
-            stages
-            for stages in stage_sequences(self.problem.evaluator.cluster)
-            if len(stages) <= self.num_groups
-        ]
         most = self.problem.evaluator.graph.batch_size
         # A batch of a few samples is cut into as many micro-batches as it has.
         first_micro = [count for count in _FIRST_MICRO if count <= most] or [most]
         self.try_points(
-            point
-            for num_micro in first_micro
-            for stages in sequences
-            for point in self._balanced(stages, num_micro, order)
+            (
+                point
+                for stages in self._sequences(first_micro[-1], order)
+                for num_micro in first_micro
+                for point in self._balanced(stages, num_micro, order)
+            ),
+            until=_UNTIL_WIDENED,
         )
         self.try_points(
-            point
-            for start in self.best(_NUM_WIDENED)
-            for num_micro in _ALL_MICRO
-            if num_micro <= most
-            for point in self._balanced(start.stages, num_micro, order)
+            (
+                point
+                for start in self.best(_NUM_WIDENED)
+                for num_micro in _ALL_MICRO
+                if num_micro <= most
+                for point in self._balanced(start.stages, num_micro, order)
+            ),
+            until=_UNTIL_TEAMS,
         )
-        self.try_points(
-            replace(start, order=other)
-            for start in self.best(_NUM_WIDENED)
-            for other in self.problem.orders
-        )
-        self.try_points(
-            replace(start, caps=caps, splits_backward=splits)
-            for start in dict.fromkeys((*self.best(_NUM_REFINED), *self._fastest(_NUM_REFINED)))
-            for caps in range(_MOST_CAPS + 1)
-            for splits in (False, True)
-        )
+        for start in self._leaders():
+            self.try_points(self._in_teams(start), until=_UNTIL_REFINED)
+        for vary in (self._scheduled, self._leaner, self._ordered):
+            for start in self._leaders():
+                self.try_points(vary(start), until=_UNTIL_REFINED)
         for start in self.best(_NUM_REFINED):
             self._refine(start)
 
-    def _fastest(self, count: int) -> list[_Point]:
-        """Points with the shortest steps, whether they fit or not: a cap may make them fit."""
-        return sorted(self.cost, key=lambda point: self.cost[point][1])[:count]
+    def _leaders(self) -> list[_Point]:
+        """The best points, and the fastest whether they fit or not: a cap may make them fit."""
+        fastest = sorted(self.cost, key=lambda point: self.cost[point][1])[:_NUM_REFINED]
+        return list(dict.fromkeys((*self.best(_NUM_REFINED), *fastest)))
+
+    def _sequences(self, num_micro: int, order: Order) -> list[Stages]:
+        """All sequences of stages, those first whose balanced cut is estimated to be fastest."""
+        found = [each for each in stage_sequences(self.cluster) if len(each) <= self.num_groups]
+
+        def estimate(stages: Stages) -> float:
+            return self._estimate(next(self._balanced(stages, num_micro, order)))
+
+        return sorted(found, key=estimate)
+
+    def _estimate(self, point: _Point) -> float:
+        """Seconds of a point: T_max + (sum T - T_max)/m, and the slowest stage's gradients."""
+        stages, bounds = point.stages, (0, *point.cuts, self.num_groups)
+        compute, gradients = [], []
+        ratio = 2.0 + self.problem.evaluator.tables.state_ratio
+        for devices, (first, last) in zip(stages, pairwise(bounds), strict=True):
+            compute.append(self._stage_seconds(devices, point.num_micro)[first:last].sum())
+            size = self.parameters[first:last].sum() / ratio
+            gradients.append(2.0 * size / self._slowest_rate(devices))
+        fill = (sum(compute) - max(compute)) / point.num_micro
+        return float(max(compute) + fill + max(gradients))
+
+    def _slowest_rate(self, devices: tuple[int, ...]) -> float:
+        """Bytes per second of the slowest link that adds up the gradients of a stage."""
+        hosts = {self.cluster.host_of[device] for device in devices}
+        if len(hosts) > 1:
+            return min(self.cluster.nic_bandwidth_bytes_per_s(host) for host in hosts)
+        (host,) = hosts
+        inner = self.cluster.hosts[host].intra.bandwidth_bytes_per_s
+        return inner if len(devices) > 1 else np.inf
 
     def _balanced(self, stages: Stages, num_micro: int, order: Order) -> Iterator[_Point]:
         """Cuts that balance the stages' seconds, with and without regard to memory."""
         self.spending.check()
-        evaluator = self.problem.evaluator
         seconds = np.stack([self._stage_seconds(devices, num_micro) for devices in stages], axis=1)
         memory = np.stack(
             [self.parameters + self.activations / len(devices) for devices in stages], axis=1
         )
-        usable = [device.usable_memory_bytes for device in evaluator.cluster.devices]
+        usable = [device.usable_memory_bytes for device in self.cluster.devices]
         room = np.array([min(usable[device] for device in devices) for devices in stages])
         for limit in (room, np.full(len(stages), np.inf)):
             placement = np.array(balanced_chain(seconds, memory, limit))
@@ -185,10 +237,50 @@ class _Enumeration(Enumeration[_Point]):
             cuts = np.minimum(cuts, self.num_groups - lowest[::-1])
             yield _Point(stages, tuple(int(cut) for cut in cuts), num_micro, order)
 
+    # --- other manners of a point ----------------------------------------------------------------
+
+    def _in_teams(self, start: _Point) -> Iterator[_Point]:
+        """The same with teams inside the machines of all stages, whose micro-batches may be small.
+
+        A team's kernels run all its samples, so that half as many of them cost it less.
+        """
+        for size in team_sizes(self.cluster, self.rules):
+            for num_micro in (start.num_micro, 2 * start.num_micro):
+                if num_micro <= self.problem.evaluator.graph.batch_size:
+                    teams = (size,) * len(start.stages)
+                    yield replace(start, teams=teams, num_micro=num_micro)
+
+    def _scheduled(self, start: _Point) -> Iterator[_Point]:
+        """The same with caps, and with weight gradients whenever a device would wait."""
+        for caps in range(_MOST_CAPS + 1):
+            for splits in (False, True):
+                yield replace(start, caps=caps, splits_backward=splits)
+
+    def _ordered(self, start: _Point) -> Iterator[_Point]:
+        """The same in other orders."""
+        for other in self.problem.orders:
+            yield replace(start, order=other)
+
+    def _leaner(self, start: _Point) -> Iterator[_Point]:
+        """Where a point does not fit: its first stages recompute, or all; slices of the updates.
+
+        The first stages hold the most micro-batches.
+        """
+        if self.cost[start][0] <= 0.0:
+            return
+        num_stages = len(start.stages)
+        some = sorted({1, num_stages // 2, num_stages} - {0})
+        can_slice = self.problem.evaluator.graph.optimizer in ELEMENTWISE_OPTIMIZERS
+        for slices_updates in (False, True) if can_slice else (False,):
+            for count in (0, *some):
+                yield replace(start, recomputing=count, slices_updates=slices_updates)
+
     def _stage_seconds(self, devices: tuple[int, ...], num_micro: int) -> FloatArray:
         """Seconds of each group on a stage whose devices share every micro-batch."""
-        evaluator = self.problem.evaluator
-        cluster, graph = evaluator.cluster, evaluator.graph
+        if (devices, num_micro) in self.rates:
+            return self.rates[devices, num_micro]
+        evaluator, cluster = self.problem.evaluator, self.cluster
+        graph = evaluator.graph
         micro = graph.batch_size / num_micro
         samples = max(round(micro / len(devices)), 1)
         rate = np.zeros(self.num_groups)
@@ -203,17 +295,14 @@ class _Enumeration(Enumeration[_Point]):
                 np.add.at(per_group, evaluator.tables.op_group[inside], op_seconds[inside])
                 self.seconds[kind, samples] = per_group
             rate += samples / self.seconds[kind, samples]
-        return graph.batch_size / rate
+        self.rates[devices, num_micro] = graph.batch_size / rate
+        return self.rates[devices, num_micro]
 
     def _refine(self, start: _Point) -> None:
-        """Move boundaries for as long as that helps."""
+        """Move boundaries, and form or dissolve a stage's teams, for as long as that helps."""
         best = start
         while True:
-            self.try_points(
-                replace(best, cuts=(*best.cuts[:i], cut + step, *best.cuts[i + 1 :]))
-                for i, cut in enumerate(best.cuts)
-                for step in (-2, -1, 1, 2)
-            )
+            self.try_points(self._beside(best))
             again = min(
                 (point for point in self.cost if point.stages == start.stages),
                 key=self.cost.__getitem__,
@@ -222,20 +311,60 @@ class _Enumeration(Enumeration[_Point]):
                 return
             best = again
 
+    def _beside(self, point: _Point) -> Iterator[_Point]:
+        """Points with another boundary, or other teams in one stage."""
+        for i, cut in enumerate(point.cuts):
+            for step in (-2, -1, 1, 2):
+                yield replace(point, cuts=(*point.cuts[:i], cut + step, *point.cuts[i + 1 :]))
+        if not point.teams:
+            return
+        for size in (1, *team_sizes(self.cluster, self.rules)):
+            for stage in range(len(point.stages)):
+                teams = (*point.teams[:stage], size, *point.teams[stage + 1 :])
+                yield replace(point, teams=teams if max(teams) > 1 else ())
+
+    # --- what a point means ----------------------------------------------------------------------
+
     def is_possible(self, point: _Point) -> bool:
-        """Every stage keeps a group."""
+        """Every stage keeps a group, and a simulation does not take seconds."""
         bounds = (0, *point.cuts, self.num_groups)
-        return all(first < last for first, last in pairwise(bounds))
+        if any(first >= last for first, last in pairwise(bounds)):
+            return False
+        num_tasks = point.num_micro * sum(
+            len(devices) * int(self.num_ops[first:last].sum())
+            for devices, (first, last) in zip(point.stages, pairwise(bounds), strict=True)
+        )
+        return num_tasks <= MOST_TASKS or point.num_micro <= _FIRST_MICRO[0]
 
     def row(self, point: _Point) -> IntArray:
         """See ``Enumeration``."""
         row = np.empty(self.num_groups, np.int32)
         bounds = (0, *point.cuts, self.num_groups)
-        for devices, first, last in zip(point.stages, bounds[:-1], bounds[1:], strict=True):
-            row[first:last] = self.space.add(
-                tuned_decision(self.problem.evaluator, devices, self.speeds)
-            )
+        for stage, (first, last) in enumerate(pairwise(bounds)):
+            row[first:last] = self.space.add(self._decision(point, stage))
         return row
+
+    def _decision(self, point: _Point, stage: int) -> Decision:
+        """What the groups of a stage do."""
+        devices = point.stages[stage]
+        decision = tuned_decision(self.problem.evaluator, devices, self.speeds)
+        decision = replace(decision, recompute=stage < point.recomputing)
+        if point.slices_updates and len(devices) > 1:
+            decision = replace(decision, sync=Sync.ZERO1)
+        if not point.teams:
+            return decision
+        teams = host_teams(self.cluster, devices, point.teams[stage])
+        return apart(in_teams(decision, teams, self.speeds, self.cluster))
+
+    def op_rules(self, point: _Point) -> OpRules:
+        """See ``Enumeration``; devices without a team are teams of one."""
+        return self.rules.op_rules if point.teams and self.rules is not None else ()
+
+    def blocks(self, point: _Point) -> tuple[int, ...]:
+        """See ``Enumeration``: whole layers recompute, as far as they are on one stage."""
+        if not point.recomputing:
+            return ()
+        return tuple(sorted({*self.blocks_of_layers, *point.cuts}))
 
     def order(self, point: _Point) -> Order:
         """See ``Enumeration``."""
@@ -249,7 +378,7 @@ class _Enumeration(Enumeration[_Point]):
         """See ``Enumeration``."""
         capped = AS_IT_COMES
         if point.caps and point.num_micro > 1:
-            num_devices = self.problem.evaluator.cluster.num_devices
+            num_devices = self.cluster.num_devices
             capped = caps_of_stages(point.stages, num_devices, hidden=point.caps - 1)
         return replace(capped, splits_backward=point.splits_backward and point.num_micro > 1)
 

@@ -2,9 +2,10 @@
 
 Greedy, in rounds. In each round every kind of repair is applied to the strategy at hand, as
 strongly as it takes to fit or as it can: groups recompute their activations (those with the most
-bytes per second of recomputation on the devices that overflow first), more micro-batches, fewer of
-them under way at a time, samples move to devices with room, whole groups leave the devices that
-overflow, replicated groups shard their updates. If any of them makes it fit, the fastest such
+bytes per second of recomputation on the devices that overflow first), whole layers recompute, more
+micro-batches, fewer of them under way at a time, samples move to devices with room, whole groups
+leave the devices that overflow, replicated groups shard their updates, replicas on one host become
+a team that shares its layers. If any of them makes it fit, the fastest such
 strategy is the result; otherwise the next round starts from the one that lost the fewest seconds
 per byte of overflow that it removed.
 
@@ -15,24 +16,35 @@ what it needed more is then asked for from the start.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from heterog.errors import StrategyError
+from heterog.graph.axis_plan import axis_plan
+from heterog.graph.batch_plan import micro_batches_refused
 from heterog.planners.changes import (
     changes_in_words,
     moved_samples,
     with_decisions,
     without_devices,
 )
+from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Budget, Spending
+from heterog.planners.teams import (
+    has_one_owner,
+    rules_of_model,
+    strategy_in_teams,
+    team_sizes,
+)
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
+from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.lowering import resident_bytes
 from heterog.strategy.program import FloatArray, TaskKind
-from heterog.strategy.strategy import REPLICATED, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 _MOST_ROUNDS = 8
 _MOST_MOVES = 6  # of samples, each time by what the last one has shown to be missing
@@ -173,11 +185,13 @@ class _Repair:
             tried
             for kind in (
                 self._recompute,
+                self._recompute_layers,
                 self._cut_finer,
                 self._hold_fewer,
                 self._move_samples,
                 self._move_groups,
                 self._shard_updates,
+                self._form_teams,
             )
             for tried in kind(current)
             if self._missing(tried) < self._missing(current)
@@ -226,7 +240,7 @@ class _Repair:
         worth: list[tuple[float, int]] = []
         for group, decision in enumerate(strategy.decisions):
             num_bytes = seconds = 0.0
-            for device, share in zip(decision.devices, decision.shares, strict=True):
+            for device, share in _shares_of(decision):
                 if over[device] and share and not decision.recompute:
                     kind = self.cluster.type_index[device]
                     num_bytes += share * self._saved_per_sample[group]
@@ -242,6 +256,31 @@ class _Repair:
             )
 
         yield from self._fewest(make, len(ranked), len(ranked))
+
+    def _recompute_layers(self, current: _Tried) -> Iterator[_Tried]:
+        """Whole layers recompute, the first ones first: only what others read of them is kept."""
+        strategy, over = current.strategy, self._over(current) > 0.0
+        blocks = strategy.blocks or layer_blocks(self.graph)
+        layers = [range(*bounds) for bounds in pairwise((*blocks, len(strategy.decisions)))]
+        worth = [
+            layer
+            for layer in layers
+            if any(
+                over[device] and share and not strategy.decisions[group].recompute
+                for group in layer
+                for device, share in _shares_of(strategy.decisions[group])
+            )
+        ]
+
+        def make(count: int) -> Strategy:
+            chosen = [group for layer in worth[:count] for group in layer]
+            return with_decisions(
+                replace(strategy, blocks=blocks),
+                {g: replace(strategy.decisions[g], recompute=True) for g in chosen},
+            )
+
+        if len(layers) < len(strategy.decisions):
+            yield from self._fewest(make, len(worth), len(worth))
 
     @cached_property
     def _saved_per_sample(self) -> FloatArray:
@@ -282,11 +321,13 @@ class _Repair:
     def _cut_finer(self, current: _Tried) -> Iterator[_Tried]:
         """More micro-batches: twice as many until it fits, or until that does not help."""
         strategy, batch = current.strategy, self.graph.batch_size
-        if strategy.op_rules:
-            return  # they exclude micro-batches
-        program = self.evaluator.program(self.evaluator.encode(strategy))
-        if (program.kind == TaskKind.GATHER_VALUE).any():
+        crossing = axis_plan(self.graph, strategy.op_rules).crossing()
+        if crossing is not None or micro_batches_refused(self.graph, 2):
             return  # an op needs the whole batch
+        if not strategy.op_rules:
+            program = self.evaluator.program(self.evaluator.encode(strategy))
+            if (program.kind == TaskKind.GATHER_VALUE).any():
+                return
         idle = self.cluster.num_devices - 1
         last, count = current, strategy.num_micro_batches
         while count < batch and not self._fits(last):
@@ -337,7 +378,7 @@ class _Repair:
         resident = resident_bytes(evaluator.tables, evaluator.encode(tried.strategy))
         samples = np.zeros(self.cluster.num_devices)
         for decision in tried.strategy.decisions:
-            for device, share in zip(decision.devices, decision.shares, strict=True):
+            for device, share in _shares_of(decision):
                 samples[device] = max(samples[device], share)
         used = np.maximum(tried.peak - resident, 1.0)
         most = float((used / np.maximum(samples, 1.0)).max())
@@ -386,12 +427,36 @@ class _Repair:
     def _shard_updates(self, current: _Tried) -> Iterator[_Tried]:
         """Each replica keeps a part of the optimizer's state, of gradients, of parameters."""
         for sync in _SHARDING:
+            sliced = [
+                replace(decision, sync=sync, slices=()) for decision in current.strategy.decisions
+            ]
             changes = {
-                group: replace(decision, sync=sync, slices=())
+                group: sliced[group]
                 for group, decision in enumerate(current.strategy.decisions)
-                if len(decision.devices) > 1 and decision.sync != Sync.PARAMETER_SERVER
+                if len(decision.devices) > 1
+                and decision.sync != Sync.PARAMETER_SERVER
+                and has_one_owner(sliced[group])
             }
             try:
                 yield self._try(with_decisions(current.strategy, changes))
             except StrategyError:
                 return  # the optimizer cannot update a part of a parameter
+
+    def _form_teams(self, current: _Tried) -> Iterator[_Tried]:
+        """Replicas on the hosts of devices that overflow become teams, each with a part of all."""
+        strategy, over = current.strategy, self._over(current) > 0.0
+        groups = [
+            group
+            for group, decision in enumerate(strategy.decisions)
+            if any(over[device] for device in decision.devices) and not decision.teams
+        ]
+        speeds = device_speeds(self.evaluator)
+        for size in reversed(team_sizes(self.cluster, rules_of_model(self.graph))):
+            made = strategy_in_teams(self.graph, self.cluster, strategy, groups, size, speeds)
+            if made is not None and made != strategy:
+                yield self._try(made)
+
+
+def _shares_of(decision: Decision) -> Iterator[tuple[int, int]]:
+    """(device, samples) of a decision."""
+    return zip(decision.devices, decision.shares, strict=True)

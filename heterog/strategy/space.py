@@ -6,7 +6,6 @@ arrays takes microseconds, because everything about a candidate is looked up.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -170,8 +169,8 @@ class StrategySpace:
             bucket_bytes: see ``Strategy``.
             num_steps: unrolled steps.
             micro_batches: see ``Strategy``; by default the step runs in one go.
-            tables: of the graph under op rules, which exclude micro-batches and ZeRO; the caller
-                sets the choice's ``rule_set``.
+            tables: of the graph under op rules and with blocks; the caller sets the choice's
+                ``rule_set``.
             schedule: see ``Strategy``.
         """
         tables = tables or self._tables
@@ -237,6 +236,7 @@ class StrategySpace:
         micro_batches: MicroBatches = (),
         op_rules: OpRules = (),
         schedule: PipelineSchedule = AS_IT_COMES,
+        blocks: tuple[int, ...] = (),
     ) -> Strategy:
         """The strategy of a row."""
         homes = self.homes(row, graph_tables(self.graph, op_rules))
@@ -250,6 +250,7 @@ class StrategySpace:
             step_barrier=step_barrier,
             op_rules=op_rules,
             schedule=schedule,
+            blocks=blocks,
         )
 
     def row_of(self, strategy: Strategy) -> IntArray:
@@ -259,13 +260,3 @@ class StrategySpace:
         micro-batches and the rules of its ops, is no part of a row.
         """
         return np.array([self.add(decision) for decision in strategy.decisions], np.int32)
-
-    def without_zero(self, row: IntArray) -> IntArray:
-        """The same shares without slices of the optimizer's state, which op rules exclude."""
-        plain = row.copy()
-        for number in np.unique(row):
-            decision = self.candidates[number]
-            if decision.sync.is_sharded:
-                sync = Sync.REDUCE_SCATTER_ALL_GATHER
-                plain[row == number] = self.add(replace(decision, sync=sync))
-        return plain

@@ -268,7 +268,8 @@ def test_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert document["finished"]
     assert load_checkpoint(policy).provenance["models"] == ["small_lm"]
     options = ["--models", str(graph), "--clusters", str(cluster), "--budget", "40e"]
-    done = runner.invoke(app, ["evaluate", str(policy), *options, "--finetune", "30e", "--json"])
+    options += ["--finetune", "30e", "--layout", "zero=1"]
+    done = runner.invoke(app, ["evaluate", str(policy), *options, "--json"])
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]
     stages = {row["method"]: row["stage"] for row in rows}
@@ -276,6 +277,9 @@ def test_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert stages["agent_finetuned"] == "finetuned"
     assert stages["search"] == "search"
     assert stages["ev_ar"] == "baseline"
+    given = next(row for row in rows if row["method"] == "given")
+    assert given["outcome"] == "ok", given
+    assert "zero=1" in given["note"]
 
 
 @pytest.mark.parametrize(

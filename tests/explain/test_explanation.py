@@ -15,14 +15,16 @@ from heterog.explain.decided import what_was_decided
 from heterog.explain.explanation import Explanation, explain
 from heterog.explain.fit import RemedyKind, _choice, remedies
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.data_parallel import device_speeds
+from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.plan import Plan, make_plan
+from heterog.planners.teams import rules_of_model
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory_breakdown import memory_fit
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.simulator import builders
 from tests.simulator.builders import cluster_of, linear_chain, plan_by_hand, strategy_of
+from tests.strategy.test_layouts import GRAPH
 
 FAST = 1e5  # Gbit/s: a network that costs nothing
 SLOW = 1e-2  # Gbit/s: a network that costs everything
@@ -219,3 +221,45 @@ def test_any_plan_can_be_explained(seed: int) -> None:
     for joined in strategies_with(strategy, evaluator, joiner, device_speeds(evaluator)):
         joined.check(graph, cluster)
         evaluator.evaluate(joined, Order.FIFO)
+
+
+@pytest.mark.parametrize("sync", [Sync.RING, Sync.ZERO1])
+def test_whoever_joins_teams_is_a_team_of_its_own(sync: Sync) -> None:
+    """A plan of tensor parallel pairs could not be asked what another device would save."""
+    pairs = builders.cluster_of((1.0, ["T4"] * 2), (1.0, ["T4"] * 3))
+    evaluator = Evaluator(GRAPH, pairs)
+    rules = rules_of_model(GRAPH)
+    assert rules is not None
+    decision = Decision(
+        devices=(0, 1, 2, 3), shares=(8,) * 4, sync=sync, teams=((0, 1), (2, 3)), parts=(1,) * 4
+    )
+    strategy = replace(uniform_strategy(evaluator, decision), op_rules=rules.op_rules)
+    evaluator.evaluate(strategy, Order.FIFO)
+    for joined in strategies_with(strategy, evaluator, (4,), device_speeds(evaluator)):
+        evaluator.evaluate(joined, Order.FIFO)
+        assert any(each.teams == ((0, 1), (2, 3), (4,)) for each in joined.decisions)
+
+
+def test_micro_batches_make_teams_fit() -> None:
+    """Op rules once excluded micro-batches; now they are tried."""
+    pairs = builders.cluster_of((1.0, ["T4"] * 2), (1.0, ["T4"] * 2))
+    evaluator = Evaluator(GRAPH, pairs)
+    rules = rules_of_model(GRAPH)
+    assert rules is not None
+    decision = Decision(
+        devices=(0, 1, 2, 3), shares=(8,) * 4, teams=((0, 1), (2, 3)), parts=(1,) * 4
+    )
+    strategy = replace(uniform_strategy(evaluator, decision), op_rules=rules.op_rules)
+    peak = evaluator.evaluate(strategy, Order.FIFO).peak_memory_bytes[0]
+    cut = replace(strategy, micro_batches=((16, 16), (0, 0), (0, 0), (0, 0)))
+    less = evaluator.evaluate(cut, Order.FIFO).peak_memory_bytes[0]
+    assert less < 0.95 * peak
+    small = replace(
+        pairs,
+        devices=tuple(replace(d, usable_memory_bytes=(less + peak) // 2) for d in pairs.devices),
+    )
+    tight = Evaluator(GRAPH, small)
+    there = replace(strategy, cluster=small.fingerprint())
+    fit = memory_fit(tight, there, Order.FIFO)
+    found = {remedy.kind: remedy for remedy in remedies(tight, there, Order.FIFO, fit)}
+    assert found[RemedyKind.MICRO_BATCHES].amount == 2

@@ -14,7 +14,7 @@ from heterog.graph.grouping import alike_groups, group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.data_parallel import uniform_strategy
-from heterog.planners.hap import Hap, Ingredients, Synthesis
+from heterog.planners.hap import Hap, Ingredients, Synthesis, _Ranking
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.portfolio import run_method
 from heterog.planners.spmd.prices import PADDED_ONLY, SpmdPrices, Work
@@ -29,6 +29,7 @@ from heterog.zoo.moe import MixtureOfExperts
 from tests.envs.cases import language_graph, mixed_cluster
 from tests.planners.hap_cases import Layer, captured, prices_of, searched, v100_p100
 from tests.simulator.builders import cluster_of
+from tests.strategy.test_layouts import GRAPH
 
 FAST = cluster_of((400.0, ("V100-16GB",) * 4))
 SLOW = cluster_of((10.0, ("V100-16GB",)), (10.0, ("V100-16GB",)))
@@ -322,3 +323,17 @@ def test_no_kind_of_group_is_split_that_does_not_pay(network: float) -> None:
         other = replace(best.strategy, op_rules=rest)
         found = evaluator.evaluate(other, best.orders[0])
         assert found.outcome != Outcome.OK or found.step_time_s >= seconds * (1 - 1e-9)
+
+
+def test_programs_are_tried_inside_machines() -> None:
+    """Sums of activations on a fast inner link, replicas over a slow network, in micro-batches."""
+    cluster = cluster_of((1.0, ["V100-16GB"] * 2), (1.0, ["V100-16GB"] * 2))
+    evaluator = Evaluator(GRAPH, cluster)
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=500))
+    ranking = _Ranking(problem, problem.spend())
+    Hap()._search(problem, ranking)
+    tried = [strategy for _, _, strategy, _ in ranking.scored]
+    teams = {decision.teams for strategy in tried for decision in strategy.decisions}
+    assert teams == {(), ((0, 1), (2, 3))}
+    assert any(strategy.micro_batches for strategy in tried if strategy.decisions[0].teams)
+    assert all(strategy.op_rules for strategy in tried if strategy.decisions[0].teams)

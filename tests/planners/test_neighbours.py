@@ -1,18 +1,23 @@
 """Random walks of the local search: every point is legal, and what is fixed stays."""
 
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from heterog.planners.data_parallel import device_speeds
 from heterog.planners.group_rules import GroupRules
 from heterog.planners.local_search import LocalSearch, _Search
 from heterog.planners.neighbours import Neighbours, State
 from heterog.planners.planner import Budget, Candidate, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.strategy import Sync
+from heterog.strategy.space import StrategySpace
+from heterog.strategy.strategy import SLICED, Sync
 from tests.runtime.strategies import cluster, graph_of
 from tests.runtime.walks import all_sharded, decoded, everywhere, moves_of, start
+from tests.simulator.builders import cluster_of
 
 UNEVEN = ((2, 1, 1), (0, 2, 0), (1, 0, 1))
 """Micro-batches of three devices for a batch of 8."""
@@ -23,7 +28,7 @@ def check_point(moves: Neighbours, state: State) -> None:
     evaluator = moves.problem.evaluator
     strategy = decoded(moves, state)
     careful = evaluator.evaluate(strategy, Order.RANK)  # checks it
-    number = moves.rules.rule_set(state.rules)
+    number = moves.rules.rule_set(state.rules, state.blocks)
     assert number is not None
     choice = moves.space.encode(
         state.row,
@@ -55,7 +60,6 @@ def test_every_point_of_a_walk_is_legal(name: str, beginning: str) -> None:
         seen.add((bool(state.rules), len(state.micro_batches) > 0))
         if step % 10 == 0:
             check_point(moves, state)
-    assert (True, True) not in seen
     assert len(seen) > 1  # from rules or micro-batches to none, or the other way
 
 
@@ -109,3 +113,54 @@ def test_the_search_keeps_what_it_was_given_and_scores_it_once(kind: str) -> Non
     best = LocalSearch().plan(problem).candidates[0].strategy
     referee = Evaluator(graph, cluster()).referee
     assert referee(best).step_time_s <= referee(given).step_time_s
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_teams_are_formed_and_left_and_stay_legal(name: str) -> None:
+    """On unlike machines: teams beside replicas, micro-batches and ZeRO beside rules, blocks."""
+    graph = graph_of(name)
+    machines = cluster_of((4.0, ["V100-16GB"] * 3), (2.0, ["T4"] * 2), (1.0, ["T4"]))
+    evaluator = Evaluator(graph, machines)
+    space = StrategySpace(
+        graph, machines, evaluator.tables, evaluator.channels, device_speeds(evaluator)
+    )
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=1))
+    moves = Neighbours(problem, space, GroupRules(evaluator), np.random.default_rng(0))
+    moves.may_team = moves.may_shard = True
+    state = State(np.zeros(moves.num_groups, np.int32), 0, Order.RANK)
+    seen: Counter[str] = Counter()
+    for step in range(600):
+        state = moves.of(state)
+        decided = [space.candidates[number] for number in set(state.row.tolist())]
+        in_teams = any(len(team) > 1 for each in decided for team in each.teams)
+        assert in_teams <= bool(state.rules)
+        seen["teams"] += in_teams
+        seen["teams in micro-batches"] += in_teams and bool(state.micro_batches)
+        seen["ZeRO beside rules"] += bool(state.rules) and any(d.sync in SLICED for d in decided)
+        seen["blocks"] += bool(state.blocks)
+        seen["caps"] += bool(state.schedule.in_flight)
+        if step % 10 == 0:
+            check_point(moves, state)
+    assert all(seen.values()), seen
+    assert seen["teams"] < 600  # they are left again
+
+
+def test_what_a_search_hands_over_is_what_it_scored() -> None:
+    """Rules that only teams of one device would have are not said; it takes no longer so."""
+    graph = graph_of("gpt")
+    machines = cluster_of((4.0, ["V100-16GB"] * 2), (1.0, ["T4"]), (1.0, ["T4"]))
+    evaluator = Evaluator(graph, machines)
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=300))
+    search = _Search(problem)
+    search.neighbours.may_team = True
+    search._seed()
+    start = search.engine.best[0][1]
+    for size in search.neighbours.team_sizes:
+        half = np.arange(search.num_groups // 2, dtype=np.int32)
+        state = search.neighbours.in_teams(start, size, half)
+        strategy = search._strategy(state)
+        strategy.check(graph, machines)
+        found = evaluator.referee(strategy, state.order)
+        assert found.step_time_s <= 1.02 * search.referee.cost(state)
+        again = search._states(Candidate(strategy=strategy, orders=(state.order,)))[0]
+        assert again.rules in ((), search.rules.of_teams)

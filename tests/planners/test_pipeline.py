@@ -24,7 +24,10 @@ def test_unlike_machines_come_in_every_order() -> None:
 def test_many_machines_give_few_sequences() -> None:
     cluster = Cluster.load("hap_v100_p100")
     found = stage_sequences(cluster)
-    assert 4 <= len(found) <= 40
+    assert 4 <= len(found) <= 60
+    kinds = {frozenset(range(16)), frozenset(range(16, 64)), frozenset(range(64))}
     for stages in found:
         devices = [device for stage in stages for device in stage]
-        assert sorted(devices) == list(range(cluster.num_devices))
+        assert len(devices) == len(set(devices))
+        assert frozenset(devices) in kinds  # all machines, or all of one kind
+    assert {frozenset(d for stage in stages for d in stage) for stages in found} == kinds

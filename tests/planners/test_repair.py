@@ -9,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster
+from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import P, S
-from heterog.planners.planner import Budget
-from heterog.planners.repair import Repaired, repair
+from heterog.planners.changes import changes_in_words, without_devices
+from heterog.planners.planner import Budget, Spending
+from heterog.planners.repair import Repaired, _Repair, repair
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.strategy import Decision, Strategy
 from tests.simulator.builders import (
     GraphBuilder,
@@ -25,6 +28,7 @@ from tests.simulator.builders import (
     random_strategy,
     strategy_of,
 )
+from tests.strategy.test_layouts import GRAPH
 from tests.strategy.test_recomputation import layers
 
 BUDGET = Budget(evaluations=300)
@@ -119,6 +123,54 @@ def test_groups_leave_a_device_that_is_too_small_for_them(devices: tuple[int, ..
     left = [d for d in found.strategy.decisions if d.devices == (1,)]
     assert len(left) == 2
     assert "2 groups left A:0" in found.changed
+
+
+def test_replicas_become_a_team() -> None:
+    """Two devices of one machine share every matrix instead of having it twice."""
+    one = cluster_of((10.0, ["T4"] * 2), (10.0, ["T4"]))
+    evaluator = Evaluator(GRAPH, one)
+    replicas = Decision(devices=(0, 1, 2), shares=(12, 12, 8))
+    strategy = strategy_of(GRAPH, one, replicas)
+    before = peaks(GRAPH, one, strategy)
+    tight = with_memory(one, [0.9 * before[0], 0.9 * before[1], 2.0 * before[2]])
+    evaluator = Evaluator(GRAPH, tight)
+    work = _Repair(evaluator, Order.FIFO, Spending(BUDGET, evaluator))
+    current = work._evaluate(strategy_of(GRAPH, tight, replicas))
+    (made,) = work._form_teams(current)
+    assert {each.teams for each in made.strategy.decisions} == {((0, 1), (2,))}
+    assert work._missing(made) < work._missing(current)
+    assert "run in teams" in changes_in_words(current.strategy, made.strategy, tight)
+    found = repair(evaluator, current.strategy, Order.FIFO, budget=BUDGET)
+    assert evaluator.referee(found.strategy, Order.FIFO).is_ok
+
+
+def test_whole_layers_recompute_where_groups_do_not_suffice() -> None:
+    """What groups of a layer read of each other is kept, unless the layer recomputes whole."""
+    one = cluster_of((10.0, ["T4"]))
+    groups = len(group_ops(GRAPH).names)
+    whole = Decision(devices=(0,), shares=(GRAPH.batch_size,))
+    by_group = strategy_of(GRAPH, one, replace(whole, recompute=True))
+    by_layer = replace(by_group, blocks=layer_blocks(GRAPH))
+    (enough,), (least,) = peaks(GRAPH, one, by_group), peaks(GRAPH, one, by_layer)
+    assert least < enough
+    tight = with_memory(one, [least])
+    evaluator = Evaluator(GRAPH, tight)
+    work = _Repair(evaluator, Order.FIFO, Spending(BUDGET, evaluator))
+    current = work._evaluate(strategy_of(GRAPH, tight, [whole] * groups))
+    (made,) = work._recompute_layers(current)
+    assert work._fits(made)
+    assert made.strategy.blocks
+    assert not any(work._fits(tried) for tried in work._recompute(current))
+
+
+def test_devices_leave_their_teams() -> None:
+    decision = Decision(
+        devices=(0, 1, 2, 3), shares=(2, 2, 2, 2), teams=((0, 1), (2, 3)), parts=(2, 1, 2, 1)
+    )
+    left = without_devices(decision, {1, 2, 3}, 0)
+    assert left == Decision(devices=(0,), shares=(8,), teams=((0,),), parts=(2,))
+    left = without_devices(decision, {3}, 0)
+    assert (left.teams, left.parts) == (((0, 1), (2,)), (2, 1, 2))
 
 
 def test_two_kinds_together() -> None:

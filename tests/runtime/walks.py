@@ -48,6 +48,7 @@ def start(moves: Neighbours, strategy: Strategy) -> State:
         strategy.micro_batches,
         moves.rules.row_of(strategy.op_rules),
         strategy.schedule,
+        strategy.blocks,
     )
 
 
@@ -59,4 +60,5 @@ def decoded(moves: Neighbours, state: State) -> Strategy:
         micro_batches=state.micro_batches,
         op_rules=moves.rules.op_rules(state.rules),
         schedule=state.schedule,
+        blocks=state.blocks,
     )

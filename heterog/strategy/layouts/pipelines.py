@@ -10,7 +10,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import LayoutError, Recompute
-from heterog.strategy.layouts.stages import NO_LAYER, layers_of
+from heterog.strategy.layouts.stages import NO_LAYER, layer_blocks, layers_of
 from heterog.strategy.layouts.tensor import TeamRules, team_rules
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
@@ -89,20 +89,10 @@ def strategy_of_pipelines(
         step_barrier=manner.step_barrier,
         op_rules=rules.op_rules if rules is not None else (),
         schedule=_schedule(pipelines, manner, cluster.num_devices),
-        blocks=_blocks(graph) if manner.recompute == Recompute.FULL else (),
+        blocks=layer_blocks(graph) if manner.recompute == Recompute.FULL else (),
     )
     strategy.check(graph, cluster)
     return strategy
-
-
-def _blocks(graph: OpGraph) -> tuple[int, ...]:
-    """First groups of the repeated layers, and every group outside of them."""
-    in_layer = layers_of(graph).of_group
-    return tuple(
-        group
-        for group, layer in enumerate(in_layer)
-        if group == 0 or layer == NO_LAYER or layer != in_layer[group - 1]
-    )
 
 
 def _samples_of_devices(pipelines: Sequence[Pipeline], num_devices: int) -> list[tuple[int, ...]]:

@@ -57,6 +57,19 @@ def layers_of(graph: OpGraph) -> Layers:
     return Layers(names=names, of_group=tuple(of_group))
 
 
+def layer_blocks(graph: OpGraph) -> tuple[int, ...]:
+    """First groups of the repeated layers, and every group outside of them.
+
+    As blocks of a strategy: of a layer that recomputes only what other layers read is kept.
+    """
+    in_layer = layers_of(graph).of_group
+    return tuple(
+        group
+        for group, layer in enumerate(in_layer)
+        if group == 0 or layer == NO_LAYER or layer != in_layer[group - 1]
+    )
+
+
 def _layer_path(module: str) -> str:
     """The outermost numbered module around a path; empty if there is none.
 
