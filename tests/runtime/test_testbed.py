@@ -119,7 +119,18 @@ class TestFiles:
         assert rates == [rate * MBIT_BYTES for rate in mbit_per_s]
 
     def test_all_are_listed(self) -> None:
-        assert module.shipped_testbeds() == ("skew_both", "skew_compute", "skew_network")
+        assert module.shipped_testbeds() == (
+            "skew_both", "skew_compute", "skew_hosts", "skew_network"
+        )  # fmt: skip
+
+    def test_hosts_of_several_ranks(self) -> None:
+        """Six ranks on three hosts, which two cores have 150 % for."""
+        cluster = load_testbed("skew_hosts")
+        assert cluster.host_of == (0, 0, 1, 1, 2, 2)
+        quotas = [cluster.hosts[host].cpu_quota or 1.0 for host in cluster.host_of]
+        assert sum(quotas) == pytest.approx(1.5)
+        rates = [cluster.nic_bandwidth_bytes_per_s(h) for h in range(cluster.num_hosts)]
+        assert rates == [200 * MBIT_BYTES, 100 * MBIT_BYTES, 50 * MBIT_BYTES]
 
     def test_path(self, tmp_path: Path) -> None:
         cluster = load_testbed("skew_both")

@@ -1,0 +1,285 @@
+"""Do composed plans (stages, teams, caps) hold on real ranks what the simulator promises?
+
+    python experiments/testbed_teams.py --json                    # Linux, as root
+    python experiments/testbed_teams.py --testbeds skew_hosts --models gpt --pairs 10
+
+On each testbed and workload, in one job and in turn: the plan of ``auto``, the best that it finds
+with teams, the best that it finds without them, and ``megatron_grid``, the best uniform layout.
+Then a pipeline over all hosts without caps and with those of 1F1B: the most bytes that each rank
+held, beside what was predicted. Plans are made with a calibration of the testbed on other
+workloads than these.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from testbed_calibration import calibrated
+from testbed_rounds import seconds_in_turn
+
+# Registers ``agent`` and ``agent+search``.
+import heterog.agents.planners  # noqa: F401
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture, capture_step
+from heterog.planners import hap, teams
+from heterog.planners.pipeline import Pipeline
+from heterog.planners.plan import Plan, load_plan, plan_from_rows
+from heterog.planners.planner import Budget, Candidate, MethodRow, PlanResult, Problem
+from heterog.planners.portfolio import best_row, run_method, run_methods
+from heterog.runtime.deploy import DeployedStep
+from heterog.runtime.launch import run_commands
+from heterog.runtime.peak_memory import peak_bytes
+from heterog.runtime.rank import end_together, join
+from heterog.runtime.testbed import Testbed
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.division import split_evenly
+from heterog.strategy.layouts.layout import LayoutError, parse_layout
+from heterog.strategy.layouts.placed import place_layout
+from heterog.strategy.layouts.stages import layers_of
+from heterog.strategy.pipeline_schedule import AS_IT_COMES
+from heterog.strategy.schedules import caps_of_stages
+from heterog.strategy.strategy import Strategy
+from heterog.zoo import load_workload
+
+TESTBEDS = ("skew_both", "skew_hosts")
+MODELS = ("mlp", "gpt", "encoder")
+WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
+GRID = "megatron_grid"
+PIPELINES = ("uncapped", "capped")
+_MICRO = 8
+
+
+@contextmanager
+def no_teams() -> Iterator[None]:
+    """Searches find nothing that teams could share."""
+    teams.rules_of_model.cache_clear()
+    refusal = LayoutError("nothing is shared here")
+    with (
+        patch.object(teams, "team_rules", side_effect=refusal),
+        patch.object(hap, "host_sizes", return_value=[]),
+    ):
+        yield
+    teams.rules_of_model.cache_clear()
+
+
+def has_teams(strategy: Strategy) -> bool:
+    """Whether a group's devices are teams of which one has several members."""
+    return any(len(team) > 1 for each in strategy.decisions for team in each.teams)
+
+
+class Stated:
+    """A strategy as a method.
+
+    Args:
+        name: of the method.
+        strategy: that it answers.
+    """
+
+    stage = "baseline"
+
+    def __init__(self, name: str, strategy: Strategy) -> None:
+        self.name = name
+        self._strategy = strategy
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """The strategy, first come, first served."""
+        del problem
+        return PlanResult(
+            candidates=(Candidate(strategy=self._strategy, orders=(Order.FIFO,)),),
+            num_evaluations=0,
+            search_seconds=0.0,
+        )
+
+
+class TeamedPipeline(Pipeline):
+    """The pipelines whose stages all have teams inside hosts, where a host has several devices."""
+
+    name = "teamed_pipeline"
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """What the enumeration finds, teams only."""
+        found = super().plan(problem)
+        kept = tuple(each for each in found.candidates if has_teams(each.strategy))
+        return replace(found, candidates=kept, reason="no plan with teams is among the best")
+
+
+def best_rows(evaluator: Evaluator, budget: Budget) -> dict[str, MethodRow]:
+    """The contenders: ``auto``, ``teams``, ``no_teams`` and the grid; equal ones once."""
+    rows = run_methods(evaluator, ["auto"], budget=budget)
+    found = {"auto": best_row(rows)}
+    problem = Problem(evaluator=evaluator, budget=budget)
+    teamed = [row for row in rows if row.candidate and has_teams(row.candidate.strategy)]
+    teamed.append(run_method(TeamedPipeline(), problem))
+    teamed = [row for row in teamed if row.step_time_s]
+    if teamed:
+        found["teams"] = best_row(teamed)
+    with no_teams():
+        plain = run_methods(evaluator, ["auto"], budget=budget, without=[GRID])
+    found["no_teams"] = best_row(plain)
+    found[GRID] = next(row for row in rows if row.method == GRID)
+    seen: set[Strategy] = set()
+    distinct = {}
+    for name, row in found.items():
+        if row.candidate is not None and row.step_time_s and row.candidate.strategy not in seen:
+            seen.add(row.candidate.strategy)
+            distinct[name] = row
+    return distinct
+
+
+def pipelines(evaluator: Evaluator) -> dict[str, MethodRow]:
+    """A stage for each host, eight micro-batches, as they come and with the caps of 1F1B."""
+    graph, cluster = evaluator.graph, evaluator.cluster
+    hosts = [cluster.host_devices(host) for host in range(cluster.num_hosts)]
+    dp = len(hosts[0])
+    layout = parse_layout(f"pp={len(hosts)},dp={dp},num_micro={_MICRO}")
+    try:
+        given = place_layout(layout, graph, cluster).strategy
+    except LayoutError:
+        layers = split_evenly(len(layers_of(graph).names), len(hosts))
+        layout = replace(layout, layers=layers)
+        given = place_layout(layout, graph, cluster).strategy
+    capped = caps_of_stages(hosts, cluster.num_devices)
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=1))
+    return {
+        name: run_method(Stated(name, replace(given, schedule=schedule)), problem)
+        for name, schedule in zip(PIPELINES, (AS_IT_COMES, capped), strict=True)
+    }
+
+
+def as_plan(evaluator: Evaluator, row: MethodRow) -> Plan:
+    """The file that ranks are given."""
+    return plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+
+
+def serve(folder: Path, model: str, num_pairs: int) -> None:
+    """One rank: all plans in turn; writes seconds and, of the pipelines, peak bytes."""
+    torch.set_num_threads(1)
+    join(timeout_s=1800)
+    workload = load_workload(f"{WORKLOADS}:{model}", None)
+    batch = workload.make_batch()
+    captured = capture_step(workload)
+    steps = {
+        path.stem: DeployedStep(workload, load_plan(path), captured=captured)
+        for path in sorted(folder.glob("*.json"))
+    }
+    timed = {name: partial(step, batch) for name, step in steps.items() if name not in PIPELINES}
+    seconds = seconds_in_turn(timed, num_pairs)
+    peaks = {name: peak_bytes(steps[name], batch) for name in PIPELINES if name in steps}
+    found = {"seconds": seconds, "peaks": peaks}
+    (folder / f"rank{dist.get_rank()}.result").write_text(json.dumps(found))
+    end_together()
+
+
+def measure(cluster: Cluster, model: str, budget: Budget, num_pairs: int) -> dict[str, Any]:
+    """Plan, then run all contenders on the testbed."""
+    graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
+    evaluator = Evaluator(graph, cluster)
+    contenders = best_rows(evaluator, budget)
+    plans = contenders | pipelines(evaluator)
+    with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
+        folder = Path(name)
+        for key, row in plans.items():
+            as_plan(evaluator, row).save(folder / f"{key}.json")
+        run_commands(
+            [
+                *(str(Path(__file__).resolve()), "--rank-folder", name),
+                *("--models", model, "--pairs", str(num_pairs)),
+            ],
+            cluster.num_devices,
+            wrap=bed.command,
+            environment=bed.environment,
+            timeout_s=1800,
+        )
+        parts = [
+            json.loads((folder / f"rank{rank}.result").read_text())
+            for rank in range(cluster.num_devices)
+        ]
+    return {
+        "testbed": cluster.name,
+        "model": model,
+        "budget": str(budget),
+        "contenders": {
+            key: _contender(row, parts[0]["seconds"][key]) for key, row in contenders.items()
+        },
+        "peaks": {
+            key: {
+                "predicted_bytes": list(plans[key].peak_memory_bytes),
+                "bytes": [part["peaks"][key] for part in parts],
+            }
+            for key in PIPELINES
+        },
+    }
+
+
+def _contender(row: MethodRow, seconds: list[float]) -> dict[str, Any]:
+    assert row.candidate is not None
+    strategy = row.candidate.strategy
+    return {
+        "method": row.method,
+        "predicted_s": row.step_time_s,
+        "median_s": statistics.median(seconds),
+        "seconds": seconds,
+        "has_teams": has_teams(strategy),
+        "num_micro": strategy.num_micro_batches,
+        "devices": sorted({d for each in strategy.decisions for d in each.devices}),
+    }
+
+
+def told(row: dict[str, Any]) -> Iterator[str]:
+    """A row for people."""
+    for name, found in row["contenders"].items():
+        spread = f"{min(found['seconds']):.3f} to {max(found['seconds']):.3f}"
+        yield (
+            f"{row['testbed']:11} {row['model']:8} {name:13} by {found['method']:14} "
+            f"{found['median_s']:.3f} s ({spread}; predicted {found['predicted_s']:.3f}), "
+            f"{found['num_micro']} micro-batches{', teams' * found['has_teams']}"
+        )
+    for name, peak in row["peaks"].items():
+        pairs = zip(peak["predicted_bytes"], peak["bytes"], strict=True)
+        ratios = " ".join(f"{predicted / max(held, 1):.2f}" for predicted, held in pairs)
+        held = " ".join(f"{count / 2**20:.0f}" for count in peak["bytes"])
+        who = f"{row['testbed']:11} {row['model']:8} {name}"
+        yield f"{who}: {held} MiB, predicted over it {ratios}"
+
+
+def main() -> None:
+    """Measure every testbed and workload."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--testbeds", default=",".join(TESTBEDS))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--budget", default="1000e")
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
+    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_folder:
+        serve(Path(arguments.rank_folder), arguments.models, arguments.pairs)
+        return
+    rows = []
+    scratch = tempfile.TemporaryDirectory()
+    folder = Path(arguments.folder or scratch.name)
+    for testbed in arguments.testbeds.split(","):
+        cluster = calibrated(testbed, folder)
+        for model in arguments.models.split(","):
+            budget = Budget.parse(arguments.budget)
+            rows.append(measure(cluster, model, budget, arguments.pairs))
+            print("\n".join(told(rows[-1])), file=sys.stderr, flush=True)
+    if arguments.json:
+        print(json.dumps({"rows": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
