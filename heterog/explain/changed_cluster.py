@@ -11,7 +11,7 @@ from heterog.graph.grouping import group_ops
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 _MOST_RANGES = 8
 """Of a strategy's ranges, only the longest are tried one by one for a device that joins."""
@@ -228,7 +228,7 @@ def _with_devices(
     )
     by_slices = decision.sync == Sync.REDUCE_SCATTER_ALL_GATHER or len(decision.devices) == 1
     # A team of one cuts parameters unlike a larger one, so that no slice has one owner.
-    by_slices |= bool(decision.teams) and decision.sync in SLICED
+    by_slices |= bool(decision.teams) and decision.sync.is_sharded
     part_of = dict(zip(decision.devices, decision.parts or decision.shares, strict=True))
     return replace(
         decision,

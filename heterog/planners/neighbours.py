@@ -36,7 +36,7 @@ from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import MicroBatches, StrategySpace
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, SLICED, Decision, Sync
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 
 BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
 
@@ -233,8 +233,9 @@ class Neighbours:
     def _synchronised(self, number: int) -> Decision:
         """The same devices and teams, with another synchronisation or rule for shares."""
         old = self.space.candidates[number]
-        if old.sync in SLICED and self.rng.random() < _OTHER_LEVEL:
-            level = sorted(SLICED)[self.rng.integers(len(SLICED))]
+        if old.sync.is_sharded and self.rng.random() < _OTHER_LEVEL:
+            levels = [sync for sync in Sync if sync.is_sharded]
+            level = levels[self.rng.integers(len(levels))]
             return replace(old, sync=level)
         others = self.space.decisions_on(old.devices)
         other = others[self.rng.integers(len(others))]

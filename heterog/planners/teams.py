@@ -20,7 +20,7 @@ from heterog.strategy.channels import proportional_slices
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.layouts.layout import LayoutError
 from heterog.strategy.layouts.tensor import TeamRules, team_rules
-from heterog.strategy.strategy import REPLICATED, SLICED, Decision, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 Teams = tuple[tuple[int, ...], ...]
 _RESOLUTION = 100
@@ -95,11 +95,10 @@ def in_teams(
         own = [speeds[device] for device in team]
         shares.update(zip(team, split_in_proportion(samples, own), strict=True))
         parts.update(zip(team, parts_of(own), strict=True))
-    is_cut = decision.sync in SLICED or decision.sync == Sync.REDUCE_SCATTER_ALL_GATHER
     made = replace(
         decision,
         shares=tuple(shares[device] for device in devices),
-        slices=proportional_slices(cluster, devices) if is_cut else (),
+        slices=proportional_slices(cluster, devices) if decision.sync.takes_slices else (),
         teams=teams,
         parts=tuple(parts[device] for device in devices),
     )
@@ -111,7 +110,7 @@ def has_one_owner(decision: Decision) -> bool:
 
     Where teams cut parameters alike it does.
     """
-    if decision.sync not in SLICED or not decision.teams:
+    if not decision.sync.is_sharded or not decision.teams:
         return True
     parts = dict(zip(decision.devices, decision.parts or decision.shares, strict=True))
     return len({tuple(parts[device] for device in team) for team in decision.teams}) == 1

@@ -14,7 +14,7 @@ from heterog.planners.planner import Budget, Candidate, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.space import StrategySpace
-from heterog.strategy.strategy import SLICED, Sync
+from heterog.strategy.strategy import Sync
 from tests.runtime.strategies import cluster, graph_of
 from tests.runtime.walks import all_sharded, decoded, everywhere, moves_of, start
 from tests.simulator.builders import cluster_of
@@ -136,7 +136,7 @@ def test_teams_are_formed_and_left_and_stay_legal(name: str) -> None:
         assert in_teams <= bool(state.rules)
         seen["teams"] += in_teams
         seen["teams in micro-batches"] += in_teams and bool(state.micro_batches)
-        seen["ZeRO beside rules"] += bool(state.rules) and any(d.sync in SLICED for d in decided)
+        seen["ZeRO beside rules"] += bool(state.rules) and any(d.sync.is_sharded for d in decided)
         seen["blocks"] += bool(state.blocks)
         seen["caps"] += bool(state.schedule.in_flight)
         if step % 10 == 0:
