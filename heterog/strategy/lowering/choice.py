@@ -139,12 +139,15 @@ class Encoder:
         bucket_bytes: int,
         num_steps: int,
     ) -> Choice:
-        """The arrays of a strategy; arguments that are not listed are as in ``Strategy``.
+        """The arrays of a strategy; what is not explained is as in ``Strategy``.
 
         Args:
             decisions: the different ones.
             of_group: number of each group's decision.  # [num_groups]
+            micro_batches: see there.
+            schedule: see there.
             home: of each parameter.
+            bucket_bytes: see there.
             num_steps: training steps to unroll.
         """
         divisions: dict[Division, int] = {}
@@ -164,6 +167,7 @@ class Encoder:
             shares += [row.units[axis] * (row.cut.team_samples > 0) for row in rows]
         row_of_group = np.append(np.array(of_decision)[of_group], len(divisions)).astype(np.int32)
         all_shares = np.stack(shares).astype(np.int32)
+        devices = [decisions[number].devices for number in of_group]
         return Choice(
             num_micro=len(sizes) or 1,
             num_steps=num_steps,
@@ -179,13 +183,7 @@ class Encoder:
             reduce_channel=np.array([row.reduce_channel for row in rows], np.int32),
             gather_channel=np.array([row.gather_channel for row in rows], np.int32),
             home=home,
-            turns=encode_turns(
-                schedule,
-                self._tables,
-                [decisions[number].devices for number in of_group],
-                row_of_group,
-                all_shares,
-            ),
+            turns=encode_turns(schedule, self._tables, devices, row_of_group, all_shares),
         )
 
     def _teams(self, rows: Sequence[DivisionRows]) -> Teams:
