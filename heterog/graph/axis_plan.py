@@ -247,21 +247,26 @@ class _Propagation:
         return float(follows), fixed, split
 
     def _is_along_batch(self, op: int) -> bool:
-        """Whether a rule over as many units as there are samples may be one over the samples."""
+        """Whether a rule over as many units as there are samples is one over the samples.
+
+        What it splits is then what the batch splits, and it splits something of that: a sum of
+        gradients by columns, of which the batch splits nothing, is no rule over the samples.
+        """
         graph, batch = self.graph, self.batch
         rule, _ = self.rules[op]
         parameters = {parameter for _, parameter, _ in graph.updates}
         outputs = graph.outputs(op)
-        places = (
-            *zip(graph.ops[op].inputs, rule.inputs, batch.needed[op], strict=True),
-            *zip(outputs, rule.outputs, (batch.placements[t] for t in outputs), strict=True),
-        )
-        return not any(
-            place.kind == "S"
-            and (
-                int(graph.storage[tensor]) in parameters or (along.kind == "S" and along != place)
+        splits = [
+            (int(graph.storage[tensor]), place, along)
+            for tensor, place, along in (
+                *zip(graph.ops[op].inputs, rule.inputs, batch.needed[op], strict=True),
+                *zip(outputs, rule.outputs, (batch.placements[t] for t in outputs), strict=True),
             )
-            for tensor, place, along in places
+            if place.kind == "S"
+        ]
+        return any(place == along for _, place, along in splits) and not any(
+            storage in parameters or (along.kind == "S" and along != place)
+            for storage, place, along in splits
         )
 
     def _units(self, op: int) -> int:

@@ -1,5 +1,10 @@
-"""How many samples each BatchNorm sees: its statistics are those of a replica's own samples."""
+"""How many samples each BatchNorm sees: its statistics are those of a replica's own samples.
 
+With a rule (its channels are split, or each member of a team does all of it) they are those of all
+samples of the team.
+"""
+
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase
@@ -21,16 +26,17 @@ def batch_norm_samples(graph: OpGraph, strategy: Strategy) -> dict[str, dict[int
     """
     specials = batch_plan(graph).specials
     group = group_ops(graph).group
-    (of_groups,) = spans_of_groups(strategy, (graph.batch_size,))
+    plan = axis_plan(graph, strategy.op_rules)
+    spans_of = spans_of_groups(strategy, plan.axes)
     found: dict[str, dict[int, int]] = {}
     for index, op in enumerate(graph.ops):
         if op.phase != Phase.FORWARD or specials[index] != Special.LOCAL_STATISTICS:
             continue
-        spans = of_groups[int(group[index])]
-        counts = {
-            device: min(row[device] for row in spans.shares if row[device])
-            for device in spans.devices
-            if any(row[device] for row in spans.shares)
-        }
-        found[op.module] = counts
+        spans = spans_of[int(plan.op_axis[index])][int(group[index])]
+        seen: dict[int, list[int]] = {}
+        for micro, shares in enumerate(spans.shares):
+            for device, share in shares.items():
+                if share:
+                    seen.setdefault(device, []).append(spans.samples(micro, device)[1])
+        found[op.module] = {device: min(counts) for device, counts in sorted(seen.items())}
     return found

@@ -18,11 +18,11 @@ from heterog.graph.op_graph import TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
-from heterog.runtime.buffer_owners import buffer_owners
+from heterog.runtime.buffer_owners import buffer_owners, split_buffers
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets, local_ops
 from heterog.runtime.model_part import ModelPart
-from heterog.runtime.placed import join
+from heterog.runtime.placed import cut, join, put
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import TaskTimes, gather_task_times
 from heterog.runtime.resized import Signature, by_name, planned_signature, resize, signature
@@ -93,6 +93,8 @@ class DeployedStep:
         parameters = {tensor: named[self._names[tensor]] for tensor in graph.parameters}
         self.part = ModelPart(graph, plan.strategy, program, self.rank, parameters)
         self.optimizer = _make_optimizer(workload, self.part.updated)
+        self._buffer_owners = buffer_owners(graph, plan.strategy)
+        self._split_buffers = split_buffers(graph, plan.strategy)
         self._is_closed = False
         self._workload = workload
         self._clip = max_grad_norm
@@ -253,8 +255,13 @@ class DeployedStep:
         return loss
 
     def flush(self) -> None:
-        """Finish all updates; without a step barrier, every rank has to call it."""
+        """Finish all updates; every rank has to call it.
+
+        Without a step barrier some are open, and statistics of a BatchNorm whose channels a rule
+        splits come together on the first of the devices that have them.
+        """
         self._executor.flush()
+        self._join_statistics()
 
     def close(self) -> None:
         """Finish all updates and let the process groups go; every rank has to call it.
@@ -288,7 +295,7 @@ class DeployedStep:
             if owner == 0 or row in sliced:
                 continue
             self._bring(state, name, named[name].detach(), owner)
-        for name, owner in buffer_owners(graph, self.plan.strategy).items():
+        for name, owner in self._buffer_owners.items():
             if owner and name in state and name not in named:
                 self._bring(state, name, state[name], owner)
         pieces: dict[int, list[tuple[int, Tensor]]] = {}
@@ -303,6 +310,26 @@ class DeployedStep:
         for name, twin in _tied_names(self._model).items():
             state[name] = state[twin]
         return state
+
+    def _join_statistics(self) -> None:
+        """Bring buffers that are stepped in parts together where their owner is."""
+        if not self._split_buffers:
+            return
+        named = dict(self._model.named_buffers())
+        for name, (place, spans, members) in self._split_buffers.items():
+            owner = self._buffer_owners[name]
+            own = named[name]
+            for device in members:
+                begin, count = spans.units_of(device)
+                if device == owner or count == 0 or self.rank not in (device, owner):
+                    continue
+                part = cut(own, place, spans.units, begin, count).contiguous()
+                if self.rank == device:
+                    dist.send(part, owner)
+                else:
+                    part = torch.empty_like(part)
+                    dist.recv(part, device)
+                    put(own, place, spans.units, begin, part)
 
     def _bring(self, state: dict[str, Tensor], name: str, own: Tensor, owner: int) -> None:
         """Bring the owner's copy of a tensor to rank 0."""

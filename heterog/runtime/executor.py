@@ -52,6 +52,8 @@ class _Call(NamedTuple):
     inputs: list[tuple[int, int, int]]
     made: range
     draws_for: int | None
+    steps_buffers: tuple[int, ...]
+    counts_steps: bool
 
 
 class StepExecutor:
@@ -131,6 +133,7 @@ class StepExecutor:
         self._step: StepUpdates | None = None
         self._summed_loss: Pending | None = None
         self._calls: dict[int, _Call] = {}
+        self._counted: set[int] = set()  # counters that have counted this step
         self._kind = part.kinds
         # As lists: single elements are looked up for every task of every step.
         self._subject: list[int] = self.program.subject.tolist()
@@ -181,6 +184,7 @@ class StepExecutor:
             # What is sent must not change on its way, and a parameter may at the next update.
             self._communicator.flush()
         self._values.begin(batch)
+        self._counted.clear()
         self._losses.begin()
         gradients = Gradients(
             self._part, self._values, self._parameters, self._communicator, self._slices
@@ -339,6 +343,10 @@ class StepExecutor:
         ]
         if is_again:
             inputs = self._with_own_buffers(op, inputs)
+        if call.counts_steps:
+            if op in self._counted:
+                inputs = [inputs[0], inputs[0]]  # nothing changes
+            self._counted.add(op)
         enters = {"is_first": call.is_first, "is_first_member": call.is_first_member}
         if local_op.is_random:
             # Seeded by what identifies the op: run again, it draws the same numbers.
@@ -357,6 +365,8 @@ class StepExecutor:
         for buffer, output in zip(made, outputs, strict=True):
             values.held[buffer] = Held(output, reader.samples, reader.units)
         if not is_again:
+            for position in call.steps_buffers:
+                values.put_back(op, position, inputs[position], reader)
             step.gradients.keep(task, spans, micro)
             self._losses.keep(task, op, spans, micro)
         for buffer in made:
@@ -395,6 +405,23 @@ class StepExecutor:
             ],
             made=part.made(task),
             draws_for=self._draws_for(local_op, spans, micro),
+            steps_buffers=self._steps_buffers(op, local_op),
+            # A counter of steps: other micro-batches of one would count it again.
+            counts_steps=spans is None and local_op.call.kind == "copy_.default",
+        )
+
+    def _steps_buffers(self, op: int, local_op: LocalOp) -> tuple[int, ...]:
+        """Positions of the running statistics that an op steps units of, in a copy of them."""
+        if Special.LOCAL_STATISTICS not in local_op.specials:
+            return ()
+        return tuple(
+            position
+            for position, (tensor, place) in enumerate(
+                zip(self.graph.ops[op].inputs, local_op.along_axis.inputs, strict=True)
+            )
+            if place.kind == "S"
+            and place.outer > 1  # a run of units is a view
+            and self.graph.tensors[tensor].kind == TensorKind.BUFFER
         )
 
     def _draws_for(self, local_op: LocalOp, spans: Spans | None, micro: int) -> int | None:

@@ -128,11 +128,19 @@ class Gradients:
                 self._scattered.pop(0).wait()
             if len(members) == 1:
                 return
-            parts = [_waited(self._of_micro.pop((row, micro))).reshape(-1) for row in members]
-            self._flat_of_micro[bucket, micro] = torch.cat(parts)
+            parts = [self._take_of_micro(row, micro) for row in members]
+            self._flat_of_micro[bucket, micro] = torch.cat([part.reshape(-1) for part in parts])
             return
         ring = self._part.flattened_for(task)
         self._flat[bucket, ring.devices] = torch.cat([self._in_ring(row, ring) for row in members])
+
+    def _take_of_micro(self, row: int, micro: int) -> Tensor:
+        """A micro-batch's gradient; zeros where only others of its bucket are made here.
+
+        Ops with rules run on the samples of the team, also where a device has none of its own.
+        """
+        gradient = self._of_micro.pop((row, micro), None)
+        return torch.zeros_like(self._parameter(row)) if gradient is None else _waited(gradient)
 
     def _in_ring(self, row: int, ring: Ring) -> Tensor:
         """What this rank gives to a ring of the gradient of a parameter, flat."""
@@ -212,17 +220,18 @@ class Gradients:
         """Send a gradient to where it is added or missing, or receive it."""
         src, dst = self._part.channel(task).devices
         micro = int(self._part.program.micro[task])
+        is_served = self._part.is_served_by(row, dst)
         if self._part.rank == src:
             gradient = self._fresh.get((row, micro), self._own.get(row))
             gradient = self._of_micro.get((row, micro), gradient)
             assert gradient is not None
             self._communicator.send(_waited(gradient), dst, task)
-            if self._part.strategy.homes[row] == dst:
+            if is_served:
                 self._own.pop(row, None)  # it is needed there and nowhere else
             return
         like = torch.empty_like(self._parameter(row), requires_grad=False)
         pending = self._communicator.receive(like, src, task)
-        if self._part.strategy.homes[row] == self._part.rank:
+        if is_served:
             self._pushed.setdefault(row, []).append(pending)
         elif self._part.zero_stage(row) > 1:
             self._of_micro[row, micro] = pending

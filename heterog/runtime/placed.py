@@ -38,6 +38,23 @@ def cut(tensor: Tensor, placement: Placement, total: int, begin: int, count: int
     return part.reshape(*shape[:dim], outer * count * inner, *shape[dim + 1 :])
 
 
+def put(tensor: Tensor, placement: Placement, total: int, begin: int, part: Tensor) -> None:
+    """Write some consecutive samples to where ``cut`` takes them from, in place.
+
+    >>> whole = torch.zeros(6)
+    >>> put(whole, Placement("S"), total=3, begin=1, part=torch.ones(2))
+    >>> whole
+    tensor([0., 0., 1., 1., 0., 0.])
+    """
+    dim, outer = placement.dim, placement.outer
+    inner = tensor.shape[dim] // (outer * total)
+    count = part.shape[dim] // (outer * inner)
+    shape = tensor.shape
+    apart = tensor.view(*shape[:dim], outer, total * inner, *shape[dim + 1 :])
+    own = apart.narrow(dim + 1, begin * inner, count * inner)
+    own.copy_(part.reshape(own.shape))
+
+
 def nested(place: Placement, other: Placement, total: int, count: int) -> Placement:
     """Where units lie in a tensor of which only a part along another axis is there.
 

@@ -18,7 +18,7 @@ from heterog.strategy.channels import Channel
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.rings import Ring
 from heterog.strategy.strategy import Strategy
-from heterog.strategy.tables import graph_tables
+from heterog.strategy.tables import Domain, graph_tables
 
 _KINDS = {int(kind): kind for kind in TaskKind}
 # Looked up for every task; Python 3.11 takes its time for a member of an enum.
@@ -268,6 +268,21 @@ class RankProgram:
             if self.kinds[int(program.buffer_maker[buffer])] is not TaskKind.REDUCE_SCATTER
         }
         return sorted(found - {-1})
+
+    def is_served_by(self, row: int, device: int) -> bool:
+        """Whether gradients of a parameter are pushed to a device because it is the server.
+
+        A server that is a replica, of which each has the whole gradient, may have made none
+        itself; then it gets each micro-batch's as any other replica.
+        """
+        if self.strategy.homes[row] != device:
+            return False
+        group = int(self._group[self.graph.updates[row][0]])
+        decision = self.strategy.decisions[group]
+        domain = int(self.tables.gradient_domain[row])
+        has_one_team = len(decision.division.all_teams) == 1
+        is_whole = domain == Domain.NOBODY or (domain == Domain.PEERS and has_one_team)
+        return not (is_whole and device in decision.devices)
 
     def gives(self, row: int, micro: int) -> bool:
         """Whether this rank's gradient of a parameter enters the sum over devices.

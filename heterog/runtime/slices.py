@@ -21,7 +21,7 @@ from heterog.strategy.channels import slice_parts
 from heterog.strategy.lowering import ring_decision
 from heterog.strategy.program import Program
 from heterog.strategy.rings import Ring, gradient_rings
-from heterog.strategy.strategy import Strategy
+from heterog.strategy.strategy import REPLICATED, Strategy
 from heterog.strategy.tables import graph_tables
 
 
@@ -132,14 +132,18 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
 
 
 def parameter_rings(graph: OpGraph, strategy: Strategy) -> list[tuple[Ring, ...]]:
-    """The rings that add up the gradients of each parameter, by row of ``graph.updates``."""
+    """The rings that add up the gradients of each parameter, by row of ``graph.updates``.
+
+    None of a parameter that a server updates.
+    """
     tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
     axes = tuple(int(units) for units in tables.axis_units[1:])
     rings: list[tuple[Ring, ...]] = []
-    rows = zip(tables.gradient_domain.tolist(), tables.parameter_group.tolist(), strict=True)
-    for domain, group in rows:
+    domains, groups = tables.gradient_domain.tolist(), tables.parameter_group.tolist()
+    for domain, group, home in zip(domains, groups, strategy.homes, strict=True):
         division = strategy.decisions[group].division
-        rings.append(gradient_rings(division, axes)[domain] if domain >= 0 else ())
+        is_summed = domain >= 0 and home == REPLICATED
+        rings.append(gradient_rings(division, axes)[domain] if is_summed else ())
     return rings
 
 

@@ -123,8 +123,11 @@ class Spans:
         return self._teams[self._team[device]]
 
     def first_team(self) -> list[int]:
-        """Members of the first team."""
-        return [device for device, team in self._team.items() if team == 0]
+        """Members of the first team that holds what is split along the axis.
+
+        One whose members all have weight 0, as shares may be, holds nothing.
+        """
+        return list(next(team for team in self._teams if any(self._units[d][1] for d in team)))
 
 
 def spans_of_groups(strategy: Strategy, axes: Sequence[int]) -> list[list[Spans]]:

@@ -12,7 +12,7 @@ from heterog.graph.op_graph import TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.runtime.collectives import Pending
 from heterog.runtime.local_op import Extent, LocalOp
-from heterog.runtime.placed import cut, nested
+from heterog.runtime.placed import cut, nested, put
 from heterog.runtime.rank_program import CONVERSIONS, Near, RankProgram, gathered, nearest
 from heterog.runtime.spans import EVERY, Span, Spans
 from heterog.strategy.program import TaskKind
@@ -201,6 +201,12 @@ class Values:
         """What an op wants of a tensor that is here whole: its own samples or units."""
         return self._cut_free(Seen(value), op, position, reader, along_axis=True).value
 
+    def put_back(self, op: int, position: int, value: Tensor, reader: Reader) -> None:
+        """Write units of a buffer that an op has stepped to where they were read."""
+        place = self._part.plan.needed[op][position]
+        buffer = self._buffers[self._part.graph.ops[op].inputs[position]]
+        put(buffer, place, reader.all_units, reader.units[0], value)
+
     def gradient(self, tensor: int, near: Near, held: Held, reader: Reader) -> Tensor:
         """A gradient as it was made, or as it was gathered, through the views of it.
 
@@ -315,6 +321,8 @@ class Values:
         in_batch, on_axis = plan.batch_placement(tensor), plan.placements[tensor]
         is_ruled = plan.tensor_axis[tensor] != BATCH_AXIS
         buffer = nearest(near, value, whole)
+        if whole == AS_MADE and "P" in (in_batch.kind, on_axis.kind):
+            buffer = near.get((value, AS_MADE))  # the whole sum beside it is none of its parts
         if buffer is None:
             assert "P" in (in_batch.kind, on_axis.kind), f"tensor {tensor} is not here"
             # A whole value seen as a partial sum: it is on another device, and zero here.
@@ -341,7 +349,8 @@ class Values:
             has_units=has_units,
             is_part_of_sum=in_batch.kind == "P" and not (is_ruled and self._has_one_team(tensor)),
             is_alike_in_team=is_ruled and (on_axis.kind != "P" or is_made_whole),
-            is_part_in_team=is_ruled and on_axis.kind == "P" and not is_made_whole,
+            # Without a rule each device has a part of its own.
+            is_part_in_team=on_axis.kind == "P" and not is_made_whole,
             is_converted=on_axis.kind == "P" and part.is_converted(buffer),
         )
 
@@ -375,7 +384,8 @@ class Seen:
         has_units: it is cut to the reader's units.
         is_part_of_sum: it is a part of a sum over the batch.
         is_alike_in_team: all members of a team have the same part.
-        is_part_in_team: it is a part of a sum over the team.
+        is_part_in_team: it is a part of a sum over the team (or, of no sum over the team, a
+            device's own part of one over the batch).
         is_converted: it was a part of a sum, and has come from elsewhere as the whole.
     """
 

@@ -24,6 +24,7 @@ from heterog.runtime.resized import Signature, signature
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
 from heterog.zoo.moe import MixtureOfExperts
+from tests.runtime.translation import PADDING, TinyT5
 
 BATCH = 8
 STEPS = 3
@@ -266,7 +267,8 @@ OWN_LOSS: dict[str, Any] = {
     "weighted labels": (WeightedLabels, None),
     "penalty": (Penalty, None),
 }
-EVERY = MODELS | NORMALISED | GATHERED | OWN_LOSS
+TRANSLATION: dict[str, Any] = {"translation": (TinyT5, token_loss)}
+EVERY = MODELS | TRANSLATION | NORMALISED | GATHERED | OWN_LOSS
 IMAGES = ("residual", *NORMALISED)
 
 
@@ -307,7 +309,7 @@ class Recipe:
 SGD = Recipe()
 
 
-def batch_of(name: str, step: int) -> tuple[Tensor, Tensor]:
+def batch_of(name: str, step: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(100 + step)
     if name in ("mlp", *GATHERED):
         return (
@@ -323,6 +325,10 @@ def batch_of(name: str, step: int) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(0, 13, (BATCH, 5), generator=generator)
     labels = torch.randint(0, 13, (BATCH, 5), generator=generator)
     labels[:3, 1:] = -100  # unevenly over the samples
+    if name in TRANSLATION:
+        source = torch.randint(0, 13, (BATCH, 4), generator=generator)
+        source[2:5, 2:] = PADDING
+        return source, tokens, labels
     return tokens, labels
 
 
@@ -347,8 +353,12 @@ def workload_of(name: str, optimizer: str = "SGD") -> Workload:
 @cache
 def reference(name: str, recipe: Recipe = SGD) -> Trained:
     """The same steps on one device."""
+    return trained_by(workload_of(name, recipe.optimizer).make_model(), name, recipe)
+
+
+def trained_by(model: nn.Module, name: str, recipe: Recipe) -> Trained:
+    """What comes of a model on one device."""
     workload = workload_of(name, recipe.optimizer)
-    model = workload.make_model()
     stepper = workload.optimizer(model.parameters(), **dict(workload.optimizer_options))
     scheduler = recipe.scheduler(stepper)
     losses = []

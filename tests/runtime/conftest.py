@@ -26,3 +26,8 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
     yield from _shared(4)
+
+
+@pytest.fixture(scope="session")
+def six_ranks() -> Iterator[Ranks]:
+    yield from _shared(6)

@@ -1,27 +1,18 @@
 """Teams on real ranks: tensor, data and pipeline parallelism in any combination."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from heterog.graph.grouping import group_ops
-from heterog.runtime.rehearsal import rehearse
-from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.strategy.tensor_parallel import merge_rules, shardings
 from tests.runtime.cases import SGD, Recipe, assert_same, reference, train_sharded
-from tests.runtime.grids import done_by_all, grid_cluster, random_grid
+from tests.runtime.grids import done_by_all, grid_cluster
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of
-from tests.runtime.test_rehearsal import captured_of
 from tests.simulator.builders import plan_by_hand
-
-SEED = int(os.environ.get("HETEROG_SEED", "0"))
-CASES = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "2"))
-MODELS = ("mlp", "gpt", "moe", "residual")
 
 
 def trained_alike(
@@ -72,21 +63,3 @@ def test_unlike_teams_and_clipping(four_ranks: Ranks, tmp_path: Path) -> None:
     )
     recipe = Recipe(max_grad_norm=0.1)
     trained_alike(four_ranks, tmp_path, "gpt", megatron("gpt", unlike, bucket_bytes=400), recipe)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", MODELS)
-def test_random_strategies_of_teams(four_ranks: Ranks, tmp_path: Path, name: str) -> None:
-    graph = graph_of(name)
-    for seed in range(SEED, SEED + CASES):
-        trained_alike(four_ranks, tmp_path, name, random_grid(Random(seed), graph, 4))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_rehearsal_accepts_teams(name: str) -> None:
-    """On six devices, more than there are ranks here."""
-    graph = graph_of(name)
-    for seed in range(SEED, SEED + CASES):
-        strategy = random_grid(Random(seed), graph, 6)
-        program = lower(graph, grid_cluster(6), strategy, num_steps=1)
-        assert rehearse(captured_of(name), strategy, program, range(program.num_tasks)) == ""

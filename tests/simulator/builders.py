@@ -493,6 +493,21 @@ def with_rules(
     return replace(strategy, decisions=decisions, homes=homes, op_rules=rules)
 
 
+def within_samples(graph: OpGraph, rules: OpRules) -> OpRules:
+    """The rules that have a meaning on a part of the batch, too."""
+    while rules and (crossing := axis_plan(graph, rules).crossing()) is not None:
+        last = max(op for op, _ in rules if op <= crossing)  # a view follows another op's rule
+        rules = tuple((op, rule) for op, rule in rules if op != last)
+    return rules
+
+
+def with_random_blocks(rng: Random, strategy: Strategy) -> Strategy:
+    """Blocks of groups that have one decision."""
+    starts = {0, *(g for g in range(len(strategy.decisions)) if rng.random() < 0.3)}
+    blocks = tuple(sorted(starts))
+    return replace(strategy, blocks=blocks).with_decisions(strategy.decisions)
+
+
 # --- programs by hand ---------------------------------------------------------------------------
 
 

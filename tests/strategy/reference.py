@@ -917,17 +917,23 @@ class Walk:
             ):
                 continue
             any_gathered = True
+            readers = {op, *(reader for each in bucket for reader in self.reading.readers(each))}
+            runs_on = sorted(
+                {d for reader in readers for d in self.shares.of_op(reader, self.micro)}
+            )
             for ring in self.shares.rings(parameter):
-                self.gather_ring(op, bucket, ring, bucket[0] not in self.gathered_in)
+                self.gather_ring(runs_on, bucket, ring, bucket[0] not in self.gathered_in)
             self.gathered_in[bucket[0]] = now
         return any_gathered
 
-    def gather_ring(self, op: int, bucket: list[int], ring: Ring, is_first: bool) -> None:
-        """Slices of a bucket on those devices of a ring that run an op.
+    def gather_ring(
+        self, readers: list[int], bucket: list[int], ring: Ring, is_first: bool
+    ) -> None:
+        """Slices of a bucket on those devices of a ring that run any op that reads them.
 
         A gather may start when the first reader of the gather before the last one is done.
         """
-        runs_on = [d for d in self.shares.of_op(op, self.micro) if d in ring.devices]
+        runs_on = [device for device in readers if device in ring.devices]
         if not runs_on:
             return
         updated: list[Buffer | None] = []

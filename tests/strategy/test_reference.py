@@ -15,7 +15,6 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.errors import StrategyError
-from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
@@ -33,8 +32,10 @@ from tests.simulator.builders import (
     random_graph,
     random_rules,
     random_strategy,
+    with_random_blocks,
     with_random_teams,
     with_rules,
+    within_samples,
 )
 from tests.strategy.reading import Need
 from tests.strategy.reference import Buffer, Meaning, Route, Subject, Task, meaning
@@ -232,21 +233,6 @@ def random_strategy_of(
     if strategy.num_micro_batches > 1 and rng.random() < 0.3:
         strategy = with_random_turns(rng, strategy, cluster.num_devices)
     return Case(graph, cluster, strategy, 1 if strategy.step_barrier else rng.randint(2, 3))
-
-
-def within_samples(graph: OpGraph, rules: OpRules) -> OpRules:
-    """The rules that have a meaning on a part of the batch, too."""
-    while rules and (crossing := axis_plan(graph, rules).crossing()) is not None:
-        last = max(op for op, _ in rules if op <= crossing)  # a view follows another op's rule
-        rules = tuple((op, rule) for op, rule in rules if op != last)
-    return rules
-
-
-def with_random_blocks(rng: Random, strategy: Strategy) -> Strategy:
-    """Blocks of groups that have one decision."""
-    starts = {0, *(g for g in range(len(strategy.decisions)) if rng.random() < 0.3)}
-    blocks = tuple(sorted(starts))
-    return replace(strategy, blocks=blocks).with_decisions(strategy.decisions)
 
 
 def with_random_turns(rng: Random, strategy: Strategy, num_devices: int) -> Strategy:

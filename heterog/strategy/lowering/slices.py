@@ -122,7 +122,8 @@ def gather_parameters(
 ) -> bool:  # fmt: skip
     """Stage 3: gather the buckets that an op is the first of its pass to read; whether any.
 
-    Ops that run once more are of the backward pass.
+    On the devices that run any reader of the bucket: with a rule a later one may run where this
+    one has no samples. Ops that run once more are of the backward pass.
     """
     num_devices = choice.member.shape[1]
     turn = 2 * micro + is_backward + 1
@@ -141,6 +142,16 @@ def gather_parameters(
             size = scratch.bucket_bytes[first] * choice.rings.part[ring]
             if not _has_room(tape, (num_devices + 1) * (scratch.bucket_count[first] + 1)):
                 return any_gathered
+            runs, any_runs = scratch.holder_buffer, False
+            for device in range(num_devices):
+                runs[device] = -1
+                if choice.rings.member[ring, device] and (
+                    choice.shares[division, micro, device] > 0
+                    or _reads_later(tables, choice, scratch, first, group, micro, device)
+                ):
+                    runs[device], any_runs = device, True
+            if not any_runs:
+                continue
             channel = choice.rings.second_channel[ring]
             write_task(tape, _GATHER_PARAMETERS, first, -1, micro, 0, channel, size)
             member = first
@@ -150,10 +161,10 @@ def gather_parameters(
                         write_read(tape, scratch.ready_buffer[member, device])
                 member = scratch.next_in_bucket[member]
             for device in range(num_devices):
-                if _reads(choice, ring, division, micro, device):
+                if runs[device] >= 0:
                     write_read(tape, scratch.anchor[1, device])
             for device in range(num_devices):
-                if not _reads(choice, ring, division, micro, device):
+                if runs[device] < 0:
                     continue
                 whole = write_buffer(tape, device, size)
                 member = first
@@ -164,9 +175,23 @@ def gather_parameters(
 
 
 @helper
-def _reads(choice: Choice, ring: int, division: int, micro: int, device: int) -> bool:
-    """Whether a member of a ring runs the op that reads its parameters."""
-    return bool(choice.rings.member[ring, device] and choice.shares[division, micro, device] > 0)
+def _reads_later(
+    tables: GraphTables, choice: Choice, scratch: Scratch, first: int, group: int, micro: int,
+    device: int,
+) -> bool:  # fmt: skip
+    """Whether a device runs any op that reads a parameter of a bucket.
+
+    Readers are listed under op rules alone, without which all run on the same devices.
+    """
+    member = first
+    while member >= 0:
+        for reader in range(tables.reader_start[member], tables.reader_start[member + 1]):
+            axis = tables.op_axis[tables.value_op[tables.reader_value[reader]]]
+            row = axis * len(choice.member) + choice.division[group]
+            if choice.shares[row, micro, device] > 0:
+                return True
+        member = scratch.next_in_bucket[member]
+    return False
 
 
 @helper

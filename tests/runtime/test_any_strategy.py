@@ -1,0 +1,70 @@
+"""Random strategies of every kind, executed by four and six ranks: the numbers of one device."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from heterog.strategy.strategy import Strategy
+from tests.runtime.any_strategy import Draws, any_strategy, new_draws
+from tests.runtime.cases import NORMALISED, SGD, assert_same, reference, train_sharded
+from tests.runtime.grids import grid_cluster
+from tests.runtime.local_groups import reference_in_groups
+from tests.runtime.ranks import Ranks
+from tests.runtime.strategies import graph_of
+from tests.runtime.test_rehearsal import verdict
+from tests.simulator.builders import plan_by_hand
+
+SEED = int(os.environ.get("HETEROG_SEED", "0"))
+CASES = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "2"))
+FAMILIES = ("mlp", "normalised residual", "gpt", "translation", "moe")
+
+
+def check_strategy(
+    ranks: Ranks, folder: Path, name: str, strategy: Strategy, num_devices: int
+) -> None:
+    """A rehearsal accepts it, and the ranks give the numbers of one device."""
+    graph = graph_of(name)
+    plan = plan_by_hand(graph, grid_cluster(num_devices), strategy)
+    path = folder / "plan.json"
+    plan.save(path)
+    said = verdict(name, plan)
+    assert said == ""
+    results = ranks.run(train_sharded, name, SGD, str(path))
+    if name in NORMALISED:
+        wanted = reference_in_groups(name, plan)
+        assert_same(results, wanted, rtol=1e-8, loss_rtol=1e-8, all_gradients=False)
+    else:
+        assert_same(results, reference(name), all_gradients=False)
+
+
+def check_any(
+    ranks: Callable[[], Ranks], folder: Path, name: str, num_devices: int, draws: Draws
+) -> list[str]:
+    """What went wrong in some random strategies."""
+    wrong = []
+    for seed in range(SEED, SEED + CASES):
+        rng = Random(f"{seed} {name} {num_devices}")
+        strategy = any_strategy(rng, graph_of(name), num_devices, draws)
+        try:
+            check_strategy(ranks(), folder, name, strategy, num_devices)
+        except AssertionError as error:
+            wrong.append(f"{name}, {num_devices} ranks, seed {seed}: {error}")
+            print(wrong[-1][-1500:], flush=True)
+    return wrong
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("num_devices", [4, 6])
+def test_any_strategy_trains_as_one_device(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, num_devices: int
+) -> None:
+    ranks: Ranks = request.getfixturevalue("four_ranks" if num_devices == 4 else "six_ranks")
+    draws = new_draws()
+    wrong = check_any(lambda: ranks, tmp_path, name, num_devices, draws)
+    print(f"{name}, {num_devices} ranks: {CASES - len(wrong)} of {CASES} equal;", end=" ")
+    print(f"refused by the language: {dict(draws.refused)}; made use of: {dict(draws.said)}")
+    assert not wrong
