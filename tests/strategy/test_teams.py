@@ -39,6 +39,16 @@ def collectives(program: Program, kind: TaskKind) -> list[tuple[tuple[int, ...],
     ]
 
 
+def givers(program: Program, kind: TaskKind) -> list[list[int]]:
+    """Devices whose buffers each collective of a kind reads."""
+    return [
+        program.buffer_device[
+            program.read_buffer[program.read_start[task] : program.read_start[task + 1]]
+        ].tolist()
+        for task in np.flatnonzero(program.kind == kind)
+    ]
+
+
 def test_a_grid_of_two_by_two() -> None:
     graph, strategy = grid(PAIRS)
     program = lower(graph, FOUR, strategy)
@@ -46,6 +56,12 @@ def test_a_grid_of_two_by_two() -> None:
     inside = [((0, 1), 4 * 16 * 4.0), ((2, 3), 4 * 16 * 4.0)]
     assert collectives(program, TaskKind.REDUCE_VALUE) == inside
     assert collectives(program, TaskKind.GATHER_VALUE) == inside
+    # Every member of a team gives its part, and in uneven teams whoever has units.
+    assert givers(program, TaskKind.REDUCE_VALUE) == [[0, 1], [2, 3]]
+    assert givers(program, TaskKind.GATHER_VALUE) == [[0, 1], [2, 3]]
+    of_three = replace(PAIRS, teams=((3, 0, 1), (2,)), parts=(1, 0, 2, 2))
+    uneven = lower(graph, FOUR, grid(of_three)[1])
+    assert givers(uneven, TaskKind.REDUCE_VALUE) == [[0, 3]]
     # Half of each sharded parameter is added up between the members at the same position.
     names = [graph.tensors[parameter].name for _, parameter, _ in graph.updates]
     reduced: dict[str, list[tuple[tuple[int, ...], float]]] = {}
