@@ -46,6 +46,7 @@ class Gradients:
         self._own: dict[int, Tensor | Pending] = {}  # of the micro-batches so far
         # By (row, micro-batch): a device that waits for an earlier one goes on with the next.
         self._fresh: dict[tuple[int, int], Tensor | Pending] = {}
+        self._to_replicas: dict[tuple[int, int], Tensor] = {}  # that make none, by row and micro
         self._pushed: dict[int, list[Pending]] = {}  # to this rank, which serves the parameter
         self._sums: dict[int, Tensor] = {}
         self._flat: dict[_InRing, Tensor] = {}
@@ -95,6 +96,10 @@ class Gradients:
 
         is_coming = isinstance(held.value, Pending)
         kept = Pending(None, gradient) if is_coming else gradient()
+        if (row, micro) in self._part.given_to_replicas:
+            # Sums over devices and micro-batches change it in place, maybe before it has gone.
+            kept = _waited(kept)
+            self._to_replicas[row, micro] = kept.clone()
         bucket = self._part.sliced_bucket(row)
         if bucket is not None and bucket.stage > 1:
             self._of_micro[row, micro] = kept
@@ -222,8 +227,7 @@ class Gradients:
         micro = int(self._part.program.micro[task])
         is_served = self._part.is_served_by(row, dst)
         if self._part.rank == src:
-            gradient = self._fresh.get((row, micro), self._own.get(row))
-            gradient = self._of_micro.get((row, micro), gradient)
+            gradient = self._own.get(row) if is_served else self._to_replicas[row, micro]
             assert gradient is not None
             self._communicator.send(_waited(gradient), dst, task)
             if is_served:

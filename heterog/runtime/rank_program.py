@@ -93,6 +93,8 @@ class RankProgram:
         sharded: placement and spans of the parameters that live in slices, by row.
         parameters_of_value: rows of ``graph.updates`` whose gradient a value holds.
         accumulated: (row, micro-batch) of the gradients that this rank adds to those before.
+        given_to_replicas: (row, micro-batch) of the gradients that replicas without one get from
+            this rank.
         bucket_members: rows of each bucket, in the order in which they lie in it.
         sliced: buckets that are updated in slices by this rank, by number.
         sliced_of_tensor: the same by tensor id of the parameters in them.
@@ -132,6 +134,11 @@ class RankProgram:
         self._near_of: dict[int, Near] = {}
         self._ring_devices: dict[int, tuple[int, ...]] = {}
         self._value_in_buffer: dict[int, tuple[int, int]] = {}
+        self._given_by: dict[int, set[tuple[int, int]]] = {}
+        for task in np.flatnonzero(program.kind == TaskKind.PUSH).tolist():
+            row, (src, dst) = int(program.subject[task]), self.channel(task).devices
+            if not self.is_served_by(row, dst):
+                self._given_by.setdefault(src, set()).add((row, int(program.micro[task])))
         self._look_from(rank)
 
     def seen_from(self, rank: int) -> "RankProgram":
@@ -154,6 +161,7 @@ class RankProgram:
         self.accumulated = frozenset(
             zip(program.subject[adds].tolist(), program.micro[adds].tolist(), strict=True)
         )
+        self.given_to_replicas = self._given_by.get(rank, set())
         member = np.array([rank in channel.devices for channel in program.channels], np.bool_)
         is_mine = np.where(
             program.kind < FIRST_LINK_KIND, program.device == rank, member[program.channel]

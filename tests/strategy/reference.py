@@ -981,10 +981,12 @@ class Walk:
         by_micro = decision.sync != Sync.ZERO1
         made = self.fresh if by_micro else self.gradients
         flat: Where = {}
-        for device in sorted(made[first]):
-            flat[device] = made[first][device]
-            if len(bucket) == 1 and not by_micro:
-                continue
+        # An op with a rule may have made one of them on devices that made no other.
+        for device in sorted({device for member in bucket for device in made[member]}):
+            if len(bucket) == 1:
+                flat[device] = made[first][device]
+                if not by_micro:
+                    continue
             ring = next(ring for ring in self.shares.rings(first) if device in ring.devices)
             size = self.payload(bucket, ring)
             reads: list[Buffer | None] = []

@@ -234,7 +234,11 @@ def _scatter(
             scratch.flat_buffer[0, device] = -1
     num_senders = 0
     for device in range(num_devices):
-        own = _own_gradient(tables, choice, scratch, first, device, by_micro)
+        # An op with a rule may have made one of them where no other is made.
+        own, member = -1, first
+        while own < 0 and member >= 0:
+            own = _own_gradient(tables, choice, scratch, member, device, by_micro)
+            member = scratch.next_in_bucket[member]
         if own < 0 or not rings.member[ring, device]:
             continue
         num_senders += 1
