@@ -1,9 +1,10 @@
 """Compute tasks: one op of one micro-batch on each device that has samples or units of it."""
 
-from heterog.strategy.kernels import part
+from heterog.strategy.kernels import helper, part
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, OVERFLOW, Tape
+from heterog.strategy.lowering.turns import Turns
 from heterog.strategy.program import TaskKind
 from heterog.strategy.tables import KIND_NUMBER, GraphTables
 
@@ -34,13 +35,8 @@ def compute_op(
     turns = choice.turns
     is_capped = len(turns.cap) > 0
     group = tables.op_group[op]
-    if (
-        number + num_devices >= len(tape.tasks) - 2
-        or made + num_devices * (last_value - first_value + 1) >= len(tape.buffers) - 256
-        or read + num_devices * (last_read - first_read + last_ready - first_ready + 2)
-        >= len(tape.reads)
-    ):
-        tape.counts[OVERFLOW] = 1
+    num_reads = last_read - first_read + last_ready - first_ready
+    if not _has_room(tape, num_devices, num_devices * num_reads, last_value - first_value):
         return
     for device in range(num_devices):
         share = choice.shares[division, micro, device]
@@ -87,27 +83,48 @@ def compute_op(
             scratch.value_buffer[value, device] = made
             made += 1
         if is_capped and group >= 0:
-            for part in range(2):
-                if scratch.permit[part, device] >= 0:
-                    tape.reads[read] = scratch.permit[part, device]
+            chunk = turns.chunk[group, device]
+            for end in range(2):
+                if scratch.permit[end, device] >= 0:
+                    tape.reads[read] = scratch.permit[end, device]
                     read += 1
-                chunk = turns.chunk[group, device]
-                # Only what has forward ops there has begun.
-                num_micro = scratch.token.shape[2]
-                if (
-                    chunk >= 0
-                    and turns.closing_op[device, chunk, micro, part] == op
-                    and scratch.entered[device, chunk] > 0
-                    and (scratch.entered[device, chunk] - 1) % num_micro == micro
-                ):
+                if _gives_permit(turns, scratch, op, device, chunk, micro, end):
                     buffer = tape.buffers[made]
                     buffer.maker = number
                     buffer.device = device
                     buffer.num_bytes = 0.0
-                    place = (scratch.begun[device, chunk] - 1) % num_micro
-                    scratch.token[device, chunk, place, part] = made
+                    place = (scratch.begun[device, chunk] - 1) % scratch.token.shape[2]
+                    scratch.token[device, chunk, place, end] = made
                     made += 1
         number += 1
     tape.counts[NUM_TASKS] = number
     tape.counts[NUM_BUFFERS] = made
     tape.counts[NUM_READS] = read
+
+
+@helper
+def _has_room(tape: Tape, num_devices: int, num_reads: int, num_values: int) -> bool:
+    """Whether an op's tasks fit on the tape, on all devices; if not, it overflows."""
+    counts = tape.counts
+    if (
+        counts[NUM_TASKS] + num_devices >= len(tape.tasks) - 2
+        or counts[NUM_BUFFERS] + num_devices * (num_values + 1) >= len(tape.buffers) - 256
+        or counts[NUM_READS] + num_reads + 2 * num_devices >= len(tape.reads)
+    ):
+        counts[OVERFLOW] = 1
+        return False
+    return True
+
+
+@helper
+def _gives_permit(
+    turns: Turns, scratch: Scratch, op: int, device: int, chunk: int, micro: int, end: int
+) -> bool:
+    """Whether an op ends a micro-batch's stay in a chunk, so that another one may begin.
+
+    Only what has forward ops there has begun.
+    """
+    if chunk < 0 or turns.closing_op[device, chunk, micro, end] != op:
+        return False
+    entered = scratch.entered[device, chunk]
+    return bool(entered > 0 and (entered - 1) % scratch.token.shape[2] == micro)

@@ -154,45 +154,80 @@ def _convert_ruled(
     Along the axis of the rule it has its units (S), a part of a sum (P) or all (R).
     """
     value = tables.slot_value[slot]
-    kind, over_teams = tables.value_kind[value], tables.value_batch_kind[value]
-    whole = tables.slot_whole[slot]
-    num_divisions = len(choice.member)
-    row = source + num_divisions * tables.op_axis[tables.value_op[value]]
-    reader_axis = tables.slot_axis[slot]
-    reader = target + num_divisions * reader_axis
-    same = source == target
-    # One team has all of a sum over teams.
-    is_one_team = choice.teams.num_teams[source] == 1
+    kind = tables.value_kind[value]
+    row = source + len(choice.member) * tables.op_axis[tables.value_op[value]]
     if kind == _P:
-        if whole == AS_MADE and same and _covers(choice, row, reader, micro):
+        if _convert_parts(tables, choice, scratch, tape, slot, source, row, target, micro):
             return
-        if over_teams == _P and (whole != IN_TEAM or not same):
-            _reduce(tables, choice, scratch, tape, slot, source, row, micro, False)
-            if whole == AS_MADE or not same:
-                who = _who_gets(whole)
-                _copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
-            return
-        _reduce_in_teams(tables, choice, scratch, tape, slot, source, row, micro)
     elif kind == _S:
+        if _convert_slices(tables, choice, scratch, tape, slot, source, row, target, micro):
+            return
+    _convert_between_teams(tables, choice, scratch, tape, slot, source, row, target, micro)
+
+
+@helper
+def _convert_parts(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    row: int, target: int, micro: int,
+) -> bool:  # fmt: skip
+    """Parts of a sum along the axis: whether readers have what they need afterwards.
+
+    If not, each member of a source team has all that the team has.
+    """
+    whole = tables.slot_whole[slot]
+    reader = target + len(choice.member) * tables.slot_axis[slot]
+    same = source == target
+    if whole == AS_MADE and same and _covers(choice, row, reader, micro):
+        return True
+    over_teams = tables.value_batch_kind[tables.slot_value[slot]]
+    if over_teams == _P and (whole != IN_TEAM or not same):
+        _reduce(tables, choice, scratch, tape, slot, source, row, micro, False)
+        if whole == AS_MADE or not same:
+            who = _who_gets(whole)
+            _copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
+        return True
+    _reduce_in_teams(tables, choice, scratch, tape, slot, source, row, micro)
+    return False
+
+
+@helper
+def _convert_slices(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    row: int, target: int, micro: int,
+) -> bool:  # fmt: skip
+    """Slices along the axis: whether readers have what they need afterwards.
+
+    If not, each member of a source team has all that the team has.
+    """
+    whole = tables.slot_whole[slot]
+    if source != target and tables.value_batch_kind[tables.slot_value[slot]] == _S:
         arrived = target + row - source
-        if same and whole != AS_MADE:
+        _bring(tables, choice, scratch, tape, slot, row, arrived, micro)
+        if whole != AS_MADE:
             _gather_in_teams(tables, choice, scratch, tape, slot, target, arrived, micro)
-        elif not same and over_teams == _S:
-            _bring(tables, choice, scratch, tape, slot, row, arrived, micro)
-            if whole != AS_MADE:
-                _gather_in_teams(tables, choice, scratch, tape, slot, target, arrived, micro)
-        elif not same:
-            _gather_in_teams(tables, choice, scratch, tape, slot, source, row, micro)
-        if whole == AS_MADE and (same or over_teams == _S):
-            return
-        if not same and over_teams == _S:
-            if whole == EVERYTHING:
-                _gather(tables, choice, scratch, tape, slot, target, micro)
-            return
-    # Now each member of a source team has all that the team has.
+        if whole == EVERYTHING:
+            _gather(tables, choice, scratch, tape, slot, target, micro)
+        return True
+    if source == target and whole == AS_MADE:
+        return True
+    _gather_in_teams(tables, choice, scratch, tape, slot, source, row, micro)
+    return False
+
+
+@helper
+def _convert_between_teams(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    row: int, target: int, micro: int,
+) -> None:  # fmt: skip
+    """What each member of a source team has all of goes to the devices that read it."""
+    value = tables.slot_value[slot]
+    kind, over_teams = tables.value_kind[value], tables.value_batch_kind[value]
+    whole, reader_axis = tables.slot_whole[slot], tables.slot_axis[slot]
+    reader = target + len(choice.member) * reader_axis
+    is_first_of_sum = kind == _P and whole == AS_MADE
     if over_teams == _S:
         wanted = _OWN if reader_axis == 0 and whole != IN_TEAM else _TEAMS
-        if kind == _P and whole == AS_MADE:
+        if is_first_of_sum:
             wanted = _FIRSTS
         if whole == EVERYTHING:
             wanted = _OWN
@@ -200,6 +235,9 @@ def _convert_ruled(
         if whole == EVERYTHING:
             _gather(tables, choice, scratch, tape, slot, target, micro)
     elif over_teams == _P:
+        same = source == target
+        # One team has all of a sum over teams.
+        is_one_team = choice.teams.num_teams[source] == 1
         if whole == EVERYTHING or not same:
             if not is_one_team:
                 _reduce(tables, choice, scratch, tape, slot, source, row, micro, True)
@@ -209,7 +247,7 @@ def _convert_ruled(
         # Otherwise each member keeps it, and for a reader of parts it is zero on all but one.
     elif row != reader:
         who = _ALL
-        if kind == _P and whole == AS_MADE:
+        if is_first_of_sum:
             who = _FIRST if reader_axis == 0 else _FIRSTS
         _copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
 
@@ -268,40 +306,24 @@ def _bring(
     """
     value = tables.slot_value[slot]
     num_devices = choice.member.shape[1]
-    num_divisions = len(choice.member)
-    axis = tables.op_axis[tables.value_op[value]]
-    from_division, to_division = source - axis * num_divisions, target - axis * num_divisions
-    teams = choice.teams
     fraction = tables.value_moved_fraction[value]
     for device in range(num_devices):
-        count = choice.shares[target, micro, device]
-        if count == 0:
+        if choice.shares[target, micro, device] == 0:
             continue
-        begin, units, unit_begin = teams.own_begin[to_division, micro, device], -1, 0
-        if axis > 0:
-            units, unit_begin = count, teams.unit_begin[target, device]
-            begin = teams.begin[to_division, micro, device]
-            count = teams.samples[to_division, micro, device]
+        begin, count, unit_begin, units = _box(choice, target, micro, device)
         first_piece = tape.counts[NUM_BUFFERS]
         parts = 0
         local = -1
         for other in range(num_devices):
-            owned = choice.shares[source, micro, other]
-            if owned == 0:
+            if choice.shares[source, micro, other] == 0:
                 continue
-            low, owned_units = teams.own_begin[from_division, micro, other], -1
-            overlap_units = -1
-            if axis > 0:
-                owned_units, low = owned, teams.begin[from_division, micro, other]
-                owned = teams.samples[from_division, micro, other]
-                other_begin = teams.unit_begin[source, other]
-                overlap_units = min(unit_begin + units, other_begin + owned_units) - max(
-                    unit_begin, other_begin
-                )
-                if overlap_units <= 0:
-                    continue
+            low, owned, other_begin, owned_units = _box(choice, source, micro, other)
             overlap = min(begin + count, low + owned) - max(begin, low)
-            if overlap <= 0:
+            overlap_units = -1
+            if units >= 0:
+                end = min(unit_begin + units, other_begin + owned_units)
+                overlap_units = end - max(unit_begin, other_begin)
+            if overlap <= 0 or (units >= 0 and overlap_units <= 0):
                 continue
             parts += 1
             mine = scratch.value_buffer[value, other]
@@ -316,6 +338,17 @@ def _bring(
             tables, choice, scratch, tape, slot, device, micro, parts, local, first_piece, count,
             units, fraction,
         )  # fmt: skip
+
+
+@helper
+def _box(choice: Choice, row: int, micro: int, device: int) -> tuple[int, int, int, int]:
+    """(first sample, samples, first unit, units or -1) of what a device has in a row."""
+    teams, division = choice.teams, row % len(choice.member)
+    share = choice.shares[row, micro, device]
+    if row == division:  # along the batch: its own samples, whole
+        return teams.own_begin[division, micro, device], share, 0, -1
+    samples = teams.samples[division, micro, device]
+    return teams.begin[division, micro, device], samples, teams.unit_begin[row, device], share
 
 
 @helper

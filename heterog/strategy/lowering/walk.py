@@ -71,32 +71,10 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                     take_turns(turns, tape, group, work_of(tables, turns, op), micro)
                 if is_capped and group >= 0:
                     number = step * choice.num_micro + micro
+                    shares = choice.shares[division, micro]
                     work = work_of(tables, turns, op)
-                    ask_permits(
-                        turns, scratch, choice.shares[division, micro], group, work, number
-                    )
-                _bring_inputs(tables, choice, scratch, tape, op, division, micro)
-                gathers = False
-                if has_gathers:
-                    gathers = gather_parameters(
-                        tables,
-                        choice,
-                        scratch,
-                        tape,
-                        op,
-                        division,
-                        micro,
-                        tables.op_is_backward[op],
-                    )
-                if tables.op_recomputes[op] == 1 and choice.recompute[group]:
-                    recompute_group(tables, choice, scratch, tape, op, micro)
-                compute_op(tables, choice, scratch, tape, op, division, micro)
-                if gathers and tables.value_start[op] < tables.value_start[op + 1]:
-                    note_reader(choice, scratch, tables.value_start[op], division, micro)
-                for entry in range(tables.finished_start[op], tables.finished_start[op + 1]):
-                    parameter = tables.finished_parameter[entry]
-                    _note_last_readers(tables, scratch, parameter)
-                    _finish_parameter(tables, choice, scratch, tape, parameter, micro)
+                    ask_permits(turns, scratch, shares, group, work, number)
+                _lower_op(tables, choice, scratch, tape, op, division, micro, has_gathers)
                 if tape.counts[OVERFLOW] != 0:
                     return False
         last_turns(turns, tape, choice.num_micro)
@@ -107,6 +85,30 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     end.read_start = tape.counts[NUM_READS]
     end.buffer_start = tape.counts[NUM_BUFFERS]
     return bool(tape.counts[OVERFLOW] == 0)
+
+
+@part
+def _lower_op(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
+    micro: int, has_gathers: bool,
+) -> None:  # fmt: skip
+    """What an op of one micro-batch needs, the op itself, and what it was the last to be done."""
+    _bring_inputs(tables, choice, scratch, tape, op, division, micro)
+    gathers = False
+    if has_gathers:
+        is_backward = tables.op_is_backward[op]
+        gathers = gather_parameters(
+            tables, choice, scratch, tape, op, division, micro, is_backward
+        )
+    if tables.op_recomputes[op] == 1 and choice.recompute[tables.op_group[op]]:
+        recompute_group(tables, choice, scratch, tape, op, micro)
+    compute_op(tables, choice, scratch, tape, op, division, micro)
+    if gathers and tables.value_start[op] < tables.value_start[op + 1]:
+        note_reader(choice, scratch, tables.value_start[op], division, micro)
+    for entry in range(tables.finished_start[op], tables.finished_start[op + 1]):
+        parameter = tables.finished_parameter[entry]
+        _note_last_readers(tables, scratch, parameter)
+        _finish_parameter(tables, choice, scratch, tape, parameter, micro)
 
 
 @helper
