@@ -223,89 +223,120 @@ def _scatter(
     In stages 2 and 3 a device goes on when all but the last reduce-scatter are done: one that ran
     ahead of its links would keep all gradients.
     """
-    num_devices = choice.member.shape[1]
-    group = tables.parameter_group[first]
     rings = choice.rings
     size = scratch.bucket_bytes[first] * rings.part[ring]
-    by_micro = choice.sharded[group] >= _GRADIENTS
-    single = scratch.next_in_bucket[first] < 0
-    for device in range(num_devices):
+    by_micro = choice.sharded[tables.parameter_group[first]] >= _GRADIENTS
+    num_senders = 0
+    for device in range(choice.member.shape[1]):
         if rings.member[ring, device]:
             scratch.flat_buffer[0, device] = -1
-    num_senders = 0
-    for device in range(num_devices):
-        # An op with a rule may have made one of them where no other is made.
-        own, member = -1, first
-        while own < 0 and member >= 0:
-            own = _own_gradient(tables, choice, scratch, member, device, by_micro)
-            member = scratch.next_in_bucket[member]
-        if own < 0 or not rings.member[ring, device]:
-            continue
-        num_senders += 1
-        if single:
-            scratch.flat_buffer[0, device] = own
-            if not by_micro:
-                continue
-        copied = 0.0 if single else 2.0 * size
-        write_task(tape, _FLATTEN, first, device, micro, 0, -1, copied)
-        if by_micro:
-            write_read(tape, scratch.scattered_token[1, device])
-            write_read(tape, scratch.scattered_buffer[1, device])
-            write_read(tape, scratch.received_buffer[1, device])
-        member = first
-        while member >= 0:
-            write_read(tape, _own_gradient(tables, choice, scratch, member, device, by_micro))
-            if not by_micro:
-                write_read(tape, scratch.gradient_token[member, device])
-            member = scratch.next_in_bucket[member]
-        follow_gradients(choice.turns, tape)
-        if not single:
-            scratch.flat_buffer[0, device] = write_buffer(tape, device, size)
-        if choice.sharded[group] == _GRADIENTS:
-            # The next micro-batch does not begin while this one waits for its scatters: it would
-            # keep activations of both. Stage 3 has its gathers for that.
-            flattened = write_buffer(tape, device, 0.0)
-            member = first
-            while member >= 0:
-                scratch.ready_buffer[member, device] = flattened
-                member = scratch.next_in_bucket[member]
+            if _has_gradients(tables, choice, scratch, first, device, by_micro):
+                num_senders += 1
+                _flatten(tables, choice, scratch, tape, first, device, micro, size)
     write_task(tape, _REDUCE_SCATTER, first, -1, micro, 0, rings.first_channel[ring], size)
-    leader = _first_member(choice, ring)
-    write_read(tape, scratch.slice_token[first, leader])
-    for device in range(num_devices):
-        if not rings.member[ring, device]:
-            continue
-        write_read(tape, scratch.flat_buffer[0, device])
-        if single and not by_micro:
-            write_read(tape, scratch.gradient_token[first, device])
-        if by_micro:
-            write_read(tape, scratch.slice_buffer[first, device])
-            if scratch.flat_buffer[0, device] < 0:
-                write_read(tape, scratch.received_buffer[0, device])
-            scratch.scattered_buffer[1, device] = scratch.scattered_buffer[0, device]
-            scratch.received_buffer[1, device] = scratch.received_buffer[0, device]
-            scratch.scattered_token[1, device] = scratch.scattered_token[0, device]
-            scratch.scattered_buffer[0, device] = scratch.flat_buffer[0, device]
-            scratch.received_buffer[0, device] = -1
-    for device in range(num_devices):
+    write_read(tape, scratch.slice_token[first, _first_member(choice, ring)])
+    for device in range(choice.member.shape[1]):
+        if rings.member[ring, device]:
+            _send_flat(scratch, tape, first, device, by_micro)
+    for device in range(choice.member.shape[1]):
         part = rings.slice_part[ring, device]
-        if part == 0.0:
-            continue
-        others = num_senders - (1 if scratch.flat_buffer[0, device] >= 0 else 0)
-        received = write_buffer(tape, device, others * part * size)
-        if by_micro:
-            scratch.received_buffer[0, device] = received
-            if scratch.slice_buffer[first, device] < 0:
-                scratch.slice_buffer[first, device] = write_buffer(tape, device, part * size)
-        elif scratch.flat_buffer[0, device] < 0:
-            # Elsewhere it is added to the own slice of the flat gradients, and let go.
-            scratch.slice_buffer[first, device] = received
+        if part > 0.0:
+            _receive_slice(scratch, tape, first, device, num_senders, part * size, by_micro)
     done = write_buffer(tape, -1, 0.0)
-    for device in range(num_devices):
+    for device in range(choice.member.shape[1]):
         if rings.member[ring, device]:
             scratch.slice_token[first, device] = done
             if by_micro:
                 scratch.scattered_token[0, device] = done
+
+
+@helper
+def _has_gradients(
+    tables: GraphTables, choice: Choice, scratch: Scratch, first: int, device: int, by_micro: bool
+) -> bool:
+    """Whether a device made a gradient of a bucket, if only one.
+
+    An op with a rule may have made one of them where no other is made.
+    """
+    member = first
+    while member >= 0:
+        if _own_gradient(tables, choice, scratch, member, device, by_micro) >= 0:
+            return True
+        member = scratch.next_in_bucket[member]
+    return False
+
+
+@helper
+def _flatten(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, device: int,
+    micro: int, size: float,
+) -> None:  # fmt: skip
+    """Copy a device's gradients of a bucket into one flat tensor; one alone stays as it is."""
+    sharded = choice.sharded[tables.parameter_group[first]]
+    by_micro = sharded >= _GRADIENTS
+    single = scratch.next_in_bucket[first] < 0
+    if single:
+        own = _own_gradient(tables, choice, scratch, first, device, by_micro)
+        scratch.flat_buffer[0, device] = own
+        if not by_micro:
+            return
+    write_task(tape, _FLATTEN, first, device, micro, 0, -1, 0.0 if single else 2.0 * size)
+    if by_micro:
+        write_read(tape, scratch.scattered_token[1, device])
+        write_read(tape, scratch.scattered_buffer[1, device])
+        write_read(tape, scratch.received_buffer[1, device])
+    member = first
+    while member >= 0:
+        write_read(tape, _own_gradient(tables, choice, scratch, member, device, by_micro))
+        if not by_micro:
+            write_read(tape, scratch.gradient_token[member, device])
+        member = scratch.next_in_bucket[member]
+    follow_gradients(choice.turns, tape)
+    if not single:
+        scratch.flat_buffer[0, device] = write_buffer(tape, device, size)
+    if sharded == _GRADIENTS:
+        # The next micro-batch does not begin while this one waits for its scatters: it would
+        # keep activations of both. Stage 3 has its gathers for that.
+        flattened = write_buffer(tape, device, 0.0)
+        member = first
+        while member >= 0:
+            scratch.ready_buffer[member, device] = flattened
+            member = scratch.next_in_bucket[member]
+
+
+@helper
+def _send_flat(scratch: Scratch, tape: Tape, first: int, device: int, by_micro: bool) -> None:
+    """What the reduce-scatter that was begun last reads on a device."""
+    write_read(tape, scratch.flat_buffer[0, device])
+    if not by_micro:
+        if scratch.next_in_bucket[first] < 0:
+            write_read(tape, scratch.gradient_token[first, device])
+        return
+    write_read(tape, scratch.slice_buffer[first, device])
+    if scratch.flat_buffer[0, device] < 0:
+        write_read(tape, scratch.received_buffer[0, device])
+    scratch.scattered_buffer[1, device] = scratch.scattered_buffer[0, device]
+    scratch.received_buffer[1, device] = scratch.received_buffer[0, device]
+    scratch.scattered_token[1, device] = scratch.scattered_token[0, device]
+    scratch.scattered_buffer[0, device] = scratch.flat_buffer[0, device]
+    scratch.received_buffer[0, device] = -1
+
+
+@helper
+def _receive_slice(
+    scratch: Scratch, tape: Tape, first: int, device: int, num_senders: int, size: float,
+    by_micro: bool,
+) -> None:  # fmt: skip
+    """What the reduce-scatter that was begun last leaves on a device: others' parts and a sum."""
+    others = num_senders - (1 if scratch.flat_buffer[0, device] >= 0 else 0)
+    received = write_buffer(tape, device, others * size)
+    if by_micro:
+        scratch.received_buffer[0, device] = received
+        if scratch.slice_buffer[first, device] < 0:
+            scratch.slice_buffer[first, device] = write_buffer(tape, device, size)
+    elif scratch.flat_buffer[0, device] < 0:
+        # Elsewhere it is added to the own slice of the flat gradients, and let go.
+        scratch.slice_buffer[first, device] = received
 
 
 @helper
