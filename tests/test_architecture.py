@@ -135,6 +135,20 @@ def test_few_files_know_an_op() -> None:
         assert len(known) <= MOST_TOUCHED, (kind, known)
 
 
+LONG_FUNCTIONS = 24
+"""Functions of more than 60 lines that there are; the engine's loop is one. Only ever fewer."""
+
+
+def test_long_functions_get_fewer() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
+    ]
+    assert len(found) <= LONG_FUNCTIONS, found
+
+
 def test_root_links_lead_into_the_package() -> None:
     root = PACKAGE.parent
     for name in ("simulator", "envs", "agents"):

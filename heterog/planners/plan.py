@@ -286,8 +286,8 @@ def _program_fault(plan: Plan) -> str:
         )
     if len(plan.task_order) != program.num_tasks:
         return f"field 'task_order' has {len(plan.task_order)} of {program.num_tasks} tasks"
-    if (pair := program.read_too_early(plan.task_order)) is not None:
-        task, needed = pair
+    if (early := program.read_too_early(plan.task_order)) is not None:
+        task, needed = early
         return f"field 'task_order' has task {task} before task {needed}, whose result it reads"
     for number, (send, op) in enumerate(plan.sent_before):
         is_send = program.kind[send] == TaskKind.SEND

@@ -29,7 +29,7 @@ from heterog.report.facts import (
     words_section,
 )
 from heterog.report.lanes import view_data
-from heterog.report.markup import pair, section
+from heterog.report.markup import beside_each_other, section
 from heterog.report.modules import ModuleNode, module_tree
 from heterog.report.pictures import cluster_picture, history_picture, stages_picture
 from heterog.simulator.evaluator import MEMORY_MARGIN
@@ -155,8 +155,8 @@ def facts_html(explanation: Explanation) -> str:
     parts = (
         lead,
         where,
-        pair(limits_section(explanation), beside + search),
-        pair(memory_section(explanation), changes_section(explanation)),
+        beside_each_other(limits_section(explanation), beside + search),
+        beside_each_other(memory_section(explanation), changes_section(explanation)),
     )
     return "\n".join(filter(None, parts))
 

@@ -38,7 +38,7 @@ def section(identity: str, title: str, *content: str, note: str = "") -> str:
     )
 
 
-def pair(*sections: str) -> str:
+def beside_each_other(*sections: str) -> str:
     """Sections beside each other where the screen is wide enough."""
     kept = [each for each in sections if each]
     if len(kept) < 2:

@@ -122,10 +122,10 @@ def _wrong_order(program: Program, task_order: Sequence[int]) -> str:
     num_tasks = program.num_tasks
     if sorted(task_order) != list(range(num_tasks)):
         return f"the order lists {len(task_order)} tasks, not each of the {num_tasks} once"
-    pair = program.read_too_early(task_order)
-    if pair is None:
+    early = program.read_too_early(task_order)
+    if early is None:
         return ""
-    return f"task {pair[0]} comes before task {pair[1]}, whose result it needs"
+    return f"task {early[0]} comes before task {early[1]}, whose result it needs"
 
 
 class _Stage:
