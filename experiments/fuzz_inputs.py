@@ -57,8 +57,9 @@ from heterog.graph.serialize import graph_from_dict, load_graph, save_graph
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan, load_plan, make_plan
 from heterog.report.html import report_html
+from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, read_contents
-from heterog.runtime.checkpoint.files import publish, read_tensors, write_tensors
+from heterog.runtime.checkpoint.files import Entry, publish, read_tensors, write_tensors
 from heterog.runtime.profiler import Journal
 from heterog.runtime.testbed import load_testbed
 from heterog.simulator.calibration import (
@@ -200,11 +201,17 @@ def measurements(graph: OpGraph, cluster: Cluster) -> Measurements:
 
 
 def write_checkpoint(folder: Path) -> None:
-    """A checkpoint of one layer, as rank 0 writes it."""
+    """A checkpoint of one layer, one of its tensors in parts, as rank 0 writes it."""
     folder.mkdir()
     data = folder / "data-0"
     data.mkdir()
-    own = {"model.w": torch.arange(12.0).reshape(3, 4), "optimizer.w.exp_avg": torch.ones(3, 4)}
+    weight, state = torch.arange(12.0).reshape(3, 4), torch.ones(3, 4)
+    left, right = Box((0, 0), (3, 1)), Box((0, 1), (3, 3))
+    own = [
+        Entry(whole="model.w", shape=(3, 4), box=whole_box((3, 4)), value=weight),
+        Entry(whole="optimizer.w.exp_avg", shape=(3, 4), box=left, value=state[:, :1]),
+        Entry(whole="optimizer.w.exp_avg", shape=(3, 4), box=right, value=state[:, 1:]),
+    ]
     contents = Contents(
         heterog="0",
         torch="2",
@@ -354,7 +361,7 @@ def _calibrated(found: Measurements) -> Calibration:
 def read_checkpoint(folder: Path) -> Any:
     """All tensors of a checkpoint."""
     contents = read_contents(folder)
-    return contents, read_tensors(contents, folder, list(contents.tensors))
+    return contents, read_tensors(contents, folder, contents.names)
 
 
 # --- what must hold of what was accepted ---

@@ -140,10 +140,6 @@ def train(
     join(timeout_s, backend="gloo" if on_cpus else "")
     tell("capturing the model")
     step = deploy(workload, plan)
-    if save:  # before the training that would be lost
-        from heterog.runtime.checkpoint.state import check_whole
-
-        check_whole(step)
     if resume:
         tell("reading the checkpoint")
         from heterog.runtime.checkpoint import load_checkpoint  # half a second on every rank
@@ -177,6 +173,10 @@ def train(
                 f"the loss of step {number} is {loss}: look for it in the batch, or lower the "
                 "learning rate. The option --allow-nonfinite goes on."
             )
+        if save and number == steps_before + 1:  # before more training that would be lost
+            from heterog.runtime.checkpoint.state import check_can_save
+
+            check_can_save(step)
         if number > steps_before + WARM_UP_STEPS:
             seconds.append(elapsed_s)
             losses.append(loss)

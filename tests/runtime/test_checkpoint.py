@@ -6,9 +6,8 @@ import pickle
 import random
 import resource
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +24,11 @@ from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
 from heterog.runtime import checkpoint
 from heterog.runtime.checkpoint import files, load_checkpoint, read_contents, save_checkpoint
-from heterog.runtime.checkpoint import state as checkpoint_state
+from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, checksum_of
-from heterog.runtime.checkpoint.files import read_tensors
+from heterog.runtime.checkpoint.files import Entry, read_boxes, read_tensors
+from heterog.runtime.checkpoint.resume import new_options
 from heterog.runtime.deploy import deploy
-from heterog.runtime.slices import Slices
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.runtime.cases import MODELS, NORMALISED, batch_of
 from tests.runtime.ranks import Ranks
@@ -270,7 +269,9 @@ def test_slices_go_on_as_other_slices_and_whole(
     files = {tensor.file for name, tensor in contents.tensors.items() if tensor.whole}
     assert files == {"__0_0.distcp", "__2_0.distcp"}, "rank 1 owns nothing"
     assert ("model.0.weight" in contents.parts) == (stage == Sync.ZERO3)
-    assert len(contents.parts["optimizer.2.weight.exp_avg"]) == 2
+    assert len(contents.parts["optimizer.2.weight.exp_avg"]) == 4, (
+        "two runs of elements, cut in the middle of a row"
+    )
     shards = Decision(devices=(1, 2), shares=(5, 3), sync=Sync.ZERO3)
     for decisions in ([SHARES], [shards, ZERO[Sync.ZERO2]]):
         plan = save_plan(tmp_path / "plan.json", graph, decisions, bucket_bytes=300)
@@ -290,16 +291,47 @@ def test_parts_that_do_not_fit_together(
     ranks.run(train, "mlp", ADAM, plan, (0, 1), "", str(folder))
     index = folder / "checkpoint.json"
     record = json.loads(index.read_text())
-    assert record["schema_version"] == 3
+    assert record["schema_version"] == 4
     *_, name = read_contents(folder).parts["model.0.weight"]
     if change == "lose":
         del record["tensors"][name]
     else:
-        record["tensors"][name]["begin"] += 1
+        record["tensors"][name]["offsets"][0] += 1
     index.write_text(json.dumps({**record, "sha256": checksum_of(record)}))
-    text = "ends at element" if change == "lose" else "does not follow element"
-    with pytest.raises(InputFileError, match=text):
+    with pytest.raises(InputFileError, match=r"leave a gap or overlap at|reaches out of its"):
         read_contents(folder)
+
+
+def test_runs_of_elements_that_version_3_saved_are_read(tmp_path: Path) -> None:
+    """Parts were runs of flattened tensors; a box of the whole takes elements of several."""
+    whole = torch.arange(35.0).view(5, 7)
+    (tmp_path / "data-0").mkdir()
+    runs = {f"model.w[{begin}:{end}]": (begin, end) for begin, end in [(0, 9), (9, 10), (10, 35)]}
+    entries = []
+    for name, (begin, end) in runs.items():
+        box = whole_box((end - begin,))
+        value = whole.reshape(-1)[begin:end]
+        entries.append(Entry(whole=name, shape=box.sizes, box=box, value=value))
+    saved = {
+        name: replace(each, whole="model.w", whole_shape=(5, 7), begin=runs[name][0])
+        for name, each in files.write_tensors(entries, tmp_path / "data-0", 0).items()
+    }
+    tensors = {name: asdict(each) for name, each in saved.items()}
+    for each in tensors.values():
+        del each["offsets"]
+    record = {
+        "schema_version": 3, "heterog": "", "torch": "", "model": "m", "graph": "",
+        "optimizer": "SGD", "num_steps": 1, "data": "data-0", "tensors": tensors, "states": {},
+        "extra": {},
+    }  # fmt: skip
+    record = json.loads(json.dumps(record))
+    text = json.dumps({**record, "sha256": checksum_of(record)})
+    (tmp_path / "checkpoint.json").write_text(text)
+    contents = read_contents(tmp_path)
+    assert torch.equal(read_tensors(contents, tmp_path, ["model.w"])["model.w"], whole)
+    part = torch.empty(2, 4)
+    read_boxes(contents, tmp_path, {"model.w": [(Box((1, 2), (2, 4)), part)]})
+    assert torch.equal(part, whole[1:3, 2:6])
 
 
 @pytest.mark.distributed
@@ -482,6 +514,10 @@ def test_damaged_folders_are_refused(saved: Path, tmp_path: Path) -> None:
         ({"tensors": 3}, "field 'tensors' should be a valid dict"),
         (_tensor(file="/etc/passwd"), "x cannot be in a file '/etc/passwd'"),
         (_tensor(dtype="load"), "torch has no dtype 'load'"),
+        (_part([0], [2]), "a part of x has other dimensions than its 2"),
+        (_part([0, 0], [2, 2]), "the parts of x leave a gap or overlap at [0, 2]"),
+        (_part([1, 0], [2, 3]), "a part of x reaches out of its (2, 3)"),
+        (_part([], [7]), "x[0:1] reaches out of the 6 elements of x"),
         ({"tensors": {}}, "'step' of 0.weight is nowhere"),
     ]
     for number, (changes, text) in enumerate(cases):
@@ -535,6 +571,14 @@ def _tensor(file: str = "__0_0.distcp", dtype: str = "float32") -> dict[str, Any
     return {"tensors": {"x": one}}
 
 
+def _part(offsets: list[int], shape: list[int]) -> dict[str, Any]:
+    """One box of a tensor of 2 x 3 elements; without offsets a run, as version 3 had them."""
+    one = {"shape": shape, "dtype": "uint8", "file": "__0_0.distcp", "offset": 0, "num_bytes": 9}
+    return {
+        "tensors": {"x[0:1]": {**one, "whole": "x", "whole_shape": [2, 3], "offsets": offsets}}
+    }
+
+
 @pytest.mark.distributed
 def test_a_damaged_tensor_leaves_every_rank_as_it_was(
     ranks: Ranks, graph: OpGraph, saved: Path, tmp_path: Path
@@ -547,17 +591,10 @@ def test_a_damaged_tensor_leaves_every_rank_as_it_was(
         assert said.startswith(f"InputFileError: cannot read checkpoint {folder}: ")
 
 
-def new_options(*saved: dict[str, Any]) -> list[dict[str, Any]]:
+def options_of(*saved: dict[str, Any]) -> list[dict[str, Any]]:
     """What a group of as many parameters becomes, each with its own saved options."""
     names = "ab"[: len(saved)]
-    model = nn.ParameterDict({name: torch.ones(1) for name in names})
-
-    class Step:
-        def __init__(self) -> None:
-            self.model = model
-            self.part = SimpleNamespace(slices=Slices([], 0, {}))
-            self.optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
-
+    optimizer = torch.optim.Adam([torch.ones(1) for _ in names], lr=torch.tensor(0.1))
     states = {
         name: SavedOptimizer(options=options, tensors=(), values={})
         for name, options in zip(names, saved, strict=True)
@@ -566,11 +603,11 @@ def new_options(*saved: dict[str, Any]) -> list[dict[str, Any]]:
         heterog="", torch="", model="", graph="", optimizer="Adam", num_steps=0, data="data-0",
         tensors={}, states=states, extra={},
     )  # fmt: skip
-    return checkpoint_state.new_options(Step(), contents)  # type: ignore[arg-type]
+    return new_options(optimizer.param_groups, [[name] for name in names], contents)
 
 
 def test_options_keep_their_types_and_what_a_scheduler_added() -> None:
-    (group,) = new_options({"lr": 0.5, "betas": [0.8, 0.9], "initial_lr": 1.0})
+    (group,) = options_of({"lr": 0.5, "betas": [0.8, 0.9], "initial_lr": 1.0})
     assert torch.equal(group["lr"], torch.tensor(0.5))
     assert group["betas"] == (0.8, 0.9)
     assert group["initial_lr"] == 1.0
@@ -580,4 +617,4 @@ def test_options_keep_their_types_and_what_a_scheduler_added() -> None:
 
 def test_different_options_within_one_group_are_refused() -> None:
     with pytest.raises(StrategyError, match="'a' and 'b' are in one group of the optimizer, but"):
-        new_options({"lr": 0.1}, {"lr": 0.2})
+        options_of({"lr": 0.1}, {"lr": 0.2})

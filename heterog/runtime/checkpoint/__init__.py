@@ -8,8 +8,8 @@
 
 Everything is kept by the name of its parameter and written once, by the rank whose copy counts; so
 a plan for other devices, shares, homes or another number of ranks finds what it needs. What ranks
-own in slices (ZeRO) each writes as it has it: ``model.weight[10:20]`` are elements of the tensor,
-flattened. All ranks must see the folder.
+own in slices (ZeRO, op rules, both) each writes as it has it, in boxes of the whole tensor:
+``model.weight[10:20,0:8]``. All ranks must see the folder.
 
 Every tensor and the index itself carry a checksum, which is compared when they are read.
 
@@ -25,7 +25,6 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +46,11 @@ from heterog.runtime.checkpoint.files import (
     first_line,
     make_data_folder,
     publish,
-    read_range,
-    read_tensors,
+    read_boxes,
     write_tensors,
 )
-from heterog.runtime.checkpoint.slices import load_slices, own_parts
-from heterog.runtime.checkpoint.state import (
-    check_fits,
-    check_whole,
-    held_tensors,
-    new_options,
-    own_state,
-    stepped_parameters,
-)
+from heterog.runtime.checkpoint.resume import NewState
+from heterog.runtime.checkpoint.state import check_fits, own_entries
 from heterog.runtime.collectives import gather_texts
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import CHECKPOINT_INDEX
@@ -84,9 +75,7 @@ def save_checkpoint(
     Raises:
         HeterogError: a rank cannot write, or the optimizer keeps what JSON and tensors cannot
             hold. Every rank raises, and the old checkpoint is still there.
-        StrategyError: the plan shards parameters by rules of ops.
     """
-    check_whole(step)
     step.flush()
     target = Path(folder)
     index = target / CHECKPOINT_INDEX
@@ -104,16 +93,8 @@ def save_checkpoint(
                     f"{data}, made by rank 0, is not there on rank {step.rank}; save to a folder "
                     "that all ranks share."
                 )
-            own, states = own_state(step)
-            parts = {part.name: part for part in own_parts(step)}
-            own |= {name: part.value for name, part in parts.items()}
-            tensors = write_tensors(own, data, step.rank)
-            tensors |= {
-                name: replace(
-                    tensors[name], whole=each.whole, begin=each.begin, whole_shape=each.whole_shape
-                )
-                for name, each in parts.items()
-            }
+            entries, states = own_entries(step)
+            tensors = write_tensors(entries, data, step.rank)
         # Parts of the index are small, and collected as text.
         said = gather_texts(json.dumps([to_json(tensors), to_json(states)]))
         with _together():
@@ -155,48 +136,17 @@ def load_checkpoint(step: DeployedStep, folder: str | Path) -> dict[str, Any]:
     Raises:
         InputFileError: no checkpoint, or a damaged one.
         StrategyError: the checkpoint is of another model or optimizer; names what differs first.
-            Or the plan shards parameters by rules of ops.
+            Or the plan cuts what the optimizer keeps whole.
     """
-    check_whole(step)
     step.flush()
     # Into new tensors: a rank that fails leaves all ranks as they were.
     with _together():
         contents = read_contents(folder)
         check_fits(step, contents, folder)
-        targets = held_tensors(step)
-        stepped = stepped_parameters(step)
-        state_names = [
-            f"optimizer.{names[0]}.{state}"
-            for bucket, names in stepped
-            if bucket is None
-            for state in contents.states[names[0]].tensors
-        ]
-        loaded = read_tensors(contents, Path(folder), [*targets, *state_names])
-        slices, slice_states = load_slices(
-            step,
-            lambda name, begin, end: read_range(contents, Path(folder), name, begin, end),
-            contents.shape,
-            lambda name: contents.states[name].tensors,
-            lambda name: contents.states[name].values,
-        )
-        options = new_options(step, contents)
-    with torch.no_grad():
-        for name, value in targets.items():
-            value.copy_(loaded[name])
-        for bucket_number, value in slices.items():
-            step.part.slices.own[bucket_number].copy_(value)
-    states: dict[int, dict[str, Any]] = {}
-    for number, (bucket, (name, *_)) in enumerate(stepped):
-        if bucket is not None:
-            if bucket in slice_states:
-                states[number] = slice_states[bucket]
-            continue
-        saved = contents.states[name]
-        tensors = {key: loaded[f"optimizer.{name}.{key}"] for key in saved.tensors}
-        if tensors or saved.values:
-            states[number] = {**tensors, **saved.values}
-    step.optimizer.load_state_dict({"state": states, "param_groups": options})
-    step.num_steps = contents.num_steps
+        state = NewState(step, contents)
+        read_boxes(contents, Path(folder), state.wanted)
+        state.check_counters()
+    state.take_over()
     return dict(contents.extra)
 
 

@@ -26,10 +26,18 @@ from heterog.records import (
     Text,
     parse_record,
 )
+from heterog.runtime.checkpoint.boxes import (
+    Box,
+    Piece,
+    check_tiling,
+    run_pieces,
+    whole_box,
+    whole_piece,
+)
 from heterog.runtime.launch import CHECKPOINT_INDEX
 
-SCHEMA_VERSION = 3
-"""With checksums. 2 had parts of tensors, 1 none."""
+SCHEMA_VERSION = 4
+"""Parts of tensors are boxes. 3 had runs of elements as parts; 2 no checksums; 1 no parts."""
 _FIRST_WITH_CHECKSUMS = 3
 DATA_FOLDER = re.compile(r"data-(\d+)")
 _Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
@@ -42,8 +50,9 @@ class SavedTensor:
 
     ``sha256`` is that of its elements, empty in checkpoints of earlier versions.
 
-    Of a part of a larger tensor, ``whole`` is the larger one's name, ``begin`` the part's first
-    element in it and ``whole_shape`` its shape.
+    Of a part of a larger tensor, ``whole`` is the larger one's name, ``whole_shape`` its shape and
+    ``offsets`` are the part's first indices in it. Earlier versions have runs of elements instead,
+    as flat tensors: without ``offsets``, with ``begin``, the first element.
     """
 
     shape: tuple[int, ...]
@@ -53,13 +62,19 @@ class SavedTensor:
     num_bytes: int
     sha256: str = ""
     whole: str = ""
-    begin: int = 0
     whole_shape: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    begin: int = 0
 
     @property
-    def end(self) -> int:
-        """Of a part, the element after its last in the larger tensor."""
-        return self.begin + math.prod(self.shape)
+    def pieces(self) -> list[Piece]:
+        """What boxes of the whole tensor it has, and where they lie in it."""
+        if not self.whole:
+            return [whole_piece(self.shape)]
+        if not self.offsets:
+            end = self.begin + math.prod(self.shape)
+            return run_pieces(self.whole_shape, self.begin, end)
+        return [Piece(Box(self.offsets, self.shape), whole_box(self.shape), self.shape)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +122,17 @@ class Contents:
 
     @cached_property
     def parts(self) -> Mapping[str, Sequence[str]]:
-        """Names of the parts of each tensor that was saved in parts, from first to last."""
+        """Names of the parts of each tensor that was saved in parts."""
         found: dict[str, list[str]] = {}
         for name, tensor in self.tensors.items():
             if tensor.whole:
                 found.setdefault(tensor.whole, []).append(name)
-        return {
-            whole: sorted(names, key=lambda name: self.tensors[name].begin)
-            for whole, names in found.items()
-        }
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the whole tensors."""
+        return list(dict.fromkeys(each.whole or name for name, each in self.tensors.items()))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a whole tensor.
@@ -141,7 +158,7 @@ def read_contents(folder: str | Path) -> Contents:
     index = Path(folder) / CHECKPOINT_INDEX
     where = f"checkpoint {index}"
     value = read_json(index, "checkpoint")
-    record = parse_record(value, _IndexRecord, where, versions=(1, 2, SCHEMA_VERSION))
+    record = parse_record(value, _IndexRecord, where, versions=(1, 2, 3, SCHEMA_VERSION))
     summed = record.schema_version >= _FIRST_WITH_CHECKSUMS or bool(record.sha256)
     if summed and record.sha256 != checksum_of(value):
         raise InputFileError(
@@ -181,8 +198,9 @@ class _TensorRecord(Record):
     num_bytes: NumBytes
     sha256: _Digest = ""
     whole: Text = ""
-    begin: NumBytes = 0
     whole_shape: list[Int32] = Field(default_factory=list)
+    offsets: list[Int32] = Field(default_factory=list)
+    begin: NumBytes = 0
 
 
 class _StateRecord(Record):
@@ -223,34 +241,44 @@ def _check_contents(contents: Contents, *, summed: bool) -> None:
         size = math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
         if size > tensor.num_bytes:
             raise ValueError(f"{name} has {size} bytes, of which {tensor.num_bytes} are saved")
+    for whole, names in contents.parts.items():
+        _check_complete(contents, whole, names)
     known = {*contents.tensors, *contents.parts}
     for name, state in contents.states.items():
         for key in state.tensors:
             if f"optimizer.{name}.{key}" not in known:
                 raise ValueError(f"'{key}' of {name} is nowhere")
-    for whole, names in contents.parts.items():
-        _check_complete(contents, whole, names)
 
 
 def _check_complete(contents: Contents, whole: str, names: Sequence[str]) -> None:
-    """The parts of a tensor follow one another and are all there."""
+    """The parts of a tensor are of one kind, do not overlap and are all there."""
+    if whole in contents.tensors:
+        raise ValueError(f"{whole} is there whole and in parts")
     shape, dtype = contents.shape(whole), contents.dtype(whole)
-    end = 0
     for name in names:
         part = contents.tensors[name]
-        if part.begin != end or (part.whole_shape, part.dtype) != (shape, dtype):
-            raise ValueError(f"{name} does not follow element {end} of {whole}")
-        end = part.end
-    if end != math.prod(shape):
-        raise ValueError(f"{whole} ends at element {end} of {math.prod(shape)}")
+        if (part.whole_shape, part.dtype) != (shape, dtype):
+            raise ValueError(
+                f"{name} is a part of {part.whole_shape} {part.dtype}, but {whole} is {shape} "
+                f"{dtype}"
+            )
+        end = part.begin + math.prod(part.shape)
+        if not part.offsets and (len(part.shape) != 1 or end > math.prod(shape)):
+            raise ValueError(f"{name} reaches out of the {math.prod(shape)} elements of {whole}")
+    check_tiling(
+        whole, shape, [piece.box for name in names for piece in contents.tensors[name].pieces]
+    )
 
 
 def _check_files(contents: Contents, folder: Path) -> None:
-    """Every file that the index names is there, and long enough."""
+    """Every file that the index names is there, and long enough for all that it should have."""
     needed: dict[str, int] = {}
+    total: dict[str, int] = {}
     for tensor in contents.tensors.values():
         needed[tensor.file] = max(needed.get(tensor.file, 0), tensor.offset + tensor.num_bytes)
-    for file, num_bytes in needed.items():
+        total[tensor.file] = total.get(tensor.file, 0) + tensor.num_bytes
+    for file in needed:
+        num_bytes = max(needed[file], total[file])
         path = folder / contents.data / file
         if not path.is_file():
             raise InputFileError(f"checkpoint {folder} is incomplete: {path} is missing.")
@@ -266,7 +294,9 @@ def to_json(items: Mapping[str, SavedTensor | SavedOptimizer]) -> dict[str, Any]
     records = {name: asdict(item) for name, item in items.items()}
     for record in records.values():
         if not record.get("whole", True):  # not a part
-            for field in ("whole", "begin", "whole_shape"):
+            del record["whole"], record["whole_shape"]
+        for field in ("offsets", "begin"):
+            if not record.get(field, True):
                 del record[field]
     return records
 
@@ -282,8 +312,9 @@ def tensors_from_json(record: Mapping[str, Any]) -> dict[str, SavedTensor]:
             num_bytes=int(each["num_bytes"]),
             sha256=str(each.get("sha256", "")),
             whole=str(each.get("whole", "")),
-            begin=int(each.get("begin", 0)),
             whole_shape=tuple(int(size) for size in each.get("whole_shape", ())),
+            offsets=tuple(int(first) for first in each.get("offsets", ())),
+            begin=int(each.get("begin", 0)),
         )
         for name, each in record.items()
     }

@@ -10,7 +10,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from heterog.errors import HeterogError, InputFileError, StrategyError
 from heterog.files import cannot_write, check_writable, write_json
+from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import (
     DATA_FOLDER,
     SCHEMA_VERSION,
@@ -47,6 +48,9 @@ from heterog.runtime.checkpoint.contents import (
     to_json,
 )
 from heterog.runtime.launch import CHECKPOINT_INDEX
+
+_BATCH_BYTES = 1 << 28
+"""Read at once, beside what a rank holds: 256 MiB; each reading opens the files anew."""
 
 
 class _Writer(FileSystemWriter):
@@ -67,7 +71,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Reads tensors where the index says they are."""
+    """Reads what was saved where the index says it is: each part is a tensor of its own."""
 
     def __init__(self, folder: Path, contents: Contents) -> None:
         super().__init__(folder)
@@ -93,10 +97,37 @@ def make_data_folder(target: Path) -> int:
     return number
 
 
-def write_tensors(own: Mapping[str, Tensor], data: Path, rank: int) -> dict[str, SavedTensor]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a rank saves: a box of a tensor.
+
+    Attributes:
+        whole: name of the tensor.
+        shape: of all of it.
+        box: that is saved.
+        value: its elements, in the shape of the box.
+    """
+
+    whole: str
+    shape: tuple[int, ...]
+    box: Box
+    value: Tensor
+
+    @property
+    def name(self) -> str:
+        """Its own name: ``model.weight``, or ``model.weight[10:20,0:8]`` of a part."""
+        if self.box.sizes == self.shape:
+            return self.whole
+        ranges = [f"{first}:{first + size}" for first, size in zip(*self.box, strict=True)]
+        return f"{self.whole}[{','.join(ranges)}]"
+
+
+def write_tensors(entries: Sequence[Entry], data: Path, rank: int) -> dict[str, SavedTensor]:
     """Write this rank's file."""
-    if not own:
+    if not entries:
         return {}
+    own = {entry.name: entry.value for entry in entries}
+    assert len(own) == len(entries), "every box is saved once"
     writer = _Writer(data, rank)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     try:
@@ -110,16 +141,22 @@ def write_tensors(own: Mapping[str, Tensor], data: Path, rank: int) -> dict[str,
             )
     except (CheckpointException, OSError, RuntimeError) as error:
         raise _cannot_save(data, error, own) from error
+    of_name = {entry.name: entry for entry in entries}
     saved = {}
     for result in writer.results:
         name, place = result.index.fqn, result.storage_data
+        entry = of_name[name]
+        is_part = name != entry.whole
         saved[name] = SavedTensor(
-            shape=tuple(own[name].shape),
-            dtype=dtype_name(own[name].dtype),
+            shape=tuple(entry.value.shape),
+            dtype=dtype_name(entry.value.dtype),
             file=place.relative_path,
             offset=place.offset,
             num_bytes=place.length,
-            sha256=checksum(own[name]),
+            sha256=checksum(entry.value),
+            whole=entry.whole if is_part else "",
+            whole_shape=entry.shape if is_part else (),
+            offsets=entry.box.offsets if is_part else (),
         )
     return saved
 
@@ -148,27 +185,70 @@ def checksum(value: Tensor) -> str:
 
 def read_tensors(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     """The tensors of these names, put together where they were saved in parts."""
-    single = [each for name in names for each in contents.parts.get(name, [name])]
-    loaded = _read_saved(contents, folder, single)
-    for name in names:
-        if name in contents.parts:
-            parts = [loaded.pop(each) for each in contents.parts[name]]
-            loaded[name] = torch.cat(parts).view(contents.shape(name))
-    return loaded
+    found = {
+        name: torch.empty(contents.shape(name), dtype=dtype_of(contents.dtype(name)))
+        for name in names
+    }
+    read_boxes(
+        contents,
+        folder,
+        {name: [(whole_box(value.shape), value)] for name, value in found.items()},
+    )
+    return found
 
 
-def read_range(contents: Contents, folder: Path, name: str, begin: int, end: int) -> Tensor:
-    """Elements of a flattened tensor, from the parts that have some."""
-    if name not in contents.parts:
-        return _read_saved(contents, folder, [name])[name].reshape(-1)[begin:end].clone()
-    found = []
-    for each in contents.parts[name]:
-        part = contents.tensors[each]
-        low, high = max(begin, part.begin), min(end, part.end)
-        if low < high:
-            value = _read_saved(contents, folder, [each])[each]
-            found.append(value[low - part.begin : high - part.begin])
-    return torch.cat(found)
+def read_boxes(
+    contents: Contents, folder: Path, wanted: Mapping[str, Sequence[tuple[Box, Tensor]]]
+) -> None:
+    """Fill tensors with boxes of saved ones, whatever boxes these were saved in.
+
+    What was saved is read in batches of up to ``_BATCH_BYTES``, or one tensor at a time, so that
+    a rank never holds more than that beside what it wants.
+
+    Args:
+        contents: of the checkpoint.
+        folder: of the checkpoint.
+        wanted: by name, boxes and where their elements go.
+    """
+    batch: list[str] = []
+    num_bytes = 0
+    for each in _needed(contents, wanted):
+        if batch and num_bytes + contents.tensors[each].num_bytes > _BATCH_BYTES:
+            _fill(contents, folder, batch, wanted)
+            batch, num_bytes = [], 0
+        batch.append(each)
+        num_bytes += contents.tensors[each].num_bytes
+    _fill(contents, folder, batch, wanted)
+
+
+def _needed(
+    contents: Contents, wanted: Mapping[str, Sequence[tuple[Box, Tensor]]]
+) -> Iterator[str]:
+    """Names of what was saved that has something of a wanted box."""
+    for name, boxes in wanted.items():
+        if name not in contents.parts:
+            yield name
+            continue
+        for part in contents.parts[name]:
+            saved = contents.tensors[part].pieces
+            if any(box.overlap(piece.box) for piece in saved for box, _ in boxes):
+                yield part
+
+
+def _fill(
+    contents: Contents,
+    folder: Path,
+    names: Sequence[str],
+    wanted: Mapping[str, Sequence[tuple[Box, Tensor]]],
+) -> None:
+    """Read what was saved under some names and copy it where it is wanted."""
+    for name, value in _read_saved(contents, folder, names).items():
+        saved = contents.tensors[name]
+        for piece in saved.pieces:
+            for box, target in wanted[saved.whole or name]:
+                both = box.overlap(piece.box)
+                if both is not None:
+                    both.of(target, box).copy_(both.of(piece.of(value), piece.box))
 
 
 def _read_saved(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
@@ -180,7 +260,11 @@ def _read_saved(contents: Contents, folder: Path, names: Sequence[str]) -> dict[
         for name in names
     }
     if loaded:
-        reader = _Reader(folder / contents.data, contents)
+        apart = {
+            name: replace(contents.tensors[name], whole="", whole_shape=(), offsets=(), begin=0)
+            for name in names
+        }
+        reader = _Reader(folder / contents.data, replace(contents, tensors=apart))
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         try:
             with _quiet():
@@ -221,20 +305,25 @@ def publish(contents: Contents, index: Path, data: Path) -> None:
 
 
 def _metadata(contents: Contents) -> Metadata:
-    """The index in torch's terms: every tensor is one whole chunk."""
-    tensors: dict[str, Any] = {}
+    """The index in torch's terms: tensors in chunks, which have an offset and sizes each."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = {}
     places = {}
     for name, saved in contents.tensors.items():
-        zeros = torch.Size([0] * len(saved.shape))
-        chunk = ChunkStorageMetadata(offsets=zeros, sizes=torch.Size(saved.shape))
-        tensors[name] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=dtype_of(saved.dtype)),
-            size=torch.Size(saved.shape),
-            chunks=[chunk],
-        )
-        places[MetadataIndex(name, zeros)] = _StorageInfo(
+        whole = saved.whole or name
+        offsets = torch.Size(saved.offsets or (0,) * len(saved.shape))
+        chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(saved.shape))
+        chunks.setdefault(whole, []).append(chunk)
+        places[MetadataIndex(whole, offsets)] = _StorageInfo(
             saved.file, saved.offset, saved.num_bytes
         )
+    tensors: dict[str, Any] = {
+        name: TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtype_of(contents.dtype(name))),
+            size=torch.Size(contents.shape(name)),
+            chunks=own,
+        )
+        for name, own in chunks.items()
+    }
     return Metadata(tensors, storage_data=places)
 
 

@@ -1,38 +1,31 @@
-"""What of a deployed step belongs to a checkpoint, and which rank saves it."""
+"""What of a deployed step belongs to a checkpoint, which rank saves it, how it comes back."""
 
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from heterog.errors import StrategyError
 from heterog.runtime.buffer_owners import buffer_owners
-from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, dtype_name
-from heterog.runtime.checkpoint.slices import begun_here, name_and_shape
+from heterog.runtime.checkpoint.boxes import Piece, whole_box
+from heterog.runtime.checkpoint.contents import (
+    Contents,
+    SavedOptimizer,
+    dtype_name,
+)
+from heterog.runtime.checkpoint.files import Entry
+from heterog.runtime.checkpoint.held import (
+    Stepped,
+    held_pieces,
+    is_elementwise,
+    is_saved_here,
+    name_and_shape,
+    rows_in_slices,
+    stepped_values,
+)
 from heterog.runtime.deploy import DeployedStep
-
-
-def check_whole(step: DeployedStep) -> None:
-    """Refuse a step whose parameters are sharded by rules of ops.
-
-    Raises:
-        StrategyError: names the first of them.
-    """
-    graph = step.captured.graph
-    if step.part.sharded:
-        name = graph.tensors[graph.updates[min(step.part.sharded)][1]].name
-        raise StrategyError(
-            f"the plan shards {len(step.part.sharded)} parameters ('{name}' first) over devices, "
-            "which checkpoints cannot hold yet. Keep step.state_dict() instead, which has them "
-            "whole on rank 0, or plan without op rules."
-        )
-    if any(bucket.ring.part < 1.0 or not bucket.is_first for bucket in step.part.buckets):
-        raise StrategyError(
-            "the plan keeps the optimizer's state in slices inside teams, which checkpoints "
-            "cannot hold yet. Keep step.state_dict(), or plan without ZeRO or without teams."
-        )
 
 
 def check_fits(step: DeployedStep, contents: Contents, folder: str | Path) -> None:
@@ -40,13 +33,16 @@ def check_fits(step: DeployedStep, contents: Contents, folder: str | Path) -> No
     what = f"checkpoint {folder} of '{contents.model}'"
     saved = {
         name.removeprefix("model."): (contents.shape(name), contents.dtype(name))
-        for name in dict.fromkeys(each.whole or name for name, each in contents.tensors.items())
+        for name in contents.names
         if name.startswith("model.")
     }
     here = {
-        name.removeprefix("model."): (tuple(value.shape), dtype_name(value.dtype))
+        name: (tuple(value.shape), dtype_name(value.dtype))
         for name, value in _model_tensors(step).items()
     }
+    for row in step.part.sharded:
+        name, shape = name_and_shape(step, row)
+        here[name] = shape, here[name][1]
     for name in [*here, *saved]:
         if saved.get(name) != here.get(name):
             raise StrategyError(
@@ -76,20 +72,6 @@ def _names(step: DeployedStep) -> list[str]:
     return [graph.tensors[parameter].name for _, parameter, _ in graph.updates]
 
 
-def stepped_parameters(step: DeployedStep) -> list[tuple[int | None, list[str]]]:
-    """What this rank's optimizer has, in its order: (bucket of a slice, names of parameters)."""
-    name_of = {id(value): name for name, value in step.model.named_parameters()}
-    found: list[tuple[int | None, list[str]]] = []
-    for value in (value for group in step.optimizer.param_groups for value in group["params"]):
-        bucket = step.part.slices.of_parameter(value)
-        if bucket is None:
-            found.append((None, [name_of[id(value)]]))
-        else:
-            pieces = bucket.pieces(step.rank)
-            found.append((bucket.number, [name_and_shape(step, each.row)[0] for each in pieces]))
-    return found
-
-
 def _model_tensors(step: DeployedStep) -> dict[str, Tensor]:
     """All parameters and persistent buffers of the model, whether this rank needs them or not."""
     every_name = {name for name, _ in step.model.named_parameters(remove_duplicate=False)}
@@ -100,63 +82,112 @@ def _model_tensors(step: DeployedStep) -> dict[str, Tensor]:
         for name, value in state.items()
         if name not in every_name and isinstance(value, Tensor)
     }
-    return {f"model.{name}": value for name, value in found.items()}
+    return found
 
 
-def held_tensors(step: DeployedStep) -> dict[str, Tensor]:
-    """What a rank needs of the model: its parameters, those nobody trains, and all buffers."""
+def fixed_tensors(step: DeployedStep) -> dict[str, Tensor]:
+    """Buffers and the parameters that nobody trains: every rank has them whole."""
+    trained = set(_names(step))
+    return {name: value for name, value in _model_tensors(step).items() if name not in trained}
+
+
+def held_rows(step: DeployedStep) -> list[tuple[int, Tensor]]:
+    """Parameters that this rank has outside of slices, by row of ``graph.updates``."""
     graph = step.captured.graph
-    held = {graph.tensors[parameter].name for parameter in step.parameters} - _in_slices(step)
-    foreign = {f"model.{name}" for name in set(_names(step)) - held}
-    return {name: value for name, value in _model_tensors(step).items() if name not in foreign}
+    in_slices = rows_in_slices(step)
+    return [
+        (row, step.part.parameters[tensor].detach())
+        for row, (_, tensor, _) in enumerate(graph.updates)
+        if tensor in step.part.parameters and row not in in_slices
+    ]
 
 
-def _in_slices(step: DeployedStep) -> set[str]:
-    """Names of the parameters that no rank has whole."""
-    return {
-        name_and_shape(step, row)[0]
-        for bucket in step.part.buckets
-        if bucket.stage == 3
-        for row in bucket.rows
-    }
+def check_can_save(step: DeployedStep) -> None:
+    """Refuse a step that no checkpoint can hold; every rank calls it after a first step.
+
+    Raises:
+        StrategyError: the optimizer keeps what cannot be cut, or what JSON cannot hold.
+    """
+    step.flush()
+    own_entries(step)
 
 
-def _owners(step: DeployedStep) -> dict[str, int]:
-    """Rank that saves each tensor of the model; rank 0 saves what is the same everywhere."""
-    owners = {
-        f"model.{name}": owner
-        for name, owner in buffer_owners(step.captured.graph, step.plan.strategy).items()
-    }
-    owners |= {f"model.{name}": step.part.owner(row) for row, name in enumerate(_names(step))}
-    parts = {f"model.{name}" for name in _in_slices(step)}
-    return {name: owners.get(name, 0) for name in _model_tensors(step) if name not in parts}
-
-
-def own_state(step: DeployedStep) -> tuple[dict[str, Tensor], dict[str, SavedOptimizer]]:
+def own_entries(step: DeployedStep) -> tuple[list[Entry], dict[str, SavedOptimizer]]:
     """(tensors, optimizer states by parameter) that this rank saves."""
-    owners = _owners(step)
-    model = _model_tensors(step)
-    own = {name: value for name, value in model.items() if owners.get(name) == step.rank}
+    owners = buffer_owners(step.captured.graph, step.plan.strategy)
+    entries = [
+        _whole_entry(f"model.{name}", value)
+        for name, value in fixed_tensors(step).items()
+        if owners.get(name, 0) == step.rank
+    ]
+    for row, value in held_rows(step):
+        if is_saved_here(step, row):
+            name, shape = name_and_shape(step, row)
+            entries += _entries(f"model.{name}", shape, held_pieces(step, row), value)
     states: dict[str, SavedOptimizer] = {}
-    stepped = iter(stepped_parameters(step))
+    stepped = iter(stepped_values(step))
     for group in step.optimizer.param_groups:
         options = {key: _plain(key, value) for key, value in group.items() if key != "params"}
-        for parameter in group["params"]:
-            bucket, (name, *_) = next(stepped)
-            state = step.optimizer.state.get(parameter, {})
-            kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-            values = {key: _plain(key, state[key]) for key in state if key not in kept}
-            saved = SavedOptimizer(options=options, tensors=tuple(kept), values=values)
-            if bucket is not None:
-                # Of each parameter that begins here; the slices' elements are saved as parts.
-                kept = {key: v for key, v in kept.items() if v.shape != parameter.shape}
-                mine = begun_here(step, bucket)
-            else:
-                mine = [name] if owners[f"model.{name}"] == step.rank else []
-            for each in mine:
-                own |= {f"optimizer.{each}.{key}": value.detach() for key, value in kept.items()}
-                states[each] = saved
-    return own, states
+        for _ in group["params"]:
+            each = next(stepped)
+            if each.is_saved:
+                entries += _own_state(step, each, options, states)
+    return entries, states
+
+
+def _own_state(
+    step: DeployedStep,
+    stepped: Stepped,
+    options: dict[str, Any],
+    states: dict[str, SavedOptimizer],
+) -> Iterator[Entry]:
+    """What is saved of one of the optimizer's tensors; adds to the states of parameters."""
+    if stepped.bucket is not None and stepped.bucket.stage == 3:
+        for name, shape, pieces in stepped.members:
+            yield from _entries(f"model.{name}", shape, pieces, stepped.value.detach())
+    state = step.optimizer.state.get(stepped.value, {})
+    tensors = {key: each.detach() for key, each in state.items() if isinstance(each, Tensor)}
+    values = {key: _plain(key, state[key]) for key in state if key not in tensors}
+    for member in stepped.members:
+        if member.begins_here:
+            states[member.name] = SavedOptimizer(
+                options=options, tensors=tuple(tensors), values=values
+            )
+        for key, value in tensors.items():
+            name = f"optimizer.{member.name}.{key}"
+            if is_elementwise(key, tuple(value.shape), tuple(stepped.value.shape)):
+                yield from _entries(name, member.shape, member.pieces, value)
+                continue
+            check_is_once(stepped, member.name, key, value.numel())
+            if member.begins_here:
+                yield _whole_entry(name, value)
+
+
+def check_is_once(stepped: Stepped, name: str, key: str, num_elements: int) -> None:
+    """What the optimizer knows about a part of a parameter is by element, or one number.
+
+    Raises:
+        StrategyError: it is something else.
+    """
+    if stepped.is_cut and num_elements != 1:
+        raise StrategyError(
+            f"the optimizer's '{key}' of '{name}' has {num_elements} elements, which do not "
+            "belong to elements of the parameter; a checkpoint cannot cut it. Plan without ZeRO "
+            "and without op rules, or use another optimizer."
+        )
+
+
+def _entries(
+    name: str, shape: tuple[int, ...], pieces: Iterable[Piece], held: Tensor
+) -> list[Entry]:
+    return [
+        Entry(whole=name, shape=shape, box=piece.box, value=piece.of(held)) for piece in pieces
+    ]
+
+
+def _whole_entry(name: str, value: Tensor) -> Entry:
+    shape = tuple(value.shape)
+    return Entry(whole=name, shape=shape, box=whole_box(shape), value=value)
 
 
 def _plain(key: str, value: Any) -> Any:
@@ -176,36 +207,3 @@ def _plain(key: str, value: Any) -> Any:
         f"the optimizer's '{key}' is {value!r}; a checkpoint can keep tensors, finite numbers and "
         "text. Save the optimizer's state yourself."
     )
-
-
-def _like(current: Any, saved: Any) -> Any:
-    """A saved option in the type that the optimizer uses, which JSON may have lost."""
-    if isinstance(current, Tensor):
-        return torch.full_like(current, saved)
-    return tuple(saved) if isinstance(current, tuple) else saved
-
-
-def new_options(step: DeployedStep, contents: Contents) -> list[dict[str, Any]]:
-    """This rank's parameter groups with the saved options."""
-    names = iter(
-        (number, name)
-        for number, (_, each) in enumerate(stepped_parameters(step))
-        for name in each
-    )
-    # A rank that updates nothing has an empty group, for the sake of schedulers.
-    some = [*(state.options for state in contents.states.values()), {}][:1]
-    result = []
-    for group in step.optimizer.param_groups:
-        members = list(names)  # torch makes one group of what it is given
-        options = [contents.states[name].options for _, name in members] or some
-        for (_, name), other in zip(members, options, strict=False):
-            if other != options[0]:
-                raise StrategyError(
-                    f"'{members[0][1]}' and '{name}' are in one group of the optimizer, but had "
-                    f"different options when they were saved: {options[0]} and {other}."
-                )
-        # Also those that a scheduler has added.
-        saved = {key: _like(group.get(key), value) for key, value in options[0].items()}
-        numbers = list(dict.fromkeys(number for number, _ in members))
-        result.append({**group, **saved, "params": numbers})
-    return result

@@ -1,0 +1,147 @@
+"""What a rank holds of each parameter, in boxes of the whole one.
+
+A parameter may be there whole, as a slice along the axis of op rules, as a run of elements in the
+flat slice of a bucket (ZeRO), or as a run of a slice (ZeRO between teams). Nothing is brought
+together: what is saved are the boxes as they lie, and whoever resumes reads those that overlap
+with its own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from heterog.graph.sharding_rules import local_shape
+from heterog.runtime.checkpoint.boxes import Piece, in_units, run_pieces, whole_piece
+from heterog.runtime.deploy import DeployedStep
+from heterog.runtime.slices import SlicedBucket
+
+_SCALARS = frozenset({"step", "mu", "mu_product", "eta"})
+"""State of torch's elementwise optimizers that is one number, whatever the parameter's shape."""
+
+
+class Member(NamedTuple):
+    """A parameter that the optimizer steps here, whole or a part of it.
+
+    Attributes:
+        name: of the parameter.
+        shape: of all of it.
+        pieces: of it in what is stepped.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+    @property
+    def begins_here(self) -> bool:
+        """Whether its first element is here; who has it keeps what there is once."""
+        return any(piece.box.is_at_origin() for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """What the optimizer steps as one tensor: a parameter, a slice of one, or of a bucket.
+
+    Attributes:
+        value: that the optimizer has.
+        members: the parameters in it.
+        bucket: whose slice it is; ``None`` for other values.
+        is_saved: no other rank's copy counts.
+    """
+
+    value: nn.Parameter
+    members: list[Member]
+    bucket: SlicedBucket | None
+    is_saved: bool
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is another tensor than one whole parameter."""
+        return self.bucket is not None or self.members[0].shape != tuple(self.value.shape)
+
+
+def is_elementwise(key: str, shape: tuple[int, ...], parameter_shape: tuple[int, ...]) -> bool:
+    """Whether a state of the optimizer has an element for each of its parameter's."""
+    return shape == parameter_shape and not (shape == () and key in _SCALARS)
+
+
+def stepped_values(step: DeployedStep) -> list[Stepped]:
+    """What this rank's optimizer has, in its order."""
+    graph = step.captured.graph
+    row_of = {
+        id(step.part.parameters[tensor]): row
+        for row, (_, tensor, _) in enumerate(graph.updates)
+        if tensor in step.part.parameters
+    }
+    found = []
+    for value in (value for group in step.optimizer.param_groups for value in group["params"]):
+        bucket = step.part.slices.of_parameter(value)
+        if bucket is not None:
+            members = list(_slice_members(step, bucket))
+            found.append(
+                Stepped(value=value, members=members, bucket=bucket, is_saved=bucket.is_first)
+            )
+            continue
+        row = row_of[id(value)]
+        member = Member(*name_and_shape(step, row), held_pieces(step, row))
+        found.append(
+            Stepped(value=value, members=[member], bucket=None, is_saved=is_saved_here(step, row))
+        )
+    return found
+
+
+def held_pieces(step: DeployedStep, row: int) -> list[Piece]:
+    """The boxes of a parameter that this rank holds outside of slices of buckets."""
+    _, shape = name_and_shape(step, row)
+    if row not in step.part.sharded:
+        return [whole_piece(shape)]
+    place, spans = step.part.sharded[row]
+    begin, count = spans.units_of(step.rank)
+    own = whole_piece(local_shape(shape, place, count, spans.units))
+    return in_units(own, shape, place, spans.units, begin, count)
+
+
+def _slice_members(step: DeployedStep, bucket: SlicedBucket) -> Iterator[Member]:
+    """The parameters in this rank's slice of a bucket."""
+    at = 0
+    for piece in bucket.pieces(step.rank):
+        name, shape = name_and_shape(step, piece.row)
+        if piece.row not in step.part.sharded:
+            pieces = run_pieces(shape, piece.begin, piece.end, at)
+        else:
+            place, spans = step.part.sharded[piece.row]
+            begin, count = bucket.ring.begin, bucket.ring.end - bucket.ring.begin
+            local = local_shape(shape, place, count, spans.units)
+            pieces = [
+                part
+                for each in run_pieces(local, piece.begin, piece.end, at)
+                for part in in_units(each, shape, place, spans.units, begin, count)
+            ]
+        yield Member(name, shape, pieces)
+        at += piece.end - piece.begin
+
+
+def is_saved_here(step: DeployedStep, row: int) -> bool:
+    """Whether this rank's copy of a parameter that no bucket slices counts.
+
+    That is the home's or the first replica's; of one that lives in slices along an axis, those of
+    the first team.
+    """
+    if row in step.part.sharded:
+        _, spans = step.part.sharded[row]
+        return step.rank in spans.first_team() and spans.units_of(step.rank)[1] > 0
+    return step.part.owner(row) == step.rank
+
+
+def rows_in_slices(step: DeployedStep) -> set[int]:
+    """Parameters of which no rank has more than slices of buckets, by row of ``graph.updates``."""
+    return {row for bucket in step.part.buckets if bucket.stage == 3 for row in bucket.rows}
+
+
+def name_and_shape(step: DeployedStep, row: int) -> tuple[str, tuple[int, ...]]:
+    """Name and whole shape of the parameter of a row of ``graph.updates``."""
+    graph = step.captured.graph
+    tensor = graph.tensors[graph.updates[row][1]]
+    return tensor.name, tensor.shape

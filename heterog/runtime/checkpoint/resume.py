@@ -1,0 +1,178 @@
+"""How a step takes up what a checkpoint holds: each rank reads what it holds or updates now."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heterog.errors import StrategyError
+from heterog.runtime.checkpoint.boxes import Box, Piece, whole_box, whole_piece
+from heterog.runtime.checkpoint.contents import Contents, dtype_of
+from heterog.runtime.checkpoint.held import (
+    Member,
+    Stepped,
+    held_pieces,
+    is_elementwise,
+    name_and_shape,
+    stepped_values,
+)
+from heterog.runtime.checkpoint.state import check_is_once, fixed_tensors, held_rows
+from heterog.runtime.deploy import DeployedStep
+
+
+class NewState:
+    """What a rank resumes with: new tensors beside those that it has, so that it may still fail.
+
+    Args:
+        step: freshly deployed.
+        contents: of the checkpoint.
+
+    Attributes:
+        wanted: by name, boxes of saved tensors and where their elements go.
+
+    Raises:
+        StrategyError: the optimizer's state or options cannot be cut as the plan wants it.
+    """
+
+    def __init__(self, step: DeployedStep, contents: Contents) -> None:
+        self.wanted: dict[str, list[tuple[Box, Tensor]]] = {}
+        self._step = step
+        self._contents = contents
+        self._targets: list[tuple[Tensor, Tensor]] = []  # (what the rank has, what it gets)
+        self._states: dict[int, dict[str, Any]] = {}
+        self._counters: list[tuple[str, str, str, Tensor, Tensor]] = []
+        for name, value in fixed_tensors(step).items():
+            self._want(value, [(f"model.{name}", [whole_piece(value.shape)])])
+        for row, value in held_rows(step):
+            name, _ = name_and_shape(step, row)
+            self._want(value, [(f"model.{name}", held_pieces(step, row))])
+        everything = stepped_values(step)
+        groups = step.optimizer.param_groups
+        names = [[each.name for each in stepped.members] for stepped in everything]
+        self._options = new_options(groups, names, contents)
+        for number, stepped in enumerate(everything):
+            if stepped.bucket is not None and stepped.bucket.stage == 3:
+                named = [(f"model.{each.name}", each.pieces) for each in stepped.members]
+                self._want(stepped.value.detach(), named)
+            state = self._state_of(stepped)
+            if state:
+                self._states[number] = state
+
+    def _want(self, value: Tensor, named: Sequence[tuple[str, list[Piece]]]) -> None:
+        """Read new elements for a tensor that this rank has."""
+        self._targets.append((value, self._read(value, value.dtype, named)))
+
+    def _read(
+        self, value: Tensor, dtype: torch.dtype, named: Sequence[tuple[str, list[Piece]]]
+    ) -> Tensor:
+        """A new tensor beside one, which gets the elements of some saved ones."""
+        target = torch.empty(value.shape, dtype=dtype, device=value.device)
+        for name, pieces in named:
+            boxes = self.wanted.setdefault(name, [])
+            boxes += [(piece.box, piece.of(target)) for piece in pieces]
+        return target
+
+    def _read_whole(self, name: str) -> Tensor:
+        contents = self._contents
+        target = torch.empty(contents.shape(name), dtype=dtype_of(contents.dtype(name)))
+        self.wanted.setdefault(name, []).append((whole_box(target.shape), target))
+        return target
+
+    def _state_of(self, stepped: Stepped) -> dict[str, Any]:
+        """The optimizer's state of what it steps as one."""
+        first, *others = stepped.members
+        saved = self._contents.states[first.name]
+        state: dict[str, Any] = dict(saved.values)
+        for other in others:
+            also = self._contents.states[other.name]
+            if set(also.tensors) != set(saved.tensors) or also.values != saved.values:
+                raise _unlike(first.name, other.name)
+        for key in saved.tensors:
+            name = f"optimizer.{first.name}.{key}"
+            if is_elementwise(key, self._contents.shape(name), first.shape):
+                named = [(f"optimizer.{each.name}.{key}", each.pieces) for each in stepped.members]
+                self._check_elementwise(key, stepped.members)
+                dtype = dtype_of(self._contents.dtype(name))
+                state[key] = self._read(stepped.value, dtype, named)
+                continue
+            state[key] = self._read_whole(name)
+            check_is_once(stepped, first.name, key, state[key].numel())
+            for other in others:
+                also_read = self._read_whole(f"optimizer.{other.name}.{key}")
+                self._counters.append((first.name, other.name, key, state[key], also_read))
+        return state
+
+    def _check_elementwise(self, key: str, members: Sequence[Member]) -> None:
+        """What is stepped as one must have the same kinds of state."""
+        for each in members[1:]:
+            name = f"optimizer.{each.name}.{key}"
+            if not is_elementwise(key, self._contents.shape(name), each.shape):
+                raise _unlike(members[0].name, each.name)
+
+    def check_counters(self) -> None:
+        """The optimizer counts the steps of a slice once: they must be the same for all in it.
+
+        Raises:
+            StrategyError: they differ.
+        """
+        for first, other, _, value, also in self._counters:
+            if not torch.equal(value, also):
+                raise _unlike(first, other)
+
+    def take_over(self) -> None:
+        """Make it the state of the step."""
+        with torch.no_grad():
+            for value, new in self._targets:
+                value.copy_(new)
+        self._step.optimizer.load_state_dict(
+            {"state": self._states, "param_groups": self._options}
+        )
+        self._step.num_steps = self._contents.num_steps
+
+
+def _unlike(first: str, other: str) -> StrategyError:
+    return StrategyError(
+        f"'{first}' and '{other}' are stepped in one slice, but had different states of the "
+        "optimizer when they were saved; plan with bucket_bytes 0."
+    )
+
+
+def _like(current: Any, saved: Any) -> Any:
+    """A saved option in the type that the optimizer uses, which JSON may have lost."""
+    if isinstance(current, Tensor):
+        return torch.full_like(current, saved)
+    return tuple(saved) if isinstance(current, tuple) else saved
+
+
+def new_options(
+    groups: Sequence[Mapping[str, Any]], stepped: Sequence[Sequence[str]], contents: Contents
+) -> list[dict[str, Any]]:
+    """This rank's parameter groups with the saved options.
+
+    Args:
+        groups: of the optimizer.
+        stepped: names of the parameters in each tensor that it has, in its order.
+        contents: of the checkpoint.
+
+    Raises:
+        StrategyError: parameters of one group were saved with different options.
+    """
+    names = iter((number, name) for number, each in enumerate(stepped) for name in each)
+    # A rank that updates nothing has an empty group, for the sake of schedulers.
+    some = [*(state.options for state in contents.states.values()), {}][:1]
+    result = []
+    for group in groups:
+        members = list(names)  # torch makes one group of what it is given
+        options = [contents.states[name].options for _, name in members] or some
+        for (_, name), other in zip(members, options, strict=False):
+            if other != options[0]:
+                raise StrategyError(
+                    f"'{members[0][1]}' and '{name}' are in one group of the optimizer, but had "
+                    f"different options when they were saved: {options[0]} and {other}."
+                )
+        # Also those that a scheduler has added.
+        saved = {key: _like(group.get(key), value) for key, value in options[0].items()}
+        numbers = list(dict.fromkeys(number for number, _ in members))
+        result.append({**group, **saved, "params": numbers})
+    return result
