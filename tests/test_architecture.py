@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ ROOMS = {
         "runtime/checkpoint/contents.py",
     ),
 }
+# Words of code that only one kind of accelerator, or its backend, has.
+VENDOR_WORDS = re.compile(r"cuda|nccl|xccl|rocm|\bhip|\bxpu\b", re.IGNORECASE)
+VENDOR_ROOMS = {
+    "runtime/accelerators.py": "the table of accelerators itself",
+    "export/ranks.py": "the torch device that exported scripts of other launchers read",
+    "cluster/links.py": "the name of a published table of measured collectives",
+    "cluster/catalog.py": "sources and driver names of device types",
+}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
@@ -84,6 +93,34 @@ def test_imports_go_down_and_heavy_libraries_stay_in_their_rooms(path: Path) -> 
         if rooms:
             allowed = any(str(relative).startswith(room) for room in rooms)
             assert allowed, f"{relative} imports {parts[0]}, which belongs in {rooms}"
+
+
+def words_of_code(path: Path) -> set[str]:
+    """Names and texts in a file, without comments and docstrings."""
+    docstrings = {
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    with path.open("rb") as file:
+        return {
+            token.string
+            for token in tokenize.tokenize(file.readline)
+            if token.type != tokenize.COMMENT
+            and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+        }
+
+
+def test_one_place_knows_accelerators() -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if any(VENDOR_WORDS.search(word) for word in words_of_code(path))
+    }
+    assert "runtime/accelerators.py" in found
+    assert found <= set(VENDOR_ROOMS), f"ask runtime/accelerators.py: {found - set(VENDOR_ROOMS)}"
+    unused = set(VENDOR_ROOMS) - found
+    assert not unused, f"no exceptions any more: {unused}"
 
 
 def test_importing_heterog_is_quick_and_prints_nothing() -> None:

@@ -134,7 +134,7 @@ def _job(
             {"name": "shm", "mountPath": "/dev/shm"},
         ],
     }
-    num_gpus = sum(entry.kind == "cuda" for entry in entries)
+    num_gpus = sum(entry.has_gpu for entry in entries)
     if num_gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": num_gpus}}
     pod = {

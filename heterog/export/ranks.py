@@ -20,7 +20,7 @@ class RankEntry:
         rank: its number.
         device: name of its device in the plan's cluster.
         type: the device's type.
-        kind: ``"cuda"`` or ``"cpu"``.
+        kind: ``"cuda"`` or ``"cpu"``, as the scripts of other launchers read it.
         host: name of its host in the plan's cluster.
         local_device: position of the device among all devices of its host.
         first_sample: of the global batch, where the target cuts it by rank.
@@ -37,6 +37,11 @@ class RankEntry:
     first_sample: int = 0
     batch_size: int = 0
     micro_batches: tuple[int, ...] = ()
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether its device is a GPU."""
+        return self.kind == "cuda"
 
 
 def ranks_of(

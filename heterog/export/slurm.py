@@ -81,7 +81,7 @@ def job_script(ranks: Sequence[RankEntry]) -> bytes:
         for position, host in enumerate(members):
             nodes[host] = f"${{group{number}[{position}]}}={hosts[host][0].rank}"
     het_group = f" --het-group={','.join(map(str, range(len(groups))))}" if len(groups) > 1 else ""
-    gpu_bind = " --gpu-bind=none" if any(entry.kind == "cuda" for entry in ranks) else ""
+    gpu_bind = " --gpu-bind=none" if any(entry.has_gpu for entry in ranks) else ""
     return fill(
         "job.sbatch.tmpl",
         components="\n#SBATCH hetjob\n".join(components),
@@ -98,7 +98,7 @@ def _component(entries: Sequence[RankEntry], num_nodes: int) -> list[str]:
     lines = [
         f"#SBATCH --nodes={num_nodes} --ntasks-per-node={len(entries)} --exclusive",
     ]
-    gpus = Counter(_gpu_type(entry.type) for entry in entries if entry.kind == "cuda")
+    gpus = Counter(_gpu_type(entry.type) for entry in entries if entry.has_gpu)
     if gpus:
         wanted = ",".join(f"gpu:{kind}:{count}" for kind, count in gpus.items())
         lines.append(f"#SBATCH --gres={wanted}")

@@ -18,8 +18,6 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
 from heterog.graph.workload import Workload
+from heterog.runtime.accelerators import has_accelerator, stream_of_priority
 from heterog.runtime.launch import ALONE_STEPS, HEARTBEAT
 from heterog.zoo import load_workload
 
@@ -160,20 +159,7 @@ def lowest_priority() -> None:
 def has_own_process(cluster: Cluster) -> bool:
     """Whether background jobs of a cluster run in processes beside the ranks."""
     on_cpus = all(device.type.name == "CPU" for device in cluster.devices)
-    return on_cpus or not torch.cuda.is_available()
-
-
-@contextmanager
-def stream_of_priority(device: torch.device, *, high: bool) -> Iterator[None]:
-    """Kernels of the body go before, or behind, those of other streams of this process."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device, priority=-1 if high else 0)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()  # the background is never more than one step ahead of the device
+    return on_cpus or not has_accelerator()
 
 
 class LowPriorityThread(threading.Thread):

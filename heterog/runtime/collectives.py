@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from heterog.runtime.accelerators import is_accelerated
 from heterog.runtime.recorder import Recorder
 
 
@@ -60,8 +61,8 @@ class Sending:
     """Sends to one rank: holds each tensor until it has been sent.
 
     gloo tells that a send is done only to who waits for it: a thread does, so that what was sent
-    is let go at once and not at the end of the step. NCCL's wait orders streams and does not
-    block: its tensors are held until ``wait``.
+    is let go at once and not at the end of the step. An accelerator's wait orders streams and does
+    not block: its tensors are held until ``wait``.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class Sending:
 
     def add(self, work: dist.Work, tensor: Tensor) -> int:
         """Hold a tensor until its send is done; the number of sends so far, for ``wait``."""
-        if tensor.is_cuda:
+        if is_accelerated(tensor):
             self._on_gpu.append((work, tensor))
             self._num_added += 1
             return self._num_added
@@ -381,7 +382,7 @@ class Communicator:
         group = self._groups[devices]
         own = devices.index(self.rank)
         others = [index for index in range(len(devices)) if index != own]
-        if received[own].is_cuda:
+        if is_accelerated(received[own]):
             operations = [
                 dist.P2POp(dist.irecv, received[index], devices[index], group)
                 for index in others

@@ -18,6 +18,7 @@ from heterog.graph.op_graph import TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
+from heterog.runtime.accelerators import rank_device
 from heterog.runtime.buffer_owners import buffer_owners, split_buffers
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets, local_ops
@@ -86,7 +87,7 @@ class DeployedStep:
         _check_same_everywhere(program.hash)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise StrategyError(f"max_grad_norm is {max_grad_norm}; it must be above 0.")
-        self.device = _device()
+        self.device = rank_device()
         self._model = _one_model(workload, self.device)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
         named = dict(self._model.named_parameters())
@@ -455,13 +456,6 @@ def _check_same_everywhere(program_hash: str) -> None:
             f"rank {dist.get_rank()} lowered another program than ranks {differing}; every rank "
             "needs the same plan, model code and versions of torch and heterog."
         )
-
-
-def _device() -> torch.device:
-    """This rank's GPU if its process group communicates from GPUs, else the CPU."""
-    if torch.cuda.is_available() and "cuda" in dist.get_backend_config():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _one_model(workload: Workload, device: torch.device) -> nn.Module:

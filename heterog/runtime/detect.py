@@ -18,6 +18,16 @@ import torch
 
 from heterog.cluster.catalog import device_type, matching_types
 from heterog.cluster.topology import DTYPES, DeviceType
+from heterog.runtime.accelerators import (
+    are_peers,
+    computes_bfloat16,
+    device_count,
+    device_label,
+    device_memory_bytes,
+    device_of,
+    has_accelerator,
+    synchronize,
+)
 from heterog.units import GIB
 
 _MEMORY_TOLERANCE = 0.1  # the driver shows a little less than the sheet
@@ -82,7 +92,7 @@ def detect() -> FoundMachine:
     """Look at this machine; takes a second per device."""
     host = socket.gethostname().partition(".")[0] or "machine"
     interface = default_interface()
-    devices = _gpus(host) if torch.cuda.is_available() else [_cpu(host)]
+    devices = _gpus(host) if has_accelerator() else [_cpu(host)]
     return FoundMachine(
         host=host,
         devices=tuple(devices),
@@ -94,9 +104,9 @@ def detect() -> FoundMachine:
 
 def local_type_name() -> str:
     """What a cluster file made by ``detect`` calls the first device of this machine."""
-    if not torch.cuda.is_available():
+    if not has_accelerator():
         return "CPU"
-    label, num_bytes = torch.cuda.get_device_name(0), _gpu_memory_bytes(0)
+    label, num_bytes = device_label(0), device_memory_bytes(0)
     return catalogue_name(label, num_bytes) or _type_name(label)
 
 
@@ -231,8 +241,8 @@ def _cpu(host: str) -> FoundDevice:
 def _gpus(host: str) -> list[FoundDevice]:
     found: list[FoundDevice] = []
     measured: dict[tuple[str, int], DeviceType] = {}
-    for index in range(torch.cuda.device_count()):
-        label, memory = torch.cuda.get_device_name(index), _gpu_memory_bytes(index)
+    for index in range(device_count()):
+        label, memory = device_label(index), device_memory_bytes(index)
         name = catalogue_name(label, memory)
         if name is not None:
             kind = device_type(name)
@@ -251,9 +261,9 @@ def _gpus(host: str) -> list[FoundDevice]:
 
 
 def _measured_gpu(host: str, index: int, *, number: int) -> DeviceType:
-    label, memory = torch.cuda.get_device_name(index), _gpu_memory_bytes(index)
-    device = torch.device("cuda", index)
-    dtypes = [dtype for dtype in DTYPES if dtype != "bfloat16" or torch.cuda.is_bf16_supported()]
+    label, memory = device_label(index), device_memory_bytes(index)
+    device = device_of(index)
+    dtypes = [dtype for dtype in DTYPES if dtype != "bfloat16" or computes_bfloat16()]
     # float64 is 1/64 of float32 on some cards: a smaller product is large enough for it.
     peaks = {
         dtype: _flops_per_s(device, dtype, _GPU_SIZE // (4 if dtype == "float64" else 1), 0.1)
@@ -262,10 +272,6 @@ def _measured_gpu(host: str, index: int, *, number: int) -> DeviceType:
     bandwidth = _copy_bytes_per_s(device)
     name = _type_name(label) if number == 0 else f"{_type_name(label)}-{number}"
     return _measured_type(name, host, label, peaks, bandwidth, memory)
-
-
-def _gpu_memory_bytes(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).total_memory)
 
 
 def _usable_bytes(memory_bytes: int) -> int:
@@ -310,17 +316,14 @@ def _gpu_link(num_devices: int) -> FoundLink:
     rates = []
     for index in range(num_devices):
         other = (index + 1) % num_devices
-        source = torch.ones(_COPY_BYTES // 4, device=torch.device("cuda", index))
-        target = torch.empty_like(source, device=torch.device("cuda", other))
+        source = torch.ones(_COPY_BYTES // 4, device=device_of(index))
+        target = torch.empty_like(source, device=device_of(other))
 
         def copy(source: torch.Tensor = source, target: torch.Tensor = target) -> object:
             return target.copy_(source)
 
         rates.append(_COPY_BYTES / _shortest_s(copy, target.device, _MEASURE_S))
-    direct = all(
-        torch.cuda.can_device_access_peer(index, (index + 1) % num_devices)
-        for index in range(num_devices)
-    )
+    direct = all(are_peers(index, (index + 1) % num_devices) for index in range(num_devices))
     kind = "nvlink" if direct and min(rates) > _NVLINK_BYTES_PER_S else "pcie"
     return FoundLink(kind=kind, bandwidth_bytes_per_s=min(rates))
 
@@ -331,17 +334,12 @@ def _shortest_s(act: Callable[[], object], device: torch.device, at_least_s: flo
     for phase_s in (0.0, at_least_s):  # the first call warms up
         begin = time.perf_counter()
         while True:
-            _wait(device)
+            synchronize(device)
             start = time.perf_counter()
             act()
-            _wait(device)
+            synchronize(device)
             end = time.perf_counter()
             shortest = min(shortest, end - start)
             if end - begin >= phase_s:
                 break
     return shortest
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

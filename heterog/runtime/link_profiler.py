@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heterog.cluster.topology import Cluster
+from heterog.runtime.accelerators import is_accelerated, synchronize, wire_device
 from heterog.runtime.collectives import Communicator, Pending
-from heterog.runtime.op_profiler import CPU
 from heterog.simulator.calibration import (
     LinkMeasurement,
 )
@@ -38,8 +38,9 @@ def profile_links(
 ) -> Iterator[LinkMeasurement]:
     """Measure transfers between all pairs and collectives over all devices; on every rank.
 
-    Only the devices that take part do anything. All ranks yield the same rows. With NCCL tensors
-    travel from GPU to GPU, and what that takes from their kernels is not measured.
+    Only the devices that take part do anything. All ranks yield the same rows. Where accelerators
+    have a backend of their own tensors travel between them, and what that takes from their kernels
+    is not measured.
 
     Args:
         cluster: one device per rank.
@@ -83,12 +84,6 @@ def link_cases(num_ranks: int, payloads: Sequence[int]) -> list[_LinkCase]:
     return cases
 
 
-def _wire_device() -> torch.device:
-    """Where tensors lie that travel: on the GPU if NCCL carries them."""
-    uses_nccl = "cuda:nccl" in dist.get_backend_config()
-    return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else CPU
-
-
 _NUM_ROUNDS = 5  # medians: a quota stops a process for tens of milliseconds somewhere
 _NUM_OPERATIONS = 12  # under way at once, as those of small tensors are
 _SMALL_BYTES = 64 * 1024
@@ -100,15 +95,15 @@ _BUSY_S = 0.3
 
 def _repeat(act: Callable[[], None], *, takes_part: bool) -> tuple[float, float]:
     """(seconds, CPU seconds) of a call, medians of several between barriers."""
-    on_gpu = _wire_device().type == "cuda"
+    device = wire_device()
+    on_gpu = is_accelerated(device)
     rounds = []
     for _ in range(1 + _NUM_ROUNDS):
         dist.barrier()
         begin, cpu = time.perf_counter(), time.process_time()
         if takes_part:
             act()
-            if on_gpu:
-                torch.cuda.synchronize()
+            synchronize(device)
         rounds.append((time.perf_counter() - begin, time.process_time() - cpu))
         dist.barrier()
     elapsed, used = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
@@ -132,7 +127,7 @@ def _point_to_point(
     stretch: float,
 ) -> LinkMeasurement:
     """A message one way and an empty answer, less half of an empty round trip."""
-    rank, wire = communicator.rank, _wire_device()
+    rank, wire = communicator.rank, wire_device()
     results = []
     for count in (payload // 4, 1):  # the message, and next to nothing
         message, answer = torch.zeros(count, device=wire), torch.zeros(1, device=wire)
@@ -193,7 +188,7 @@ def _issuer(
     communicator: Communicator, kind: ChannelKind, devices: tuple[int, ...], payload: int
 ) -> Callable[[], Pending]:
     """What issues a collective or a transfer of a payload, for its members."""
-    wire = _wire_device()
+    wire = wire_device()
     count = payload // 4
     flat = torch.zeros(count, device=wire)
     counts = [count // len(devices)] * len(devices)
@@ -231,7 +226,7 @@ def _while_computing(
     member's own work: all that the process uses but for what its main thread computes.
     """
     issue = _issuer(communicator, kind, devices, payload)
-    square = torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=_wire_device())
+    square = torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=wire_device())
     used = 0.0
     bursts = []
 
@@ -266,7 +261,7 @@ def _while_computing(
             pending.append(issue())
             computed += compute_for(_NUM_PRODUCTS)
         wait(pending)
-        if not square.is_cuda:
+        if not is_accelerated(square):
             used = (time.process_time() - cpu - computed) / (_NUM_BURSTS * _NUM_OPERATIONS)
     dist.barrier()
     all_ranks = gathered([statistics.median(bursts or [0.0]), max(used, 0.0) * stretch])

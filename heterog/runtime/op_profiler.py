@@ -20,6 +20,14 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.workload import Workload
+from heterog.runtime.accelerators import (
+    CPU,
+    has_accelerator,
+    is_accelerated,
+    own_device,
+    queue_mark,
+    synchronize,
+)
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, local_ops
 from heterog.runtime.peak_memory import peak_during, stored_bytes
@@ -70,17 +78,16 @@ class _Clock:
     """
 
     def __init__(self, device: torch.device, quota: float | None) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._use_cpu_time = not self._is_cuda and torch.get_num_threads() == 1
+        self._device = device
+        self._has_queue = is_accelerated(device)
+        self._use_cpu_time = not self._has_queue and torch.get_num_threads() == 1
         self.stretch = 1.0 / quota if quota and self._use_cpu_time else 1.0
         self.own: dict[int, list[Any]] = {}
         self._begin: Any = None
 
     def _now(self) -> Any:
-        if self._is_cuda:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream())
-            return event
+        if self._has_queue:
+            return queue_mark(self._device)
         return time.thread_time() if self._use_cpu_time else time.perf_counter()
 
     def begin_task(self, task: int) -> None:
@@ -103,8 +110,8 @@ class _Clock:
 
     def seconds(self) -> dict[int, list[float]]:
         """Seconds of every call by task."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
+        if self._has_queue:
+            synchronize(self._device)
             return {
                 task: [begin.elapsed_time(end) * 1e-3 for begin, end in calls]
                 for task, calls in self.own.items()
@@ -194,18 +201,10 @@ def profile_ops(
     return rows
 
 
-CPU = torch.device("cpu")
-
-
-def has_cuda() -> bool:
-    """Whether there is a GPU to measure."""
-    return torch.cuda.is_available()
-
-
 def _device_of(device_type: str) -> torch.device:
     """This process's device of a type: its GPU, if it has one and the type is not the CPU's."""
     is_cpu = device_type.partition("@")[0] == "CPU"  # a testbed's types are named CPU@QUOTA
-    return CPU if is_cpu or not has_cuda() else torch.device("cuda", torch.cuda.current_device())
+    return CPU if is_cpu else own_device()
 
 
 def _data_parallel(graph: OpGraph, samples: int) -> Program:
@@ -303,7 +302,7 @@ def _step_row(
 ) -> OpMeasurement:
     """The whole step: its seconds, and the most bytes that tensors held in one more of it."""
     num_bytes = peak_during(lambda: executor(batch))
-    if not has_cuda():
+    if not has_accelerator():
         state = [value for each in optimizer.state.values() for value in each.values()]
         model = [value for group in optimizer.param_groups for value in group["params"]]
         num_bytes += stored_bytes([*model, *(v for v in state if isinstance(v, Tensor))])
@@ -376,7 +375,7 @@ def _update_rows(
 
 
 def _stamp(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if is_accelerated(device):
+        synchronize(device)
         return time.perf_counter()
     return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from heterog.graph.op_graph import TensorKind
+from heterog.runtime.accelerators import has_accelerator, peak_memory_bytes, reset_peak_memory
 from heterog.runtime.deploy import DeployedStep
 
 
@@ -28,7 +28,7 @@ def peak_bytes(step: DeployedStep, batch: Any) -> int:
     """
     step.flush()
     highest = peak_during(lambda: _run(step, batch))
-    return highest if torch.cuda.is_available() else _resident_bytes(step) + highest
+    return highest if has_accelerator() else _resident_bytes(step) + highest
 
 
 def _run(step: DeployedStep, batch: Any) -> None:
@@ -43,10 +43,10 @@ def peak_during(call: Callable[[], object]) -> int:
 
     On a GPU all that are there, on a CPU in addition to what was there before.
     """
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    if has_accelerator():
+        reset_peak_memory()
         call()
-        return int(torch.cuda.max_memory_allocated())
+        return peak_memory_bytes()
     activities = [ProfilerActivity.CPU]
     with _without_notes(), profile(activities=activities, profile_memory=True) as recorded:
         call()

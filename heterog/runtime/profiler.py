@@ -33,10 +33,17 @@ from heterog.files import MAX_JSON_BYTES, parse_json, read_bytes, write_atomical
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.workload import Workload
 from heterog.records import Record, Text, parse_record
+from heterog.runtime.accelerators import (
+    device_count,
+    device_label,
+    has_accelerator,
+    use_device,
+    why_none,
+)
 from heterog.runtime.collectives import gather_texts
 from heterog.runtime.launch import run_commands
 from heterog.runtime.link_profiler import PAYLOADS, gathered, link_cases, profile_links
-from heterog.runtime.op_profiler import has_cuda, profile_ops
+from heterog.runtime.op_profiler import profile_ops
 from heterog.runtime.rank import end_together, join
 from heterog.runtime.rank import tell as tell_launcher
 from heterog.runtime.testbed import Testbed
@@ -55,7 +62,7 @@ SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
 def environment() -> dict[str, str]:
     """Versions and processors, for people."""
-    device = torch.cuda.get_device_name() if has_cuda() else platform.processor() or "CPU"
+    device = device_label() if has_accelerator() else platform.processor() or "CPU"
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -215,7 +222,7 @@ def _profiled(
     """The rows at one share; none if it does not fit into a GPU's memory."""
     try:
         return profile_ops(captured, workload, samples, device_type, quota)
-    except torch.cuda.OutOfMemoryError:
+    except torch.OutOfMemoryError:
         tell(f"{workload.name}: {samples} samples do not fit on {device_type}; left out")
         return []
 
@@ -267,9 +274,9 @@ def profile_here(
     Raises:
         HeterogError: the type is a GPU's, and there is none.
     """
-    if not has_cuda() and device_type != "CPU" and device_type in device_type_names():
+    if not has_accelerator() and device_type != "CPU" and device_type in device_type_names():
         raise HeterogError(
-            f"{device_type} cannot be measured: PyTorch sees no CUDA device here. Choose "
+            f"{device_type} cannot be measured: {why_none()}. Choose "
             "--device-type CPU to measure this machine's processor."
         )
     journal.mkdir(exist_ok=True)
@@ -357,9 +364,9 @@ def profile_as_rank(
             f"cluster '{cluster.name}' has {cluster.num_devices} devices, but {num_ranks} ranks "
             "are running; start one rank per device."
         )
-    if has_cuda():
+    if has_accelerator():
         local = int(os.environ.get("LOCAL_RANK", rank))
-        torch.cuda.set_device(local % torch.cuda.device_count())
+        use_device(local % device_count())
     device = cluster.devices[rank]
     quota = cluster.hosts[cluster.host_of[rank]].cpu_quota if throttled else None
     journal.mkdir(exist_ok=True)

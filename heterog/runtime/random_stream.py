@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from heterog.runtime.accelerators import default_generator
+
 _EVERY_RANK = 0
 
 
@@ -24,7 +26,7 @@ class RandomStream:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
-        self._generator = _default_generator(device)
+        self._generator = default_generator(device)
 
     @contextmanager
     def drawing(self, step: int, op: int, micro: int, *, rank: int | None) -> Iterator[None]:
@@ -46,10 +48,3 @@ class RandomStream:
             yield
         finally:
             self._generator.set_state(state)
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        return torch.cuda.default_generators[index]
-    return torch.default_generator

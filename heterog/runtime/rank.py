@@ -27,12 +27,18 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from heterog.errors import HeterogError
 from heterog.files import write_atomically, write_json
 from heterog.planners.plan import Plan, load_plan
+from heterog.runtime.accelerators import (
+    CPU_BACKEND,
+    backends,
+    own_device,
+    stream_of_priority,
+    use_device,
+)
 from heterog.runtime.background import (
     Governor,
     LowPriorityThread,
     Trainer,
     has_own_process,
-    stream_of_priority,
 )
 from heterog.runtime.collectives import gather_texts
 from heterog.runtime.deploy import DeployedStep, deploy
@@ -53,8 +59,8 @@ def join(timeout_s: float, *, backend: str = "") -> None:
 
     Args:
         timeout_s: seconds after which a rank gives up on the others, here and in every step.
-        backend: of ``init_process_group``; by default NCCL for GPUs, if every rank of this
-            machine can have one, and gloo for everything else.
+        backend: of ``init_process_group``; by default that of the accelerators, if every
+            rank of this machine can have one, and gloo for everything else.
 
     Raises:
         HeterogError: a variable is missing, or the port is in use.
@@ -137,7 +143,7 @@ def train(
     workload = load_workload(source, None if model else plan.graph.batch_size)
     tell("joining the others")
     on_cpus = all(device.type.name == "CPU" for device in plan.cluster.devices)
-    join(timeout_s, backend="gloo" if on_cpus else "")
+    join(timeout_s, backend=CPU_BACKEND if on_cpus else "")
     tell("capturing the model")
     step = deploy(workload, plan)
     if resume:
@@ -156,7 +162,7 @@ def train(
         tell(f"step {number} of {last}")
         dist.barrier()
         begin = time.perf_counter()
-        with stream_of_priority(_device(), high=True) if beside else nullcontext():
+        with stream_of_priority(own_device(), high=True) if beside else nullcontext():
             if number == last and record:
                 loss_tensor, start, finish = step.record(batch)
                 tasks = {"start_s": _jsonable(start), "finish_s": _jsonable(finish)}
@@ -220,14 +226,11 @@ def _beside(plan: Plan, sources: Sequence[str]) -> LowPriorityThread | None:
         return None
     source = trusted_source(background.source, sources, "the plan")
     workload = load_workload(source, background.batch_size)
-    thread = LowPriorityThread(Trainer(workload, _device()), _device(), Governor(background.limit))
+    thread = LowPriorityThread(
+        Trainer(workload, own_device()), own_device(), Governor(background.limit)
+    )
     thread.start()
     return thread
-
-
-def _device() -> torch.device:
-    """This rank's GPU, if it has one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def main() -> None:
@@ -301,15 +304,13 @@ def _leave(rank: int, why: str) -> NoReturn:
 
 
 def _backend() -> str:
-    """NCCL for tensors on GPUs, if each local rank can have a GPU of its own; else gloo."""
-    if not torch.cuda.is_available():
-        return "gloo"
+    """Backends of this machine's ranks; takes the rank's accelerator if each can have one."""
     local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    if num_local > torch.cuda.device_count():  # NCCL refuses two ranks on one GPU
-        return "gloo"
-    torch.cuda.set_device(local)
-    return "cpu:gloo,cuda:nccl"
+    found = backends(num_local)
+    if found != CPU_BACKEND:
+        use_device(local)
+    return found
 
 
 def _listen(address: str, port: int) -> socket.socket:

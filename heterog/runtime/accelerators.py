@@ -1,0 +1,225 @@
+"""The one place that knows accelerators: what torch calls them, and how their ranks communicate.
+
+Everything else asks here for a device, a stream, a clock or a generator and gets torch's own for
+the accelerator of this machine, or those of the CPU. A new kind of accelerator is a row of
+``_KNOWN``: torch's module of its name (``torch.get_device_module``) has the same functions for all
+of them. ROCm's GPUs are those of torch's CUDA interface, RCCL those of NCCL.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from heterog.errors import HeterogError
+
+CPU = torch.device("cpu")
+CPU_BACKEND = "gloo"
+"""Of ``torch.distributed``, for tensors in the memory of a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """A kind of accelerator.
+
+    Attributes:
+        device_type: torch's name.
+        backend: of ``torch.distributed``, for tensors that lie on it.
+        visible_devices: environment variables that say which of them a process sees.
+    """
+
+    device_type: str
+    backend: str
+    visible_devices: tuple[str, ...]
+
+    @property
+    def module(self) -> Any:
+        """Torch's module for it, ``torch.cuda`` say."""
+        return torch.get_device_module(self.device_type)
+
+
+_KNOWN = (
+    Accelerator(
+        device_type="cuda",
+        backend="nccl",
+        visible_devices=("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    ),
+    Accelerator(device_type="xpu", backend="xccl", visible_devices=("ZE_AFFINITY_MASK",)),
+)
+_CPU_INSTEAD = frozenset({"mps"})
+"""Accelerators without a backend that sends from their memory: ranks use the CPU beside them."""
+
+
+def accelerator() -> Accelerator | None:
+    """The accelerator of this machine; ``None`` if ranks run on its CPU.
+
+    Raises:
+        HeterogError: torch sees one of a kind that is not known here.
+    """
+    # Not torch's current accelerator: that is what torch was built for, there or not.
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    if found.type in _CPU_INSTEAD:
+        return None
+    for known in _KNOWN:
+        if known.device_type == found.type:
+            return known
+    names = ", ".join(each.device_type for each in _KNOWN)
+    raise HeterogError(
+        f"PyTorch sees an accelerator '{found.type}' here, and ranks can use {names} or the CPU. "
+        "Train without a PyTorch that is built for it, or add its row to "
+        "heterog.runtime.accelerators."
+    )
+
+
+def has_accelerator() -> bool:
+    """Whether ranks of this machine can run on something else than its CPU."""
+    return accelerator() is not None
+
+
+def device_count() -> int:
+    """Accelerators that this process sees."""
+    return torch.accelerator.device_count() if has_accelerator() else 0
+
+
+def use_device(index: int) -> None:
+    """Make an accelerator the one of this process."""
+    torch.accelerator.set_device_index(index)
+
+
+def own_device() -> torch.device:
+    """This process's accelerator, or the CPU."""
+    known = accelerator()
+    if known is None:
+        return CPU
+    return torch.device(known.device_type, torch.accelerator.current_device_index())
+
+
+def device_of(index: int) -> torch.device:
+    """One of the accelerators of this machine."""
+    known = accelerator()
+    assert known is not None
+    return torch.device(known.device_type, index)
+
+
+def is_accelerated(where: torch.device | Tensor) -> bool:
+    """Whether a device, or that of a tensor, is an accelerator: its kernels run behind a queue."""
+    device = where.device if isinstance(where, Tensor) else where
+    return device.type != CPU.type
+
+
+def backends(num_local_ranks: int) -> str:
+    """The backends of ``torch.distributed`` for the ranks of this machine, as torch writes them.
+
+    Tensors on accelerators have their own if each rank can have one to itself, which is what
+    their libraries of collectives require.
+    """
+    known = accelerator()
+    if known is None or num_local_ranks > device_count():
+        return CPU_BACKEND
+    return f"{CPU.type}:{CPU_BACKEND},{known.device_type}:{known.backend}"
+
+
+def rank_device() -> torch.device:
+    """Where this rank computes: its accelerator, if its process group takes tensors from there."""
+    known = accelerator()
+    if known is None or f"{known.device_type}:" not in dist.get_backend_config():
+        return CPU
+    return own_device()
+
+
+def wire_device() -> torch.device:
+    """Where tensors lie that travel: on the accelerator, if its own backend carries them."""
+    known = accelerator()
+    if known is None or f"{known.device_type}:{known.backend}" not in dist.get_backend_config():
+        return CPU
+    return own_device()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that was issued to a device."""
+    if is_accelerated(device):
+        torch.accelerator.synchronize(device)
+
+
+def queue_mark(device: torch.device) -> Any:
+    """A mark in the queue of an accelerator: ``elapsed_time`` of a later one is milliseconds."""
+    module = torch.get_device_module(device)
+    event = module.Event(enable_timing=True)
+    event.record(module.current_stream())
+    return event
+
+
+@contextmanager
+def stream_of_priority(device: torch.device, *, high: bool) -> Iterator[None]:
+    """Kernels of the body go before, or behind, those of other streams of this process."""
+    if not is_accelerated(device):
+        yield
+        return
+    module = torch.get_device_module(device)
+    stream = module.Stream(device, priority=-1 if high else 0)
+    stream.wait_stream(module.current_stream(device))
+    with module.stream(stream):
+        yield
+    stream.synchronize()  # the body is never more than one step ahead of the device
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator of random numbers that ops on a device use by default."""
+    if not is_accelerated(device):
+        return torch.default_generator
+    index = device.index if device.index is not None else own_device().index
+    generator = torch.get_device_module(device).default_generators[index]
+    assert isinstance(generator, torch.Generator)
+    return generator
+
+
+def reset_peak_memory() -> None:
+    """From now on count the most bytes that this process's accelerator holds."""
+    torch.accelerator.reset_peak_memory_stats()
+
+
+def peak_memory_bytes() -> int:
+    """The most bytes that this process's accelerator held since the count was reset."""
+    return int(torch.accelerator.max_memory_allocated())
+
+
+def device_label(index: int | None = None) -> str:
+    """An accelerator's name as its driver says it; by default that of this process."""
+    known = accelerator()
+    assert known is not None
+    return str(known.module.get_device_name(index))
+
+
+def device_memory_bytes(index: int) -> int:
+    """Memory of an accelerator."""
+    known = accelerator()
+    assert known is not None
+    return int(known.module.get_device_properties(index).total_memory)
+
+
+def computes_bfloat16() -> bool:
+    """Whether the accelerators of this machine have bfloat16."""
+    known = accelerator()
+    return known is not None and bool(known.module.is_bf16_supported())
+
+
+def are_peers(index: int, other: int) -> bool:
+    """Whether an accelerator can read the memory of another one."""
+    known = accelerator()
+    assert known is not None
+    return bool(known.module.can_device_access_peer(index, other))
+
+
+def why_none() -> str:
+    """That there is no accelerator, and which variables may hide one, as a clause."""
+    names = [name for each in _KNOWN for name in each.visible_devices]
+    hiding = [f"{name}={os.environ[name]!r}" for name in names if name in os.environ]
+    return "PyTorch sees no accelerator here" + (f" ({', '.join(hiding)})" if hiding else "")
