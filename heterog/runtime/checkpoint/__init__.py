@@ -76,7 +76,7 @@ def save_checkpoint(
         HeterogError: a rank cannot write, or the optimizer keeps what JSON and tensors cannot
             hold. Every rank raises, and the old checkpoint is still there.
     """
-    step.flush()
+    model = step.model  # which ends what is open, on all ranks
     target = Path(folder)
     index = target / CHECKPOINT_INDEX
     number = 0
@@ -93,7 +93,7 @@ def save_checkpoint(
                     f"{data}, made by rank 0, is not there on rank {step.rank}; save to a folder "
                     "that all ranks share."
                 )
-            entries, states = own_entries(step)
+            entries, states = own_entries(step, model)
             tensors = write_tensors(entries, data, step.rank)
         # Parts of the index are small, and collected as text.
         said = gather_texts(json.dumps([to_json(tensors), to_json(states)]))
@@ -138,12 +138,12 @@ def load_checkpoint(step: DeployedStep, folder: str | Path) -> dict[str, Any]:
         StrategyError: the checkpoint is of another model or optimizer; names what differs first.
             Or the plan cuts what the optimizer keeps whole.
     """
-    step.flush()
+    model = step.model  # which ends what is open, on all ranks
     # Into new tensors: a rank that fails leaves all ranks as they were.
     with _together():
         contents = read_contents(folder)
-        check_fits(step, contents, folder)
-        state = NewState(step, contents)
+        check_fits(step, model, contents, folder)
+        state = NewState(step, model, contents)
         read_boxes(contents, Path(folder), state.wanted)
         state.check_counters()
     state.take_over()

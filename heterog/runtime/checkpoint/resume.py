@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from heterog.errors import StrategyError
 from heterog.runtime.checkpoint.boxes import Box, Piece, whole_box, whole_piece
@@ -26,6 +26,7 @@ class NewState:
 
     Args:
         step: freshly deployed.
+        model: the step's.
         contents: of the checkpoint.
 
     Attributes:
@@ -35,14 +36,14 @@ class NewState:
         StrategyError: the optimizer's state or options cannot be cut as the plan wants it.
     """
 
-    def __init__(self, step: DeployedStep, contents: Contents) -> None:
+    def __init__(self, step: DeployedStep, model: nn.Module, contents: Contents) -> None:
         self.wanted: dict[str, list[tuple[Box, Tensor]]] = {}
         self._step = step
         self._contents = contents
         self._targets: list[tuple[Tensor, Tensor]] = []  # (what the rank has, what it gets)
         self._states: dict[int, dict[str, Any]] = {}
         self._counters: list[tuple[str, str, str, Tensor, Tensor]] = []
-        for name, value in fixed_tensors(step).items():
+        for name, value in fixed_tensors(step, model).items():
             self._want(value, [(f"model.{name}", [whole_piece(value.shape)])])
         for row, value in held_rows(step):
             name, _ = name_and_shape(step, row)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from heterog.errors import StrategyError
 from heterog.runtime.buffer_owners import buffer_owners
@@ -28,7 +28,9 @@ from heterog.runtime.checkpoint.held import (
 from heterog.runtime.deploy import DeployedStep
 
 
-def check_fits(step: DeployedStep, contents: Contents, folder: str | Path) -> None:
+def check_fits(
+    step: DeployedStep, model: nn.Module, contents: Contents, folder: str | Path
+) -> None:
     """Refuse a checkpoint of another model or optimizer."""
     what = f"checkpoint {folder} of '{contents.model}'"
     saved = {
@@ -38,7 +40,7 @@ def check_fits(step: DeployedStep, contents: Contents, folder: str | Path) -> No
     }
     here = {
         name: (tuple(value.shape), dtype_name(value.dtype))
-        for name, value in _model_tensors(step).items()
+        for name, value in _model_tensors(model).items()
     }
     for row in step.part.sharded:
         name, shape = name_and_shape(step, row)
@@ -72,11 +74,11 @@ def _names(step: DeployedStep) -> list[str]:
     return [graph.tensors[parameter].name for _, parameter, _ in graph.updates]
 
 
-def _model_tensors(step: DeployedStep) -> dict[str, Tensor]:
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and persistent buffers of the model, whether this rank needs them or not."""
-    every_name = {name for name, _ in step.model.named_parameters(remove_duplicate=False)}
-    state = step.model.state_dict()
-    found = {name: value.detach() for name, value in step.model.named_parameters()}
+    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state = model.state_dict()
+    found = {name: value.detach() for name, value in model.named_parameters()}
     found |= {
         name: value
         for name, value in state.items()
@@ -85,10 +87,10 @@ def _model_tensors(step: DeployedStep) -> dict[str, Tensor]:
     return found
 
 
-def fixed_tensors(step: DeployedStep) -> dict[str, Tensor]:
+def fixed_tensors(step: DeployedStep, model: nn.Module) -> dict[str, Tensor]:
     """Buffers and the parameters that nobody trains: every rank has them whole."""
     trained = set(_names(step))
-    return {name: value for name, value in _model_tensors(step).items() if name not in trained}
+    return {name: value for name, value in _model_tensors(model).items() if name not in trained}
 
 
 def held_rows(step: DeployedStep) -> list[tuple[int, Tensor]]:
@@ -108,16 +110,25 @@ def check_can_save(step: DeployedStep) -> None:
     Raises:
         StrategyError: the optimizer keeps what cannot be cut, or what JSON cannot hold.
     """
-    step.flush()
-    own_entries(step)
+    own_entries(step, step.model)
 
 
-def own_entries(step: DeployedStep) -> tuple[list[Entry], dict[str, SavedOptimizer]]:
-    """(tensors, optimizer states by parameter) that this rank saves."""
+def own_entries(
+    step: DeployedStep, model: nn.Module
+) -> tuple[list[Entry], dict[str, SavedOptimizer]]:
+    """What this rank saves.
+
+    Args:
+        step: that is saved.
+        model: the step's; asking the step for it takes all ranks, and one may fail before.
+
+    Returns:
+        (tensors, optimizer states by parameter)
+    """
     owners = buffer_owners(step.captured.graph, step.plan.strategy)
     entries = [
         _whole_entry(f"model.{name}", value)
-        for name, value in fixed_tensors(step).items()
+        for name, value in fixed_tensors(step, model).items()
         if owners.get(name, 0) == step.rank
     ]
     for row, value in held_rows(step):
