@@ -166,7 +166,7 @@ def _stages(rng: Random, num_groups: int, num_devices: int) -> list[_Division]:
     devices = list(range(num_devices))
     num_stages = rng.choice([1, 2, 2, 3])
     starts = sorted(rng.sample(range(1, num_groups), num_stages - 1))
-    own = rng.random() < 0.7
+    own = rng.random() < 0.7 and num_stages <= num_devices
     teams_like = rng.choice([1, 2, 2, 3]) if rng.random() < 0.5 else 0
     samples = random_composition(rng, BATCH, teams_like) if teams_like else ()
     rng.shuffle(devices)
