@@ -32,10 +32,9 @@ from testbed_rounds import seconds_in_turn
 import heterog.agents.planners  # noqa: F401
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
-from heterog.planners import hap, teams
-from heterog.planners.pipeline import Pipeline
+from heterog.planners import hap, pipeline, teams
 from heterog.planners.plan import Plan, load_plan, plan_from_rows
-from heterog.planners.planner import Budget, Candidate, MethodRow, PlanResult, Problem
+from heterog.planners.planner import Budget, Candidate, MethodRow, PlanResult, Problem, planners
 from heterog.planners.portfolio import best_row, run_method, run_methods
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import run_commands
@@ -103,30 +102,49 @@ class Stated:
         )
 
 
-class TeamedPipeline(Pipeline):
-    """The pipelines whose stages all have teams inside hosts, where a host has several devices."""
+class TeamedPipeline:
+    """Pipelines whose stages all have teams inside hosts."""
 
     name = "teamed_pipeline"
+    stage = "search"
 
     def plan(self, problem: Problem) -> PlanResult:
-        """What the enumeration finds, teams only."""
-        found = super().plan(problem)
-        kept = tuple(each for each in found.candidates if has_teams(each.strategy))
-        return replace(found, candidates=kept, reason="no plan with teams is among the best")
+        """What the enumeration of pipelines finds where every point has teams."""
+        return _Teamed(problem).run(reason="no host has several devices")
+
+
+class _Teamed(pipeline._Enumeration):
+    """Points with teams of whole hosts, to begin with."""
+
+    def _balanced(
+        self, stages: pipeline.Stages, num_micro: int, order: Order
+    ) -> Iterator[pipeline._Point]:
+        for point in super()._balanced(stages, num_micro, order):
+            sizes = tuple(teams.host_sizes(self.cluster, self.cluster.num_devices)[:1])
+            yield replace(point, teams=sizes * len(stages))
+
+    def is_possible(self, point: pipeline._Point) -> bool:
+        return super().is_possible(point) and bool(point.teams)
 
 
 def best_rows(evaluator: Evaluator, budget: Budget) -> dict[str, MethodRow]:
-    """The contenders: ``auto``, ``teams``, ``no_teams`` and the grid; equal ones once."""
-    rows = run_methods(evaluator, ["auto"], budget=budget)
+    """The contenders: ``auto``, ``teams``, ``no_teams`` and the grid; equal ones once.
+
+    The budget is each method's, not divided among them.
+    """
+    rows = run_methods(evaluator, [each.name for each in planners()], budget=budget)
     found = {"auto": best_row(rows)}
     problem = Problem(evaluator=evaluator, budget=budget)
-    teamed = [row for row in rows if row.candidate and has_teams(row.candidate.strategy)]
+    teamed = [
+        row for row in rows if row.candidate is not None and has_teams(row.candidate.strategy)
+    ]
     teamed.append(run_method(TeamedPipeline(), problem))
     teamed = [row for row in teamed if row.step_time_s]
     if teamed:
         found["teams"] = best_row(teamed)
     with no_teams():
-        plain = run_methods(evaluator, ["auto"], budget=budget, without=[GRID])
+        named = [each.name for each in planners() if each.name != GRID]
+        plain = run_methods(Evaluator(evaluator.graph, evaluator.cluster), named, budget=budget)
     found["no_teams"] = best_row(plain)
     found[GRID] = next(row for row in rows if row.method == GRID)
     seen: set[Strategy] = set()
