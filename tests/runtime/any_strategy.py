@@ -192,7 +192,7 @@ def _replicas(rng: Random, num_groups: int, num_devices: int) -> list[_Division]
     """Replicas on devices of their own, each with its own samples and its own stages."""
     devices = list(range(num_devices))
     rng.shuffle(devices)
-    count = rng.choice([2, 2, 3])
+    count = min(rng.choice([2, 2, 3]), num_devices)
     samples = random_composition(rng, BATCH, count)
     lanes = []
     for members, own in zip(_cut(rng, devices, count), samples, strict=True):
