@@ -21,7 +21,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.space import StrategySpace
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, ELEMENTWISE_OPTIMIZERS
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 PIPELINED = 8
 """Micro-batches that the rows of a pipelined pair are scored with."""
@@ -131,7 +131,7 @@ class Pair:
     def divided(self) -> "Pair | None":
         """The same with a divided state, if that is worth a look: it fills most devices alone."""
         overfills = self.memory.overfills(self.table)
-        if not overfills or self.graph.optimizer not in ELEMENTWISE_OPTIMIZERS:
+        if not overfills or not self.graph.updates_elementwise:
             return None
         return Pair(self.graph, self.cluster, self.evaluator.cost_model, divide=True)
 

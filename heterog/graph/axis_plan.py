@@ -127,8 +127,8 @@ class AxisPlan:
 def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
     """Propagate the batch and the rules of a strategy through a graph.
 
-    A parameter is sharded if all its readers need the same split of it along one axis and its
-    gradient comes out split in that way.
+    A parameter is sharded if all its readers need the same split of it along one axis, its
+    gradient comes out split in that way, and the optimizer treats each element on its own.
 
     Raises:
         StrategyError: a rule is not one of the op's sharding rules, or it is for an op that
@@ -322,8 +322,14 @@ class _Propagation:
                 )
 
     def _sharded_parameters(self) -> dict[int, tuple[Placement, int]]:
-        """Placement and axis of the parameters that live in slices."""
+        """Placement and axis of the parameters that live in slices.
+
+        None where the optimizer looks at a parameter as a whole: each device then keeps all of
+        it, and gradients that come out in slices are gathered before the update.
+        """
         found: dict[int, tuple[Placement, int]] = {}
+        if not self.graph.updates_elementwise:
+            return found
         for _, parameter, gradient in self.graph.updates:
             readers = list(self._readers(parameter))
             units = {self.rules[op][0].units if op in self.rules else None for op, _, _ in readers}

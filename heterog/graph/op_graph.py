@@ -29,6 +29,15 @@ FloatArray = npt.NDArray[np.float64]
 
 
 # Where a graph was captured is no part of what it is.
+ELEMENTWISE_OPTIMIZERS = frozenset(
+    {
+        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD",
+    }
+)  # fmt: skip
+"""Optimizers of torch that treat each element on its own: they may update slices that cut through
+parameters. Not so those that look at a parameter's shape or norm (Muon, Adafactor, LARS, LAMB) or
+at all parameters together (LBFGS)."""
 _DEVICE_ARGS = frozenset({"device", "layout", "pin_memory"})
 
 
@@ -278,6 +287,11 @@ class OpGraph:
     def inputs_of_kind(self, kind: TensorKind) -> tuple[int, ...]:
         """Tensor ids of the step inputs of a kind."""
         return tuple(i for i in range(self.num_inputs) if self.tensors[i].kind == kind)
+
+    @property
+    def updates_elementwise(self) -> bool:
+        """Whether the optimizer is known to treat each element on its own."""
+        return self.optimizer in ELEMENTWISE_OPTIMIZERS
 
     @cached_property
     def updates(self) -> tuple[tuple[int, int, int], ...]:

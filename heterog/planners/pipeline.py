@@ -29,7 +29,7 @@ from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
 from heterog.strategy.schedules import caps_of_stages
-from heterog.strategy.strategy import ELEMENTWISE_OPTIMIZERS, Decision, Sync
+from heterog.strategy.strategy import Decision, Sync
 
 _FIRST_MICRO = (4, 8)  # tried for every sequence of stages
 _ALL_MICRO = (1, 2, 4, 8, 16, 32)
@@ -270,7 +270,7 @@ class _Enumeration(Enumeration[_Point]):
             return
         num_stages = len(start.stages)
         some = sorted({1, num_stages // 2, num_stages} - {0})
-        can_slice = self.problem.evaluator.graph.optimizer in ELEMENTWISE_OPTIMIZERS
+        can_slice = self.problem.evaluator.graph.updates_elementwise
         for slices_updates in (False, True) if can_slice else (False,):
             for count in (0, *some):
                 yield replace(start, recomputing=count, slices_updates=slices_updates)

@@ -112,7 +112,8 @@ def device_of(index: int) -> torch.device:
 def is_accelerated(where: torch.device | Tensor) -> bool:
     """Whether a device, or that of a tensor, is an accelerator: its kernels run behind a queue."""
     device = where.device if isinstance(where, Tensor) else where
-    return device.type != CPU.type
+    # Not whatever is no CPU: rehearsals run on shapes, on torch's device "meta".
+    return any(device.type == each.device_type for each in _KNOWN)
 
 
 def backends(num_local_ranks: int) -> str:

@@ -305,9 +305,8 @@ def _leave(rank: int, why: str) -> NoReturn:
 
 def _backend() -> str:
     """Backends of this machine's ranks; takes the rank's accelerator if each can have one."""
-    local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    found = backends(num_local)
+    local = _number("LOCAL_RANK", "RANK")
+    found = backends(_number("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if found != CPU_BACKEND:
         use_device(local)
     return found
@@ -353,7 +352,9 @@ def _variable(name: str) -> str:
     return value
 
 
-def _number(name: str) -> int:
+def _number(*names: str) -> int:
+    """The number in the first of these variables that is set."""
+    name = next((each for each in names if each in os.environ), names[-1])
     value = _variable(name)
     if not value.isdecimal():
         raise HeterogError(f"the environment variable {name} is {value!r}, not a number.")

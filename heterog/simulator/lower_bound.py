@@ -39,7 +39,6 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.simulator.cost_model import CostModel
-from heterog.strategy.strategy import ELEMENTWISE_OPTIMIZERS
 
 # Sums of the same seconds in another order differ by about 1e-13; a strategy that is optimal must
 # not fall below its bound for that.
@@ -101,7 +100,7 @@ def lower_bound_s(
 def _on_path(graph: OpGraph, shortest: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
     """Least seconds of every op on a path, from those per device type [num_types, num_ops]."""
     seconds = np.asarray(shortest.min(axis=0))
-    if graph.optimizer in ELEMENTWISE_OPTIMIZERS:
+    if graph.updates_elementwise:
         with np.errstate(divide="ignore"):
             shared = 1.0 / (counts[:, None] / shortest).sum(axis=0)
         is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops], np.bool_)

@@ -19,7 +19,6 @@ from heterog.strategy.lowering import Choice, Encoder
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
 from heterog.strategy.strategy import (
-    ELEMENTWISE_OPTIMIZERS,
     REPLICATED,
     Decision,
     Strategy,
@@ -121,7 +120,7 @@ class StrategySpace:
         for shares in dict.fromkeys((solved, even)):
             for sync in _CANDIDATES:
                 slices: tuple[int, ...] = ()
-                if sync.is_sharded and self.graph.optimizer not in ELEMENTWISE_OPTIMIZERS:
+                if sync.is_sharded and not self.graph.updates_elementwise:
                     continue
                 if sync.takes_slices:
                     slices = balanced_slices(self.cluster, devices)

@@ -10,6 +10,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS as ELEMENTWISE_OPTIMIZERS
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRule as OpRule
 from heterog.graph.op_rule import OpRules
@@ -28,17 +29,6 @@ REPLICATED = -1
 """Home of a parameter that every replica keeps and updates."""
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 """Bucket size of PyTorch's DistributedDataParallel."""
-
-
-ELEMENTWISE_OPTIMIZERS = frozenset(
-    {
-        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
-        "Rprop", "SGD",
-    }
-)  # fmt: skip
-"""Optimizers of torch that treat each element on its own: they may update slices that cut through
-parameters. Not so those that look at a parameter's shape or norm (Muon, Adafactor, LARS, LAMB) or
-at all parameters together (LBFGS)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +220,11 @@ class Strategy:
         for name, decision in zip(names, self.decisions, strict=True):
             if decision.sync.is_sharded and decision.teams:
                 _check_rings(name, decision, axes)
-            is_known = graph.optimizer in ELEMENTWISE_OPTIMIZERS
-            if decision.sync.is_sharded and len(decision.devices) > 1 and not is_known:
+            if (
+                decision.sync.is_sharded
+                and len(decision.devices) > 1
+                and not graph.updates_elementwise
+            ):
                 raise StrategyError(
                     f"group '{name}' is synchronised by {decision.sync.name.lower()}, which "
                     f"updates slices of parameters, but {graph.optimizer} is not known to treat "

@@ -339,7 +339,11 @@ def workload_of(name: str, optimizer: str = "SGD") -> Workload:
         assert isinstance(made, nn.Module)
         return made
 
-    options = {"SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 1e-3}}[optimizer]
+    options = {
+        "SGD": {"lr": 0.1, "momentum": 0.9},
+        "AdamW": {"lr": 1e-3},
+        "Adafactor": {"lr": 1e-2},
+    }[optimizer]
     return Workload(
         seeded,
         batch_of(name, 0),

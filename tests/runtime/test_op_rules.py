@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import P, R, S
 from heterog.planners.plan import load_plan
-from heterog.runtime.checkpoint import save_checkpoint
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy, Sync
@@ -25,7 +23,6 @@ from tests.runtime.cases import (
     Recipe,
     Trained,
     assert_same,
-    deployed,
     reference,
     train_sharded,
 )
@@ -105,23 +102,17 @@ def test_column_then_row_parallel_layers(
         assert result.shapes["2.bias"] == (16,)
 
 
-def checkpoint_refusal(rank: int, name: str, plan_path: str, folder: str) -> str:
-    step = deployed(name, plan_path)
-    try:
-        save_checkpoint(step, folder)
-    except StrategyError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.distributed
-def test_checkpoints_of_sharded_parameters_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    graph = graph_of("mlp")
+def test_parameters_stay_whole_for_an_optimizer_that_looks_at_them_whole(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Adafactor's steps follow norms of rows, columns and all: a slice would step differently."""
+    graph = graph_of("mlp", "Adafactor")
     strategy = replace(everywhere(graph, UNEVEN), op_rules=column_then_row(graph))
-    path = tmp_path / "plan.json"
-    plan_of(graph, strategy).save(path)
-    texts = ranks.run(checkpoint_refusal, "mlp", str(path), str(tmp_path))
-    assert all("shards 3 parameters ('0.weight' first)" in text for text in texts)
+    results = trained(ranks, tmp_path, "mlp", strategy, Recipe("Adafactor"))
+    for result in results:
+        assert result.shapes["0.weight"] == (16, 6)
+        assert result.shapes["2.weight"] == (16, 16)
 
 
 def sharding_of(graph: OpGraph, names: str, *, parameter: str = "") -> OpRules:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,9 +245,13 @@ class TestWarnings:
 
     def test_no_warning_where_quotas_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-        for name in module.shipped_testbeds():
-            Testbed(load_testbed(name))
-        Testbed(cluster_of(None, None, None))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for name in module.shipped_testbeds():
+                Testbed(load_testbed(name))
+            Testbed(cluster_of(None, None, None))
+        # Ranks of one host meet over loopback, which only one of the testbeds has.
+        assert all("goes over loopback" in str(each.message) for each in told)
 
     def test_unshaped_intra(self) -> None:
         with pytest.warns(HeterogWarning, match=r"'h0' has 2 ranks.*not at the 10 GB/s"):

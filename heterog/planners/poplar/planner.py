@@ -44,7 +44,6 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.strategy import (
     DEFAULT_BUCKET_BYTES,
-    ELEMENTWISE_OPTIMIZERS,
     Strategy,
 )
 
@@ -74,7 +73,7 @@ class Poplar:
         """Allocate for each stage, and keep what is fastest."""
         begin = time.perf_counter()
         search = _Search(problem)
-        elementwise = problem.evaluator.graph.optimizer in ELEMENTWISE_OPTIMIZERS
+        elementwise = problem.evaluator.graph.updates_elementwise
         stages = [stage for stage in self._stages if stage == 0 or elementwise]
         with search.spending.limits():
             for stage in stages:

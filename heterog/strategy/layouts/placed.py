@@ -14,7 +14,7 @@ from heterog.strategy.layouts.pipelines import (
     strategy_of_pipelines,
 )
 from heterog.strategy.layouts.stages import shared_across_stages, stage_of_groups
-from heterog.strategy.strategy import ELEMENTWISE_OPTIMIZERS, Strategy
+from heterog.strategy.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def sizes_of(layout: Layout, *, batch_size: int, num_devices: int) -> Sizes:
 
 def _check(layout: Layout, sizes: Sizes, graph: OpGraph) -> None:
     """Refuse slices and micro-batches that the model does not allow."""
-    if layout.zero and sizes.dp > 1 and graph.optimizer not in ELEMENTWISE_OPTIMIZERS:
+    if layout.zero and sizes.dp > 1 and not graph.updates_elementwise:
         raise LayoutError(
             f"zero={layout.zero} updates slices of parameters, but {graph.optimizer} is not known "
             "to treat every element on its own; take zero=0."
