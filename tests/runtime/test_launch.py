@@ -127,20 +127,17 @@ def test_ranks_train_together_are_measured_saved_and_resumed(
 
 
 @pytest.mark.distributed
-def test_what_cannot_be_saved_is_refused_after_one_step(model: str, tmp_path: Path) -> None:
-    """Adafactor keeps sums over rows and columns, which are not those of a slice."""
+def test_state_of_an_optimizer_that_looks_at_whole_parameters_is_saved(
+    model: str, tmp_path: Path
+) -> None:
+    """Adafactor keeps sums over rows and columns: rules leave its parameters whole."""
     graph = capture(load_workload(model.replace(":workload", ":whole_norms"), None))
     even = make_plan(graph, two_devices(), methods=["ddp"], budget="1e").strategy
     sharded = shardings(graph, range(len(even.decisions)))[0]
     path = tmp_path / "sharded.json"
     plan_by_hand(graph, two_devices(), replace(even, op_rules=sharded.op_rules)).save(path)
-    seen: list[str] = []
-    with pytest.raises(LaunchError, match="do not belong to elements of the parameter"):
-        run_ranks(path, 2, num_steps=50, save=tmp_path / "c", timeout_s=120, progress=seen.append)
-    assert {stage for stage in seen if stage.startswith("step")} <= {
-        "step 1 of 51",
-        "step 2 of 51",
-    }
+    run_ranks(path, 2, num_steps=1, save=tmp_path / "c", timeout_s=120)
+    assert (tmp_path / "c").is_dir()
 
 
 def test_the_options_of_the_command_reach_the_ranks(
