@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from testbed_calibration import calibrated
-from testbed_rounds import seconds_in_turn
+from testbed_rounds import report, results_of_ranks, seconds_in_turn
 
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError
@@ -34,9 +33,7 @@ from heterog.planners.planner import Budget, Planner, Problem
 from heterog.planners.poplar import STAGES, EvenZero, Poplar
 from heterog.planners.portfolio import run_method
 from heterog.runtime.deploy import deploy
-from heterog.runtime.launch import run_commands
 from heterog.runtime.rank import end_together, join
-from heterog.runtime.testbed import Testbed
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import load_workload
 
@@ -78,8 +75,7 @@ def serve(folder: Path, model: str, batch_size: int, num_pairs: int) -> None:
         for path in sorted(folder.glob("*.json"))
     }
     seconds = seconds_in_turn(steps, num_pairs)
-    if dist.get_rank() == 0:
-        (folder / "seconds.json").write_text(json.dumps(seconds))
+    report(folder, seconds)
     end_together()
 
 
@@ -88,21 +84,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows of one workload: plan, then run all plans on the testbed."""
     plans = make_plans(cluster, model, batch_size, budget)
-    with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
-        folder = Path(name)
-        for key, plan in plans.items():
-            plan.save(folder / f"{key}.json")
-        run_commands(
-            [
-                *(str(Path(__file__).resolve()), "--rank-folder", name),
-                *("--cases", f"{model}:{batch_size}", "--pairs", str(num_pairs)),
-            ],
-            cluster.num_devices,
-            wrap=bed.command,
-            environment=bed.environment,
-            timeout_s=1800,
-        )
-        seconds = json.loads((folder / "seconds.json").read_text())
+    arguments = ["--cases", f"{model}:{batch_size}", "--pairs", str(num_pairs)]
+    seconds = results_of_ranks(__file__, cluster, plans, arguments)[0]
     return [_row(plans, seconds, stage) for stage in STAGES]
 
 

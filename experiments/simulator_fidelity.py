@@ -19,19 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from scipy.stats import spearmanr
 from testbed_calibration import calibrated
-from testbed_rounds import seconds_in_turn
+from testbed_rounds import report, results_of_ranks, seconds_in_turn
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
 from heterog.planners.plan import load_plan, make_plan
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.launch import run_commands
 from heterog.runtime.peak_memory import peak_bytes
 from heterog.runtime.rank import end_together, join
-from heterog.runtime.testbed import Testbed
 from heterog.zoo import load_workload
 
 TESTBEDS = ("skew_compute", "skew_network", "skew_both")
@@ -45,7 +42,6 @@ def serve(folder: Path, model: str, methods: Sequence[str], num_steps: int) -> N
     """One rank: all plans in turn; writes seconds and peak bytes."""
     torch.set_num_threads(1)
     join(timeout_s=1800)
-    rank = dist.get_rank()
     workload = load_workload(f"{HERE / 'testbed_workloads.py'}:{model}", None)
     batch = workload.make_batch()
     captured = capture_step(workload)
@@ -57,7 +53,7 @@ def serve(folder: Path, model: str, methods: Sequence[str], num_steps: int) -> N
         {method: partial(step, batch) for method, step in steps.items()}, num_steps
     )
     peaks = {method: peak_bytes(step, batch) for method, step in steps.items()}
-    (folder / f"rank{rank}.json").write_text(json.dumps({"seconds": seconds, "peaks": peaks}))
+    report(folder, {"seconds": seconds, "peaks": peaks})
     end_together()
 
 
@@ -69,25 +65,8 @@ def measure(
     plans = {
         method: make_plan(graph, cluster, methods=(method,), budget="500e") for method in methods
     }
-    with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
-        folder = Path(name)
-        for method, plan in plans.items():
-            plan.save(folder / f"{method}.json")
-        run_commands(
-            [
-                *(str(Path(__file__).resolve()), "--rank-folder", name),
-                *("--models", model, "--steps", str(num_steps)),
-                *("--methods", ",".join(methods)),
-            ],
-            cluster.num_devices,
-            wrap=bed.command,
-            environment=bed.environment,
-            timeout_s=1800,
-        )
-        parts = [
-            json.loads((folder / f"rank{rank}.json").read_text())
-            for rank in range(cluster.num_devices)
-        ]
+    arguments = ["--models", model, "--steps", str(num_steps), "--methods", ",".join(methods)]
+    parts = results_of_ranks(__file__, cluster, plans, arguments)
     return [
         {
             "testbed": cluster.name,

@@ -1,12 +1,56 @@
-"""Contenders measured in turn, for the experiments that run on testbeds."""
+"""Plans on the ranks of a testbed, measured in turn, for the experiments that run there."""
 
+import json
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from heterog.cluster import Cluster
+from heterog.planners.plan import Plan
+from heterog.runtime.launch import run_commands
+from heterog.runtime.testbed import Testbed
+
 WARM_UP = 1
+
+
+def results_of_ranks(
+    script: str, cluster: Cluster, plans: Mapping[str, Plan], arguments: Sequence[str]
+) -> list[Any]:
+    """Run a script on every rank of a testbed; what each handed to ``report``, by rank.
+
+    Args:
+        script: its ``__file__``. It gets the arguments and ``--rank-folder FOLDER``.
+        cluster: that the testbed is like.
+        plans: lie in the folder as ``NAME.json``.
+        arguments: of the script.
+    """
+    with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
+        folder = Path(name)
+        for key, plan in plans.items():
+            plan.save(folder / f"{key}.json")
+        run_commands(
+            [str(Path(script).resolve()), "--rank-folder", name, *arguments],
+            cluster.num_devices,
+            wrap=bed.command,
+            environment=bed.environment,
+            timeout_s=1800,
+        )
+        return [
+            json.loads(_result(folder, rank).read_text()) for rank in range(cluster.num_devices)
+        ]
+
+
+def report(folder: Path, result: Any) -> None:
+    """Hand this rank's result to ``results_of_ranks``."""
+    _result(folder, dist.get_rank()).write_text(json.dumps(result))
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.result"
 
 
 def seconds_in_turn(

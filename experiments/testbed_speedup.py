@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from testbed_calibration import calibrated
-from testbed_rounds import seconds_in_turn
+from testbed_rounds import report, results_of_ranks, seconds_in_turn
 from torch.nn.parallel import DistributedDataParallel
 
 # Registers ``agent`` and ``agent+search``.
@@ -32,9 +32,7 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.plan import load_plan, make_plan
 from heterog.runtime.deploy import deploy
-from heterog.runtime.launch import run_commands
 from heterog.runtime.rank import end_together, join
-from heterog.runtime.testbed import Testbed
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.zoo import load_workload
 
@@ -65,8 +63,7 @@ def serve(folder: Path, model: str, asked: str, num_pairs: int) -> None:
     ):
         contenders[key] = _ddp_step(model, shares, rank)
     seconds = seconds_in_turn(contenders, num_pairs, every={"proportional_ddp": _RARELY})
-    if rank == 0:
-        (folder / "seconds.json").write_text(json.dumps(seconds))
+    report(folder, seconds)
     end_together()
 
 
@@ -98,20 +95,8 @@ def measure(
         for name in (asked, TUNED, DDP)
     }
     plan = plans[asked]
-    with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
-        folder = Path(name)
-        for method, made in plans.items():
-            made.save(folder / f"{method}.json")
-        arguments = ["--rank-folder", name, "--models", model, "--method", asked]
-        arguments += ["--pairs", str(num_pairs)]
-        run_commands(
-            [str(Path(__file__).resolve()), *arguments],
-            cluster.num_devices,
-            wrap=bed.command,
-            environment=bed.environment,
-            timeout_s=1200,
-        )
-        seconds = json.loads((folder / "seconds.json").read_text())
+    arguments = ["--models", model, "--method", asked, "--pairs", str(num_pairs)]
+    seconds = results_of_ranks(__file__, cluster, plans, arguments)[0]
     medians = {key: statistics.median(values) for key, values in seconds.items()}
     ours, tuned, ddp = (plans[name].step_time_s for name in (asked, TUNED, DDP))
     return {

@@ -24,9 +24,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from testbed_calibration import calibrated
-from testbed_rounds import seconds_in_turn
+from testbed_rounds import report, results_of_ranks, seconds_in_turn
 
 # Registers ``agent`` and ``agent+search``.
 import heterog.agents.planners  # noqa: F401
@@ -37,10 +36,8 @@ from heterog.planners.plan import Plan, load_plan, plan_from_rows
 from heterog.planners.planner import Budget, Candidate, MethodRow, PlanResult, Problem, planners
 from heterog.planners.portfolio import best_row, run_method, run_methods
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.launch import run_commands
 from heterog.runtime.peak_memory import peak_bytes
 from heterog.runtime.rank import end_together, join
-from heterog.runtime.testbed import Testbed
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
@@ -195,8 +192,7 @@ def serve(folder: Path, model: str, num_pairs: int) -> None:
     timed = {name: partial(step, batch) for name, step in steps.items() if name not in PIPELINES}
     seconds = seconds_in_turn(timed, num_pairs)
     peaks = {name: peak_bytes(steps[name], batch) for name in PIPELINES if name in steps}
-    found = {"seconds": seconds, "peaks": peaks}
-    (folder / f"rank{dist.get_rank()}.result").write_text(json.dumps(found))
+    report(folder, {"seconds": seconds, "peaks": peaks})
     end_together()
 
 
@@ -206,24 +202,12 @@ def measure(cluster: Cluster, model: str, budget: Budget, num_pairs: int) -> dic
     evaluator = Evaluator(graph, cluster)
     contenders = best_rows(evaluator, budget)
     plans = contenders | pipelines(evaluator)
-    with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
-        folder = Path(name)
-        for key, row in plans.items():
-            as_plan(evaluator, row).save(folder / f"{key}.json")
-        run_commands(
-            [
-                *(str(Path(__file__).resolve()), "--rank-folder", name),
-                *("--models", model, "--pairs", str(num_pairs)),
-            ],
-            cluster.num_devices,
-            wrap=bed.command,
-            environment=bed.environment,
-            timeout_s=1800,
-        )
-        parts = [
-            json.loads((folder / f"rank{rank}.result").read_text())
-            for rank in range(cluster.num_devices)
-        ]
+    parts = results_of_ranks(
+        __file__,
+        cluster,
+        {key: as_plan(evaluator, row) for key, row in plans.items()},
+        ["--models", model, "--pairs", str(num_pairs)],
+    )
     return {
         "testbed": cluster.name,
         "model": model,

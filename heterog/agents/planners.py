@@ -149,7 +149,7 @@ class AgentSearch:
             tuple(table[number] for number in found.pair.groups(row)) for row in rows
         )
         seeds = tuple(
-            replace(candidate, orders=problem.orders[:2][-1:]) for candidate in found.candidates
+            replace(candidate, orders=(problem.first_order,)) for candidate in found.candidates
         )
         rest = _left(problem.budget, found.num_evaluations, spending.seconds)
         searched = LocalSearch().plan(

@@ -334,7 +334,7 @@ class _Ranking:
     def __init__(self, problem: Problem, spending: Spending) -> None:
         self.problem = problem
         self.spending = spending
-        self.order = problem.orders[min(1, len(problem.orders) - 1)]
+        self.order = problem.first_order
         self._seen: set[tuple[OpRules, tuple[int, ...], tuple[int, ...]]] = set()
         self.scored: list[tuple[tuple[float, float], int, Strategy, Order]] = []
         self.note = ""

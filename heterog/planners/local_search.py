@@ -193,11 +193,7 @@ class _Search:
         """Score the other methods' strategies and uniform rows; the best meet the referee."""
         starts = [state for seed in self.problem.seeds for state in self._states(seed)]
         num_seeds = len(starts)
-        order = self.problem.orders[min(1, len(self.problem.orders) - 1)]
-        starts += [
-            State(np.full(self.num_groups, number, np.int32), DEFAULT_BUCKET_BYTES, order)
-            for number in self._uniform()
-        ]
+        starts += [self._everywhere(number) for number in self._uniform()]
         for index, state in enumerate(starts):
             is_late = index >= num_seeds and self.spending.fraction >= _UNIFORM_UNTIL
             if self.engine.best and (is_late or self.spending.is_over):
@@ -312,16 +308,17 @@ class _Search:
             devices = cluster.host_devices(host)
             if len(devices) > 1:
                 kinds.setdefault(tuple(cluster.type_index[d] for d in devices), devices)
-        order = self.problem.orders[min(1, len(self.problem.orders) - 1)]
         fastest = sorted(kinds.values(), key=lambda devices: -sum(self.speeds[d] for d in devices))
         numbers = [
             self.space.add(self.space.decisions_on(devices)[0])
             for devices in fastest[:_MOST_SHARDED]
         ]
-        return [
-            State(np.full(self.num_groups, number, np.int32), DEFAULT_BUCKET_BYTES, order)
-            for number in numbers
-        ]
+        return [self._everywhere(number) for number in numbers]
+
+    def _everywhere(self, number: int) -> State:
+        """One decision for all groups."""
+        row = np.full(self.num_groups, number, np.int32)
+        return State(row, DEFAULT_BUCKET_BYTES, self.problem.first_order)
 
     def _uniform(self) -> list[int]:
         """Candidates worth a uniform row: those with the fastest devices together first."""

@@ -153,7 +153,7 @@ class _Enumeration(Enumeration[_Point]):
 
     def search(self) -> None:
         """Balanced cuts of all sequences, other settings of the best, then cuts beside those."""
-        order = self.problem.orders[min(1, len(self.problem.orders) - 1)]
+        order = self.problem.first_order
         most = self.problem.evaluator.graph.batch_size
         # A batch of a few samples is cut into as many micro-batches as it has.
         first_micro = [count for count in _FIRST_MICRO if count <= most] or [most]

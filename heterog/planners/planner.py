@@ -312,6 +312,11 @@ class Problem:
     stop: Stop = field(default_factory=Stop)
     clock: Callable[[], float] = time.perf_counter
 
+    @property
+    def first_order(self) -> Order:
+        """The order that a search scores its starts in: the second of those that it may choose."""
+        return self.orders[min(1, len(self.orders) - 1)]
+
     def spend(self) -> Spending:
         """Begin to spend the budget."""
         return Spending(self.budget, self.evaluator, stop=self.stop, clock=self.clock)

@@ -48,7 +48,7 @@ from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 _MOST_ROUNDS = 8
 _MOST_MOVES = 6  # of samples, each time by what the last one has shown to be missing
-_SHARDING = (Sync.ZERO1, Sync.ZERO2, Sync.ZERO3)
+_SHARDING = tuple(sync for sync in Sync if sync.is_sharded)
 
 
 class Repaired(NamedTuple):

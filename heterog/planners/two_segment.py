@@ -51,7 +51,7 @@ class _Enumeration(Enumeration[_Point]):
 
     def search(self) -> None:
         """Each decision alone, pairs at a few cuts, then finer cuts and other settings."""
-        order = self.problem.orders[min(1, len(self.problem.orders) - 1)]
+        order = self.problem.first_order
         alone = [
             _Point(number, number, self.num_groups, DEFAULT_BUCKET_BYTES, order)
             for number in self.numbers

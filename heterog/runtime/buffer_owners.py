@@ -24,8 +24,20 @@ class SplitBuffer(NamedTuple):
     members: tuple[int, ...]
 
 
-def buffer_owners(graph: OpGraph, strategy: Strategy) -> dict[str, int]:
-    """The rank whose copy of each buffer counts, by the buffer's name.
+class Buffers(NamedTuple):
+    """Whose copies of buffers count, by the buffers' names.
+
+    Attributes:
+        owners: the rank whose copy counts.
+        split: those that rules split: their owner has its own units of them alone.
+    """
+
+    owners: dict[str, int]
+    split: dict[str, SplitBuffer]
+
+
+def buffers_of(graph: OpGraph, strategy: Strategy) -> Buffers:
+    """Whose copy of each buffer counts.
 
     A module runs where its group is, so a rank that computes none of it has statistics that never
     change. What depends on no sample (counters) is computed wherever there are any.
@@ -34,32 +46,18 @@ def buffer_owners(graph: OpGraph, strategy: Strategy) -> dict[str, int]:
     plan = axis_plan(graph, strategy.op_rules)
     spans = spans_of_groups(strategy, plan.axes)
     anywhere = min(map(_first, spans[BATCH_AXIS]))
-    owners: dict[str, int] = {}
+    found = Buffers({}, {})
     for op, node in enumerate(graph.ops):
-        own = int(group[op])
-        of_op = int(plan.op_axis[op])
-        for tensor in node.inputs:
-            if graph.tensors[tensor].kind == TensorKind.BUFFER:
-                owner = anywhere if own == CONSTANT_GROUP else _first(spans[of_op][own])
-                owners.setdefault(graph.tensors[tensor].name, owner)
-    return owners
-
-
-def split_buffers(graph: OpGraph, strategy: Strategy) -> dict[str, SplitBuffer]:
-    """The buffers that rules split, by name: their owner has its own units of them alone."""
-    group = group_ops(graph).group
-    plan = axis_plan(graph, strategy.op_rules)
-    spans = spans_of_groups(strategy, plan.axes)
-    found: dict[str, SplitBuffer] = {}
-    for op, node in enumerate(graph.ops):
-        axis = int(plan.op_axis[op])
+        own, axis = int(group[op]), int(plan.op_axis[op])
         for tensor, place in zip(node.inputs, plan.needed[op], strict=True):
-            meta = graph.tensors[tensor]
-            if meta.kind != TensorKind.BUFFER or axis == BATCH_AXIS or place.kind != "S":
+            name = graph.tensors[tensor].name
+            if graph.tensors[tensor].kind != TensorKind.BUFFER:
                 continue
-            own = spans[axis][int(group[op])]
-            members = own.team_of(_first(own))
-            found.setdefault(meta.name, SplitBuffer(place, own, members))
+            owner = anywhere if own == CONSTANT_GROUP else _first(spans[axis][own])
+            found.owners.setdefault(name, owner)
+            if axis != BATCH_AXIS and place.kind == "S":
+                of_group = spans[axis][own]
+                found.split.setdefault(name, SplitBuffer(place, of_group, of_group.team_of(owner)))
     return found
 
 

@@ -19,7 +19,7 @@ from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
 from heterog.runtime.accelerators import rank_device
-from heterog.runtime.buffer_owners import buffer_owners, split_buffers
+from heterog.runtime.buffer_owners import buffers_of
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets, local_ops
 from heterog.runtime.model_part import ModelPart
@@ -94,8 +94,7 @@ class DeployedStep:
         parameters = {tensor: named[self._names[tensor]] for tensor in graph.parameters}
         self.part = ModelPart(graph, plan.strategy, program, self.rank, parameters)
         self.optimizer = _make_optimizer(workload, self.part.updated)
-        self._buffer_owners = buffer_owners(graph, plan.strategy)
-        self._split_buffers = split_buffers(graph, plan.strategy)
+        self.buffers = buffers_of(graph, plan.strategy)
         self._is_closed = False
         self._workload = workload
         self._clip = max_grad_norm
@@ -296,7 +295,7 @@ class DeployedStep:
             if owner == 0 or row in sliced:
                 continue
             self._bring(state, name, named[name].detach(), owner)
-        for name, owner in self._buffer_owners.items():
+        for name, owner in self.buffers.owners.items():
             if owner and name in state and name not in named:
                 self._bring(state, name, state[name], owner)
         pieces: dict[int, list[tuple[int, Tensor]]] = {}
@@ -314,11 +313,11 @@ class DeployedStep:
 
     def _join_statistics(self) -> None:
         """Bring buffers that are stepped in parts together where their owner is."""
-        if not self._split_buffers:
+        if not self.buffers.split:
             return
         named = dict(self._model.named_buffers())
-        for name, (place, spans, members) in self._split_buffers.items():
-            owner = self._buffer_owners[name]
+        for name, (place, spans, members) in self.buffers.split.items():
+            owner = self.buffers.owners[name]
             own = named[name]
             for device in members:
                 begin, count = spans.units_of(device)

@@ -10,8 +10,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS as ELEMENTWISE_OPTIMIZERS
-from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS, OpGraph
 from heterog.graph.op_rule import OpRule as OpRule
 from heterog.graph.op_rule import OpRules
 from heterog.strategy.division import (

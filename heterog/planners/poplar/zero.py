@@ -9,8 +9,6 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, 
 
 STAGES = (0, 1, 2, 3)
 
-_SYNC = {1: Sync.ZERO1, 2: Sync.ZERO2, 3: Sync.ZERO3}
-
 
 def even_allocation(evaluator: Evaluator, num_micro: int) -> Allocation:
     """The batch in equal parts over all devices and micro-steps."""
@@ -32,7 +30,7 @@ def zero_decision(
     return Decision(
         devices=tuple(range(evaluator.cluster.num_devices)),
         shares=tuple(map(sum, micro_batches)),
-        sync=_SYNC.get(stage, plain),
+        sync=Sync.of_stage(stage) if stage else plain,
         slices=slices,
     )
 

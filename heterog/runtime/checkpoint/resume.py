@@ -42,7 +42,7 @@ class NewState:
         self._contents = contents
         self._targets: list[tuple[Tensor, Tensor]] = []  # (what the rank has, what it gets)
         self._states: dict[int, dict[str, Any]] = {}
-        self._counters: list[tuple[str, str, str, Tensor, Tensor]] = []
+        self._counters: list[tuple[str, str, Tensor, Tensor]] = []
         for name, value in fixed_tensors(step, model).items():
             self._want(value, [(f"model.{name}", [whole_piece(value.shape)])])
         for row, value in held_rows(step):
@@ -101,7 +101,7 @@ class NewState:
             check_is_once(stepped, first.name, key, state[key].numel())
             for other in others:
                 also_read = self._read_whole(f"optimizer.{other.name}.{key}")
-                self._counters.append((first.name, other.name, key, state[key], also_read))
+                self._counters.append((first.name, other.name, state[key], also_read))
         return state
 
     def _check_elementwise(self, key: str, members: Sequence[Member]) -> None:
@@ -117,7 +117,7 @@ class NewState:
         Raises:
             StrategyError: they differ.
         """
-        for first, other, _, value, also in self._counters:
+        for first, other, value, also in self._counters:
             if not torch.equal(value, also):
                 raise _unlike(first, other)
 

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
-from heterog.runtime.buffer_owners import buffer_owners
 from heterog.runtime.checkpoint.boxes import Piece, whole_box
 from heterog.runtime.checkpoint.contents import (
     Contents,
@@ -125,11 +124,10 @@ def own_entries(
     Returns:
         (tensors, optimizer states by parameter)
     """
-    owners = buffer_owners(step.captured.graph, step.plan.strategy)
     entries = [
         _whole_entry(f"model.{name}", value)
         for name, value in fixed_tensors(step, model).items()
-        if owners.get(name, 0) == step.rank
+        if step.buffers.owners.get(name, 0) == step.rank
     ]
     for row, value in held_rows(step):
         if is_saved_here(step, row):

@@ -39,10 +39,8 @@ class Teams(NamedTuple):
     begin: IntArray  # first of them  # [num_divisions, num_micro, num_devices]
     units: IntArray  # along each axis but the batch  # [num_axes * num_divisions, num_devices]
     unit_begin: IntArray  # first of them
-    reduce_channel: (
-        IntArray  # all-reduce inside a team, -1 if alone  # [num_divisions, num_devices]
-    )
-    gather_channel: IntArray  # all-gather inside a team  # [num_divisions, num_devices]
+    reduce_channel: IntArray  # all-reduce in a team, -1 if alone  # [num_divisions, num_devices]
+    gather_channel: IntArray  # all-gather in a team  # [num_divisions, num_devices]
 
 
 class Rings(NamedTuple):
