@@ -5,6 +5,7 @@
     efficiency: 0.7                     # usable share of every NIC's line rate
     reserved_memory: 1.0 GiB            # per device: context and communication buffers
     calibration: lab_calibration.json   # optional, relative to this file
+    sends: overlapped                   # or blocking: who executes computes only when all is sent
     hosts:
       - name: A
         devices: [{type: V100-16GB, count: 2}]
@@ -55,6 +56,7 @@ from heterog.cluster.topology import (
     FrozenFlops,
     Host,
     Link,
+    Sends,
 )
 from heterog.errors import ClusterError, HeterogError, InputFileError, UnknownNameError
 from heterog.files import read_bytes, write_atomically
@@ -246,6 +248,7 @@ class ClusterSpec(_Spec):
     efficiency: Share = 0.7
     reserved_memory: BytesOrZero = GIB
     calibration: _Path | None = None
+    sends: Literal["overlapped", "blocking"] = "overlapped"
     hosts: Annotated[list[HostSpec], Field(min_length=1)]
 
 
@@ -418,6 +421,7 @@ class _Builder:
                 devices=tuple(devices),
                 efficiency=self._spec.efficiency,
                 calibration=self._calibration(),
+                sends=Sends(self._spec.sends),
             )
         except ClusterError as error:
             self._document.refuse((), str(error))
@@ -642,6 +646,7 @@ class _ClusterRecord(Record):
     name: str
     efficiency: _Part
     calibration: _Path | None
+    sends: Literal["overlapped", "blocking"] = "overlapped"
     device_types: Annotated[list[_TypeRecord], Field(max_length=MAX_DEVICES)]
     hosts: Annotated[list[_HostRecord], Field(max_length=MAX_DEVICES)]
     devices: Annotated[list[_DeviceRecord], Field(max_length=MAX_DEVICES)]
@@ -678,6 +683,7 @@ def cluster_from_dict(record: object) -> Cluster:
         devices=tuple(devices),
         efficiency=found.efficiency,
         calibration=found.calibration,
+        sends=Sends(found.sends),
     )
 
 
@@ -697,6 +703,8 @@ def _file_record(cluster: Cluster, path: Path) -> dict[str, Any]:
     }
     if cluster.calibration is not None:
         record["calibration"] = os.path.relpath(cluster.calibration, path.parent)
+    if cluster.sends != Sends.OVERLAPPED:
+        record["sends"] = str(cluster.sends)
     return record | {"hosts": [_host_record(cluster, h) for h in range(cluster.num_hosts)]}
 
 

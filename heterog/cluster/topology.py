@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -178,13 +179,22 @@ class LinkResource:
     host_index: int
 
 
+class Sends(StrEnum):
+    """Whether who executes a step computes while what it sends is under way."""
+
+    OVERLAPPED = "overlapped"
+    """It does: heterog's own runtime."""
+    BLOCKING = "blocking"
+    """It waits until activations and their gradients are sent: Megatron-LM's 1F1B."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Devices on hosts joined by one non-blocking switch.
 
     Two clusters with the same fingerprint are the same to a planner: the fingerprint covers every
     number and every host and device name, but not the cluster's own name, the texts that say
-    where a number comes from, and the path of the calibration.
+    where a number comes from, the path of the calibration, and what is said of who executes.
 
     Attributes:
         name: For people.
@@ -192,6 +202,7 @@ class Cluster:
         devices: Listed host by host.
         efficiency: Usable share of every NIC's line rate.
         calibration: Path of the measured cost tables, if any.
+        sends: Of who executes steps here; predictions follow it.
         device_types: The distinct types by value, in order of first appearance.
         type_index: Position in ``device_types``, per device.
         host_of: Position in ``hosts``, per device.
@@ -209,6 +220,7 @@ class Cluster:
     devices: tuple[Device, ...]
     efficiency: float = 0.7
     calibration: str | None = None
+    sends: Sends = Sends.OVERLAPPED
     device_types: tuple[DeviceType, ...] = field(init=False, repr=False, compare=False)
     type_index: tuple[int, ...] = field(init=False, repr=False, compare=False)
     host_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -350,6 +362,7 @@ class Cluster:
             "name": self.name,
             "efficiency": float(self.efficiency),
             "calibration": self.calibration,
+            "sends": str(self.sends),
             "device_types": [_type_to_dict(t) for t in self.device_types],
             "hosts": [_host_to_dict(h) for h in self.hosts],
             "devices": [

@@ -99,6 +99,7 @@ class Prices(NamedTuple):
     member_start: IntArray  # devices of each channel  # [num_channels + 1]
     member: IntArray
     has_drag: bool
+    blocks_sends: bool  # devices compute nothing while a value that they send is under way
     channel_loaded_s: FloatArray  # added to the latency while a member computes
     channel_queue: IntArray  # of a collective, its communicator's; of a transfer, its links'
     channel_communicator: IntArray  # first channel of the same communicator; a transfer's own

@@ -22,6 +22,8 @@ Rules, also those of the slow reference in the tests:
   operation's start to its end. What an op already under way loses to communication that starts
   later, the next op on its device pays.
   And compute on communication: what starts while a member runs an op has a longer latency.
+- Where sends block (``Cluster.sends``), a device starts nothing while a value that it sends is
+  under way: from when it is made until it has arrived.
 
 Priority is the order of getting ready (``fifo``), the upward rank (``rank``: own seconds plus the
 longest path of seconds to the end, HeteroG section 4.2), or program order (``program``).
@@ -46,6 +48,7 @@ from heterog.strategy.program import (
 
 _RECOMPUTE = int(TaskKind.RECOMPUTE)
 _UPDATE = int(TaskKind.UPDATE)
+SEND = int(TaskKind.SEND)
 GIVEN_UP = -1
 """Instead of the number of finished tasks: the end is sure to come after the limit."""
 
@@ -126,6 +129,7 @@ class Workspace(NamedTuple):
     drag_until: FloatArray
     drag_share: FloatArray
     debt: FloatArray
+    sending: IntArray  # values that each device sends and has to wait for
     first_open: IntArray  # first turn with ops left
     ran: IntArray  # end of the ops in ``Timings.sequence`` that have run
     touched: IntArray  # devices to look at
@@ -153,6 +157,7 @@ def _make_workspace(tape: Tape, prices: Prices, num_devices: int) -> Workspace:
         drag_until=times[3],
         drag_share=times[4],
         debt=times[5],
+        sending=np.zeros(num_devices, np.int32),
         first_open=np.zeros(num_devices, np.int32),
         ran=np.empty(num_devices, np.int32),
         touched=np.empty(num_devices, np.int32),
@@ -351,6 +356,12 @@ def _prepare(
 
 
 @helper
+def sender(prices: Prices, channel: int) -> int:
+    """The device from which a transfer goes."""
+    return int(prices.member[prices.member_start[channel]])
+
+
+@helper
 def dragged(seconds: float, window: float, share: float) -> float:
     """Seconds of work at full speed when a share of the speed is lost for a window from now on."""
     if window <= 0.0 or share == 0.0:
@@ -398,6 +409,8 @@ def _simulate_kernel(
     chain_start, position = work.chain_start, work.position
     num_turns = len(position) // num_devices
     is_in_turn = tape.counts[IN_TURN] == 1
+    # Whether what happens elsewhere meanwhile may change when the next op of a device begins.
+    steps_alone = prices.has_drag or prices.blocks_sends
     words = prices.gate.shape[1]
     rank = timings.rank
     if order == 1 or limit_s < np.inf:
@@ -416,7 +429,7 @@ def _simulate_kernel(
     num_candidates = 0
     idle, busy_until, op_until = work.idle, work.busy_until, work.op_until
     drag_until, drag_share, debt = work.drag_until, work.drag_share, work.debt
-    first_open, ran = work.first_open, work.ran
+    first_open, ran, sending = work.first_open, work.ran, work.sending
     touched, is_touched = work.touched, work.is_touched
     num_touched = 0
     num_heap = 0
@@ -436,6 +449,8 @@ def _simulate_kernel(
             if order == 0:
                 timings.priority[task] = now
             if kind >= FIRST_LINK_KIND:
+                if kind == SEND and prices.blocks_sends:
+                    sending[sender(prices, tape.tasks[task].channel)] += 1
                 queue = prices.channel_queue[tape.tasks[task].channel]
                 base, size = timings.queue_start[queue], timings.queue_size[queue]
                 _sift_up(priority, items, base, size, task)
@@ -461,7 +476,7 @@ def _simulate_kernel(
         for index in range(num_touched):
             device = touched[index]
             is_touched[device] = False
-            if not idle[device]:
+            if not idle[device] or sending[device] > 0:
                 continue
             # The first turn whose next op is ready.
             picked = -1
@@ -498,7 +513,7 @@ def _simulate_kernel(
                     debt[device] = 0.0
                 time += timings.seconds[task]
                 timings.finish[task] = time
-                if prices.has_drag or not timings.is_local[task]:
+                if steps_alone or not timings.is_local[task]:
                     event = 2 * task
                     break
                 done += 1
@@ -641,6 +656,13 @@ def _simulate_kernel(
                     num_events += 1
                 if kind >= FIRST_LINK_KIND:
                     released = tape.tasks[task].channel
+                    if kind == SEND and prices.blocks_sends:
+                        device = sender(prices, released)
+                        sending[device] -= 1
+                        if not is_touched[device]:
+                            is_touched[device] = True
+                            touched[num_touched] = device
+                            num_touched += 1
                     if prices.channel_is_collective[released]:
                         queue = prices.channel_queue[released]
                         is_held[queue] = False

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Sends
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import micro_batches_refused
@@ -556,6 +556,7 @@ class Evaluator:
             member_start=channel.member_start,
             member=channel.member,
             has_drag=bool(channel.drag.any() or channel.overhead_s.any()),
+            blocks_sends=self.cluster.sends == Sends.BLOCKING,
             channel_loaded_s=channel.loaded_s,
             channel_queue=channel.queue,
             channel_communicator=channel.communicator,

@@ -15,6 +15,8 @@ when flows share links as they do in a real network:
   together until a link is full, its flows stop there, the others rise on.
 - What communication takes from compute, and compute from communication, is what it was in the
   engine.
+- Where sends block, a compute task waits for every value that its device began to send before it
+  in the engine. The order of starts there keeps this free of circles, too.
 - A collective spends its latency first, and holds its communicator from its start to its end. What
   a cost model charges beyond its most loaded link comes after its bytes. A transfer's
   latency comes after its bytes, when its pair is already free for the next one.
@@ -27,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.simulator.cost_model import Prices
-from heterog.simulator.engine import GIVEN_UP, Timings, pop_event, push_event
+from heterog.simulator.engine import GIVEN_UP, SEND, Timings, pop_event, push_event, sender
 from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.lowering.tape import NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
@@ -98,6 +100,8 @@ class Workspace(NamedTuple):
     touched: IntArray  # servers to look at
     is_touched: npt.NDArray[np.bool_]
     left: FloatArray  # seconds of compute that each device still has to begin
+    holds_back: IntArray  # the compute task that waits until a value is sent; -1 if none does
+    upcoming: IntArray  # the next compute task of each device, while these are looked for
     largest_held: FloatArray  # of each channel, as the following
     # Active flows, at most one per server: what was left of each when its rate last changed.
     flow: IntArray
@@ -130,6 +134,8 @@ def _make_workspace(num_tasks: int, num_devices: int, prices: Prices) -> Workspa
         touched=np.empty(num_servers, np.int32),
         is_touched=np.zeros(num_servers, np.bool_),
         left=np.zeros(num_devices),
+        holds_back=np.full(num_tasks, -1, np.int32),
+        upcoming=np.full(num_devices, -1, np.int32),
         largest_held=np.zeros(num_channels),
         flow=np.empty(num_channels, np.int32),
         flow_channel=np.empty(num_channels, np.int32),
@@ -214,6 +220,9 @@ def _replay_kernel(
     for index in range(num_servers - 1, -1, -1):
         position[index + 1] = position[index]
     position[0] = 0
+    holds_back = work.holds_back
+    if prices.blocks_sends:
+        _hold_back(tape, prices, sequence, waiting_for, holds_back, work.upcoming)
     largest_held = work.largest_held
     for channel in range(num_channels):
         for entry in range(resource_start[channel], resource_start[channel + 1]):
@@ -351,6 +360,14 @@ def _replay_kernel(
                     is_touched[which] = True
                     touched[num_touched] = which
                     num_touched += 1
+            if holds_back[task] >= 0:
+                reader = holds_back[task]
+                waiting_for[reader] -= 1
+                which = server[reader]
+                if waiting_for[reader] == 0 and not is_touched[which]:
+                    is_touched[which] = True
+                    touched[num_touched] = which
+                    num_touched += 1
             for edge in range(successor_start[task], successor_start[task + 1]):
                 reader = successor[edge]
                 waiting_for[reader] -= 1
@@ -361,6 +378,37 @@ def _replay_kernel(
                     num_touched += 1
     events[num_events] = -1
     return now, done
+
+
+@helper
+def _hold_back(
+    tape: Tape,
+    prices: Prices,
+    sequence: IntArray,
+    waiting_for: IntArray,
+    holds_back: IntArray,
+    upcoming: IntArray,
+) -> None:
+    """Let the next compute task of a device wait for each value that it sends.
+
+    Args:
+        tape: the program.
+        prices: say which device a transfer goes from.
+        sequence: tasks in their order.
+        waiting_for: of each task, is added to.
+        holds_back: of each task, is written.
+        upcoming: working memory, -1 for each device.
+    """
+    for index in range(len(sequence) - 1, -1, -1):
+        task = sequence[index]
+        kind = tape.tasks[task].kind
+        if kind < FIRST_LINK_KIND:
+            upcoming[tape.tasks[task].device] = task
+        elif kind == SEND:
+            reader = upcoming[sender(prices, tape.tasks[task].channel)]
+            if reader >= 0:
+                holds_back[task] = reader
+                waiting_for[reader] += 1
 
 
 @helper

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Sends
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.memory import buffer_lives
 from heterog.strategy.channels import Channel, ChannelKind, communicators
@@ -74,6 +74,8 @@ class Cause(StrEnum):
     """What it reads was made just before."""
     STREAM = "stream"
     """Its device ran another task."""
+    SEND = "send"
+    """Its device sent a value; where sends block, it computes nothing meanwhile."""
     LINK = "link"
     """Its links carried something else."""
     COMMUNICATOR = "communicator"
@@ -343,6 +345,9 @@ class Timeline:
             return last, Cause.DEPENDENCY
         if self.is_compute(task):
             other, cause = self._before_on_stream[task], Cause.STREAM
+            sent = self._sent_until(task, start, tolerance)
+            if sent >= 0:
+                return sent, Cause.SEND
         else:
             other, cause = self._before_on_links(task, start, tolerance), Cause.LINK
             channels = self._communicator[self.program.channel[[task, other]]]
@@ -359,6 +364,23 @@ class Timeline:
         for lane in self.lanes[: self.cluster.num_devices]:
             before[list(lane.tasks[1:])] = lane.tasks[:-1]
         return before
+
+    def _sent_until(self, task: int, start: float, tolerance: float) -> int:
+        """The value that the device of a task had sent when the task began, -1 if none."""
+        if self.cluster.sends != Sends.BLOCKING:
+            return -1
+        links = self._link_tasks
+        is_own = self._sender[links] == self.program.device[task]
+        ended = np.abs(self.finish[links] - start) <= tolerance
+        found = links[is_own & ended & (self.start[links] < start)]
+        return int(found[-1]) if len(found) else -1
+
+    @cached_property
+    def _sender(self) -> IntArray:
+        """The device that sends a value by each task, -1 of other tasks."""
+        sources = np.array([channel.devices[0] for channel in self.program.channels], np.int32)
+        is_send = self.program.kind == TaskKind.SEND
+        return np.where(is_send, sources[self.program.channel], -1).astype(np.int32)
 
     def _before_on_links(self, task: int, start: float, tolerance: float) -> int:
         """The communication whose links or communicator came free for another, -1 if none.

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from heterog.cluster import Cluster, device_type
+from heterog.cluster.topology import Sends
 from heterog.errors import InputFileError, UnknownNameError
 from heterog.units import GIB
 
@@ -171,6 +172,18 @@ def test_an_unthrottled_core_under_a_quota_survives_saving(tmp_path: Path) -> No
     assert Cluster.load(tmp_path / "again.yaml") == by_hand
 
 
+def test_who_executes_may_block_on_its_sends(tmp_path: Path) -> None:
+    assert load(GOOD, tmp_path).sends == Sends.OVERLAPPED
+    cluster = load(GOOD + "sends: blocking\n", tmp_path)
+    assert cluster.sends == Sends.BLOCKING
+    cluster.save(tmp_path / "again.yaml")
+    assert Cluster.load(tmp_path / "again.yaml") == cluster
+    record = cluster.to_dict()
+    assert Cluster.from_dict(record) == cluster
+    del record["sends"]  # as plans of earlier versions
+    assert Cluster.from_dict(record).sends == Sends.OVERLAPPED
+
+
 def test_calibration_is_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     cluster = load(GOOD + "calibration: data/lab.json\n", tmp_path)
@@ -220,6 +233,11 @@ ERRORS = [
     ("name: lab", "name: 2020-13-45", "{path}: not valid YAML: month must be in 1..12"),
     ("name: lab", "name: !!python/none x", "{path}, line 2: not valid YAML: could not"),
     ("name: lab", "name: lab\nname: b", "{path}, line 3, name: this field is there twice; "),
+    (
+        "name: lab",
+        "name: lab\nsends: never",
+        "{path}, line 3, sends: got 'never'; input should be 'overlapped' or 'blocking'.",
+    ),
     (GOOD, "[1, 2]", "{path}, line 1: got [1, 2]; write a mapping of fields."),
     (GOOD, "--- {}\n--- {}", "{path}, line 2: not valid YAML: but found another document."),
     ("schema_version: 1\n", "", "{path}, line 1, schema_version: this field is required."),
@@ -230,7 +248,7 @@ ERRORS = [
         "name: lab",
         "name: lab\neficiency: 0.7",
         "{path}, line 3, eficiency: unknown field; did you mean 'efficiency'? Known: "
-        "schema_version, name, efficiency, reserved_memory, calibration, hosts.",
+        "schema_version, name, efficiency, reserved_memory, calibration, sends, hosts.",
     ),
     (
         "      line_rate",

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster, Device, DeviceType, Host, Link, device_type
+from heterog.cluster.topology import Sends
 from heterog.errors import ClusterError
 
 GB = 10**9
@@ -278,7 +279,11 @@ def test_fingerprint_covers_what_a_planner_sees_and_no_more() -> None:
     fingerprint = cluster.fingerprint()
     assert len(fingerprint) == 16
     assert int(fingerprint, 16) >= 0
-    unseen: list[dict[str, Any]] = [{"name": "renamed"}, {"calibration": "/elsewhere.json"}]
+    unseen: list[dict[str, Any]] = [
+        {"name": "renamed"},
+        {"calibration": "/elsewhere.json"},
+        {"sends": Sends.BLOCKING},
+    ]
     for changes in unseen:
         assert two_hosts(**changes).fingerprint() == fingerprint
     whole_numbers = dataclasses.replace(HOST_A, nic_line_rate_bytes_per_s=10 * GB)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from heterog.cluster import Cluster, Device, DeviceType, Host, Link, device_type
+from heterog.cluster.topology import Sends
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
@@ -643,6 +644,7 @@ class Tasks:
             member_start=channels.member_start,
             member=channels.member,
             has_drag=bool(channels.drag.any() or channels.overhead_s.any()),
+            blocks_sends=self.cluster.sends == Sends.BLOCKING,
             channel_loaded_s=channels.loaded_s,
             channel_queue=channels.queue,
             channel_communicator=channels.communicator,
@@ -660,6 +662,7 @@ class Tasks:
 def random_case(rng: Random) -> tuple[Evaluator, Choice]:
     """A random strategy of a random graph on a random cluster, one to three steps unrolled."""
     graph, cluster = random_graph(rng), random_cluster(rng)
+    cluster = replace(cluster, sends=rng.choice(list(Sends)))
     strategy = random_strategy(rng, graph, cluster)
     cost_model = Roofline()
     if rng.random() < 0.5:

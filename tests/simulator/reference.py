@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from heterog.cluster import Cluster
+from heterog.cluster.topology import Sends
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.cost_model import ChannelSeconds, CostModel
@@ -36,6 +37,7 @@ class PricedTask:
     turn: int
     drag: dict[int, float]  # of a link task: share of compute speed that each member loses
     overhead: dict[int, float]  # of a link task: seconds that it takes from each busy member
+    blocks: int  # the device that computes nothing while this is under way, -1 if none
 
     @property
     def is_link(self) -> bool:
@@ -75,12 +77,15 @@ def price(
         channel = int(program.channel[number])
         cost = ChannelSeconds(0.0, 0.0, {})
         communicator: tuple[int, ...] = ()
+        blocks = -1
         drag: dict[int, float] = {}
         overhead: dict[int, float] = {}
         if kind >= FIRST_LINK_KIND:
             cost = model.channel_seconds(cluster, program.channels[channel])
             if program.channels[channel].kind != ChannelKind.POINT_TO_POINT:
                 communicator = program.channels[channel].devices
+            elif kind == TaskKind.SEND and cluster.sends == Sends.BLOCKING:
+                blocks = program.channels[channel].devices[0]
             seconds = cost.latency_s + payload * cost.seconds_per_byte
             for member in program.channels[channel].devices:
                 name = cluster.devices[member].type.name
@@ -121,6 +126,7 @@ def price(
                 int(program.turn[number]),
                 drag,
                 overhead,
+                blocks,
             )
         )
     return tasks
@@ -172,7 +178,10 @@ def simulate(
             ready.append(task)
             if order == Order.FIFO:
                 priority[task.number] = now
+        blocked = {t.blocks for t in tasks if t not in unready and finish[t.number] > now}
         for device, free_at in device_free_at.items():
+            if device in blocked:
+                continue
             chosen: PricedTask | None = None
             if free_at <= now:
                 for (where, _), left in ops.items():
@@ -265,13 +274,28 @@ def replay(
     lines: dict[object, list[PricedTask]] = defaultdict(list)
     for task in sorted(tasks, key=lambda t: (engine_start[t.number], t.number)):
         lines[_line(task)].append(task)
+    needs = {task.number: set(task.needs) for task in tasks}
+    for own in lines.values():
+        for task in own:
+            if not task.is_link:
+                needs[task.number] |= {
+                    sent.number
+                    for sent in tasks
+                    if sent.blocks == task.device
+                    and (engine_start[sent.number], sent.number)
+                    < (engine_start[task.number], task.number)
+                }
     left: dict[int, float] = {}  # bytes of transfers and collectives that are under way
     busy_until: dict[object, float] = dict.fromkeys(lines, 0.0)
     flow_from: dict[int, float] = {}  # when a collective's latency is over
     now = 0.0
     while True:
         for line, queue in lines.items():
-            while queue and busy_until[line] <= now and _may_start(queue[0], finish, now):
+            while (
+                queue
+                and busy_until[line] <= now
+                and all(finish[needed] <= now for needed in needs[queue[0].number])
+            ):
                 task = queue.pop(0)
                 start[task.number] = now
                 if not task.is_link:
@@ -319,10 +343,6 @@ def _line(task: PricedTask) -> object:
 def _latency(task: PricedTask, seconds: list[float]) -> float:
     """Of a transfer or collective, with what busy members added to it in the engine."""
     return task.cost.latency_s + seconds[task.number] - task.seconds
-
-
-def _may_start(task: PricedTask, finish: list[float], now: float) -> bool:
-    return all(finish[needed] <= now for needed in task.needs)
 
 
 def progressive_filling(held: list[dict[int, float]]) -> list[float]:

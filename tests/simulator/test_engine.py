@@ -1,5 +1,6 @@
 """The engine against a slow reference, and against answers by hand."""
 
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster, Link
+from heterog.cluster.topology import Sends
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.simulator.roofline import Roofline
@@ -93,6 +95,41 @@ def test_the_referee_gives_up_too() -> None:
     assert evaluator.referee(choice, Order.FIFO, 2.0 * whole) == evaluator.referee(
         choice, Order.FIFO
     )
+
+
+def test_a_device_whose_sends_block_waits_until_all_has_arrived() -> None:
+    for sends, begins in ((Sends.OVERLAPPED, 0.5), (Sends.BLOCKING, 1.5 + LATENCY)):
+        cluster = replace(pair(), sends=sends)
+        rate = Roofline().channel_seconds(cluster, ChannelTable(cluster).channels[1])
+        tasks = Tasks(cluster)
+        first = tasks.op(0, 0.5)
+        sent = tasks.send(0, 1, 1.0 / rate.seconds_per_byte, first)
+        then = tasks.op(0, 1.0)
+        other = tasks.op(1, 2.0)  # who receives goes on
+        last = tasks.op(1, 1.0, sent)
+        times = tasks.run()
+        for start, finish in (
+            (times.start, times.finish),
+            (times.fair_start, times.fair_finish),
+        ):
+            assert start[then] == pytest.approx(begins)
+            assert (start[other], start[last]) == (0.0, 2.0)
+            assert finish[last] == 3.0
+
+
+def test_sends_block_though_the_link_carries_something_else() -> None:
+    """From when a value is made until it has arrived, also while it waits for the link."""
+    cluster = replace(pair(), sends=Sends.BLOCKING)
+    rate = Roofline().channel_seconds(cluster, ChannelTable(cluster).channels[1])
+    second = 1.0 / rate.seconds_per_byte
+    tasks = Tasks(cluster)
+    first = tasks.op(0, 0.5)
+    tasks.send(0, 1, second, first)
+    tasks.send(0, 1, second, first)
+    then = tasks.op(0, 1.0)
+    times = tasks.run()
+    assert times.start[then] == pytest.approx(2.5 + LATENCY)
+    assert times.fair_start[then] == pytest.approx(2.5 + LATENCY)
 
 
 def test_communication_drags_on_compute() -> None:

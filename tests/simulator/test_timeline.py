@@ -1,5 +1,6 @@
 """Timelines by hand, then their invariants on random programs."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from heterog.cluster import Cluster
+from heterog.cluster.topology import Sends
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -18,10 +21,10 @@ from tests.simulator import builders
 CLUSTER = builders.cluster_of((10.0, ["V100-16GB"]), (10.0, ["P100-12GB"]))
 
 
-def timeline_of(graph: OpGraph, strategy: Strategy, order: Order = Order.FIFO) -> Timeline:
-    evaluator = Evaluator(graph, CLUSTER)
-    program, start, finish = evaluator.timings(evaluator.encode(strategy), order)
-    return Timeline(program, start, finish, CLUSTER, graph)
+def timeline_of(graph: OpGraph, strategy: Strategy, cluster: Cluster = CLUSTER) -> Timeline:
+    evaluator = Evaluator(graph, cluster)
+    program, start, finish = evaluator.timings(evaluator.encode(strategy), Order.FIFO)
+    return Timeline(program, start, finish, cluster, graph)
 
 
 def two_layers() -> OpGraph:
@@ -39,12 +42,12 @@ def two_layers() -> OpGraph:
     return builder.build(loss)
 
 
-def pipeline() -> Timeline:
+def pipeline(cluster: Cluster = CLUSTER) -> Timeline:
     """Module a on the V100, module b on the P100: forward, send, backward, send back."""
     graph = two_layers()
     first = Decision(devices=(0,), shares=(8,))
     second = Decision(devices=(1,), shares=(8,))
-    return timeline_of(graph, builders.strategy_of(graph, CLUSTER, [first, second]))
+    return timeline_of(graph, builders.strategy_of(graph, cluster, [first, second]), cluster)
 
 
 def data_parallel(*, bucket_bytes: int = 0) -> Timeline:
@@ -102,6 +105,15 @@ def test_critical_path_of_a_pipeline() -> None:
     for totals in (summary.by_device, summary.by_kind, summary.by_module):
         assert sum(seconds for _, seconds in totals) == pytest.approx(timeline.seconds)
         assert list(totals) == sorted(totals, key=lambda entry: -entry[1])
+
+
+def test_critical_path_where_sends_block() -> None:
+    """What its device sent is why an op began late."""
+    path = pipeline(replace(CLUSTER, sends=Sends.BLOCKING)).critical_path()
+    # The slower device computes its weight gradient when the input gradient has arrived.
+    assert [step.task for step in path] == [0, 1, 2, 3, 6, 4, 5]
+    assert [step.cause for step in path[-2:]] == [Cause.SEND, Cause.DEPENDENCY]
+    assert [step.wait_s for step in path] == pytest.approx([0.0] * len(path))
 
 
 def test_critical_path_of_contended_links() -> None:
