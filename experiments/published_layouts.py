@@ -24,7 +24,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
+from heterog.cluster.topology import Sends
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
@@ -608,10 +609,10 @@ class Judged:
     found: list[Counted]
 
 
-def lowered(run: Run) -> Judged:
+def lowered(run: Run, sends: Sends) -> Judged:
     """Build, lower and simulate one row."""
     graph = graph_of(run.model, run.batch)
-    evaluator = Evaluator(graph, run.cluster)
+    evaluator = Evaluator(graph, replace(run.cluster, sends=sends))
     strategy = run.build(graph, run.cluster)
     evaluation = evaluator.evaluate(strategy, Order.FIFO)
     del evaluator  # its arrays have room for every task, and the program will need as much
@@ -653,7 +654,7 @@ def extended(run: Run, few: tuple[int, Judged], more: tuple[int, Judged]) -> Jud
     )
 
 
-def judge(run: Run, most_tasks: float) -> dict[str, Any]:
+def judge(run: Run, most_tasks: float, sends: Sends = Sends.OVERLAPPED) -> dict[str, Any]:
     """Build, lower, simulate and compare one row."""
     row: dict[str, Any] = {
         "row": run.name,
@@ -671,10 +672,10 @@ def judge(run: Run, most_tasks: float) -> dict[str, Any]:
         few = max(2 * len(run.teams[0]), 8)
         if run.shortened is not None and few + 2 < run.num_micro and tasks_of(run) > most_tasks:
             counts = [few, few + max(few // 2, 1)]
-            first, second = (lowered(run.shortened(number)) for number in counts)
+            first, second = (lowered(run.shortened(number), sends) for number in counts)
             judged = extended(run, (counts[0], first), (counts[1], second))
         else:
-            judged = lowered(run)
+            judged = lowered(run, sends)
         differences = compared(run, judged.found)
     except HeterogError as error:
         return row | {"problem": str(error)}
@@ -707,6 +708,9 @@ def main() -> None:
         help="of a program; larger ones are lowered with two smaller numbers of micro-batches, by "
         "which everything grows in equal steps",
     )
+    parser.add_argument(
+        "--sends", default="overlapped", choices=list(map(str, Sends)), help="of who executed"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     runs = vtrain_rows(arguments.vtrain) if arguments.vtrain else []
@@ -718,7 +722,7 @@ def main() -> None:
     chosen.sort(key=lambda run: (str(run.model), run.batch))
     rows = []
     for number, run in enumerate(chosen, 1):
-        row = judge(run, arguments.most_tasks)
+        row = judge(run, arguments.most_tasks, Sends(arguments.sends))
         rows.append(row)
         said = row["problem"] or "  ".join(
             f"{name} {each['off']:.2%}" for name, each in row["compared"].items()
