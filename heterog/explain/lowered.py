@@ -236,7 +236,7 @@ class Lowered:
         return tuple(sorted(found, key=lambda each: -each.num_groups))
 
     def _aggregation(self, way: str, parameters: list[int]) -> Aggregation:
-        sizes = self.tables.parameter_bytes
+        sizes = self.tables.gradient_bytes
         buckets: dict[int, float] = {}
         for parameter in parameters:
             bucket = int(self.program.bucket[parameter])

@@ -229,7 +229,7 @@ class Evaluator:
         # Of each group's forward ops, and of all its ops.
         self._group_seconds = np.zeros((2, *shape, tables.num_groups))
         is_added = tables.gradient_domain != Domain.NOBODY
-        reduced = np.where(is_added, tables.parameter_bytes, 0.0)
+        reduced = np.where(is_added, tables.gradient_bytes, 0.0)
         self._reduced_bytes = np.bincount(tables.parameter_group, reduced, tables.num_groups)
 
     def warm_up(self) -> None:

@@ -89,6 +89,7 @@ class GraphTables(NamedTuple):
     # Parameters, in the order of OpGraph.updates.
     parameter_group: IntArray
     parameter_bytes: FloatArray
+    gradient_bytes: FloatArray  # of what is added up, which may have another dtype
     parameter_workspace: FloatArray  # bytes that a kernel needs beside it while it reads it
     parameter_gradient: IntArray  # value that holds the gradient
     parameter_last_value: IntArray  # value made by an op that reads it after that, -1 if none
@@ -294,6 +295,9 @@ class _Builder:
         return {
             "parameter_group": _ints([int(self.grouping.group[op]) for op, _, _ in graph.updates]),
             "parameter_bytes": np.array(sizes),
+            "gradient_bytes": np.array(
+                [float(graph.tensor_bytes[g]) for _, _, g in graph.updates]
+            ),
             "parameter_workspace": workspace,
             "parameter_axis": _ints(self.parameter_axis),
             "parameter_units": np.array(units),

@@ -45,13 +45,14 @@ Rule = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 
 
 class GraphBuilder:
-    """Builds an ``OpGraph`` op by op; float32 tensors throughout.
+    """Builds an ``OpGraph`` op by op; float32 tensors throughout, but for gradients if wanted.
 
     Step inputs come first. FLOPs and bytes follow from the shapes unless they are given.
     """
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
+        self.gradient_dtype = "float32"
         self._tensors: list[GraphTensor] = []
         self._placements: list[Placement] = []
         self._ops: list[GraphOp] = []
@@ -131,7 +132,7 @@ class GraphBuilder:
         self, activation: int, above: int, parameter: int, *, module: str, place: Placement = P
     ) -> int:
         """The op that makes a parameter's gradient, a partial sum over the batch."""
-        return self.op(
+        gradient = self.op(
             "weight_gradient",
             (activation, above),
             self.shape(parameter),
@@ -139,6 +140,9 @@ class GraphBuilder:
             rule=((S(0), S(0)), (place,)),
             phase=Phase.BACKWARD,
         )
+        meta = self._tensors[gradient]
+        self._tensors[gradient] = replace(meta, dtype=self.gradient_dtype)
+        return gradient
 
     def update(self, parameter: int, gradient: int, *, module: str) -> None:
         shape = self.shape(parameter)
@@ -196,6 +200,7 @@ def random_graph(rng: Random, batch_size: int | None = None) -> OpGraph:
     batch_size = drawn if batch_size is None else batch_size
     width = rng.choice([64, 512, 2048])
     builder = GraphBuilder(batch_size)
+    builder.gradient_dtype = rng.choice(["float32", "bfloat16", "float64"])
     activations = [builder.batch(width)]
     weights = [builder.parameter(width, width) for _ in range(rng.randint(2, 4))]
     table = builder.input(TensorKind.BUFFER, width)

@@ -215,6 +215,10 @@ class Reading:
         """Bytes of a whole parameter."""
         return float(self.graph.tensor_bytes[self.graph.updates[parameter][1]])
 
+    def gradient_bytes(self, parameter: int) -> float:
+        """Bytes of a whole parameter's gradient."""
+        return float(self.graph.tensor_bytes[self.graph.updates[parameter][2]])
+
     def parameter_group(self, parameter: int) -> int:
         """Group that decides about a parameter."""
         return self.group[self.graph.updates[parameter][0]]

@@ -667,7 +667,7 @@ class Walk:
             owner = next(device for device in devices if device in made)
             for device in devices:
                 if device not in made:
-                    size = self.reading.parameter_bytes(parameter)
+                    size = self.reading.gradient_bytes(parameter)
                     reads = [made[owner]]
                     task = self.transfer(
                         TaskKind.PUSH, parameter, owner, device, size, reads, micro=self.micro
@@ -679,7 +679,8 @@ class Walk:
         if device not in self.gradients[parameter]:
             self.gradients[parameter][device] = fresh
             return
-        size = self.held_bytes(parameter, device)
+        part = self.shares.part_held(parameter, device)
+        size = self.reading.gradient_bytes(parameter) * part
         task = self.add(
             TaskKind.ACCUMULATE, parameter, device, micro=self.micro,
             reads=[fresh, *self.gradient_on(parameter, device)], num_bytes=3.0 * size,
@@ -734,7 +735,7 @@ class Walk:
 
     def serve(self, parameter: int, home: int) -> None:
         """Push every gradient to the parameter's home, add and update there, pull."""
-        size = self.reading.parameter_bytes(parameter)
+        size = self.reading.gradient_bytes(parameter)
         gradients = self.gradients[parameter]
         is_alike = self.shares.held_alike(parameter) == "everywhere"
         senders = self.senders(parameter, home)
@@ -759,7 +760,8 @@ class Walk:
                 reads = [done, self.last_read[parameter].get(device)]
                 if is_alike and device in gradients:
                     reads += self.gradient_on(parameter, device)
-                pull = self.transfer(TaskKind.PULL, parameter, home, device, size, reads)
+                whole = self.reading.parameter_bytes(parameter)
+                pull = self.transfer(TaskKind.PULL, parameter, home, device, whole, reads)
                 self.arrives_next[parameter][device] = pull.make(device)
 
     def senders(self, parameter: int, home: int) -> list[int]:
@@ -795,7 +797,7 @@ class Walk:
 
     def is_full(self, bucket: list[int]) -> bool:
         """Whether a bucket is synchronised without waiting for more."""
-        return sum(map(self.reading.parameter_bytes, bucket)) >= self.strategy.bucket_bytes
+        return sum(map(self.reading.gradient_bytes, bucket)) >= self.strategy.bucket_bytes
 
     def put_into_bucket(self, parameter: int) -> None:
         """Synchronise a gradient together with others."""
@@ -857,7 +859,11 @@ class Walk:
         return {device: [done, *lies(device)] for device in ring.devices}
 
     def payload(self, bucket: list[int], ring: Ring) -> float:
-        """Bytes of a bucket that a ring adds up."""
+        """Bytes of a bucket's gradients that a ring adds up."""
+        return sum(map(self.reading.gradient_bytes, bucket)) * ring.part
+
+    def parameters(self, bucket: list[int], ring: Ring) -> float:
+        """Bytes of a bucket's parameters that the devices of a ring have."""
         return sum(map(self.reading.parameter_bytes, bucket)) * ring.part
 
     def flatten(self, bucket: list[int], device: int, size: float) -> Buffer:
@@ -940,7 +946,7 @@ class Walk:
         if is_first:  # every slice is of the step before
             updated = [self.arrived[p].get(device) for p in bucket for device in ring.devices]
         earlier = [reader for device in runs_on for reader in self.first_readers[device][-2:-1]]
-        size = self.payload(bucket, ring)
+        size = self.parameters(bucket, ring)
         task = self.add(
             TaskKind.GATHER_PARAMETERS, bucket[0], reads=[*updated, *earlier], micro=self.micro,
             num_bytes=size, route=_second_route(self.decision_of(bucket[0]), ring),
@@ -1053,7 +1059,7 @@ class Walk:
                 reads = [self.scattered[first, ring], self.slice_on[first].get(device)]
                 if decision.sync == Sync.ZERO1:
                     reads.append(flat.get(device))
-                self.update(parameter, device, reads, part * self.payload([parameter], ring))
+                self.update(parameter, device, reads, part * self.parameters([parameter], ring))
         if decision.sync == Sync.ZERO3:
             return
         done: list[Buffer | None] = []
@@ -1062,7 +1068,7 @@ class Walk:
             # Its own ops must be done with the old weights.
             done += [self.last_read[parameter].get(device) for device in ring.devices]
         task = self.add(
-            TaskKind.GATHER_PARAMETERS, first, reads=done, num_bytes=self.payload(bucket, ring),
+            TaskKind.GATHER_PARAMETERS, first, reads=done, num_bytes=self.parameters(bucket, ring),
             route=_second_route(decision, ring),
         )  # fmt: skip
         whole = task.make(-1)

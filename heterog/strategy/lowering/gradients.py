@@ -100,7 +100,7 @@ def share_whole_gradient(
     """
     value, slot = tables.parameter_gradient[parameter], tables.gradient_slot[parameter]
     division = choice.division[tables.parameter_group[parameter]]
-    size = tables.parameter_bytes[parameter]
+    size = tables.gradient_bytes[parameter]
     num_devices = choice.member.shape[1]
     teams = choice.teams
     by_team = not is_whole_everywhere(tables, choice, parameter)
@@ -137,7 +137,7 @@ def accumulate(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
 ) -> None:
     """Add a micro-batch's gradient to the one that is there, or keep it as the first."""
-    size = tables.parameter_bytes[parameter]
+    size = tables.gradient_bytes[parameter]
     for device in range(choice.member.shape[1]):
         fresh = fresh_gradient(tables, choice, scratch, parameter, device)
         if fresh < 0:

@@ -62,7 +62,7 @@ def synchronise(
         return
     num_domains = choice.rings.first.shape[1]
     key = scratch.bucket_key[group] * num_domains + tables.gradient_domain[parameter]
-    size = tables.parameter_bytes[parameter]
+    size = tables.gradient_bytes[parameter]
     if scratch.open_first[key] < 0:
         scratch.open_first[key] = parameter
         scratch.open_bytes[key] = 0.0

@@ -29,6 +29,7 @@ class Scratch(NamedTuple):
     holder_buffer: IntArray  # what a conversion begins with  # [num_devices]
     # Under ZeRO, by the first parameter of a bucket; see ``slices``.
     bucket_bytes: FloatArray
+    bucket_gradient_bytes: FloatArray
     bucket_count: IntArray  # its parameters
     unfinished: IntArray  # those whose gradients are not there yet
     gathered: IntArray  # micro-batch and phase for which it was gathered last
@@ -73,6 +74,7 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
         ring_token=np.empty(num_devices, np.int32),
         holder_buffer=np.empty(num_devices, np.int32),
         bucket_bytes=np.empty(num_parameters, np.float64),
+        bucket_gradient_bytes=np.empty(num_parameters, np.float64),
         bucket_count=np.empty(num_parameters, np.int32),
         unfinished=np.empty(num_parameters, np.int32),
         gathered=np.empty(num_parameters, np.int32),

@@ -47,7 +47,7 @@ def serve(
     """Push every gradient to the parameter's home, add and update there, pull."""
     home = choice.home[parameter]
     division = choice.division[tables.parameter_group[parameter]]
-    size = tables.parameter_bytes[parameter]
+    size = tables.gradient_bytes[parameter]
     num_devices = choice.member.shape[1]
     domain = tables.gradient_domain[parameter]
     partial = not is_whole_everywhere(tables, choice, parameter)
@@ -86,6 +86,7 @@ def serve(
         read_gradient(scratch, tape, parameter, home)
     write_read(tape, scratch.last_read[parameter, home])
     done = write_buffer(tape, home, 0.0)
+    size = tables.parameter_bytes[parameter]
     scratch.next_ready_buffer[parameter, home] = done
     for device in range(num_devices):
         if choice.member[division, device] and device != home:

@@ -81,6 +81,7 @@ def number_sliced_buckets(
             first = parameter
             scratch.open_first[key] = first
             scratch.bucket_bytes[first] = 0.0
+            scratch.bucket_gradient_bytes[first] = 0.0
             scratch.bucket_count[first] = 0
         else:
             scratch.next_in_bucket[scratch.open_last[key]] = parameter
@@ -88,9 +89,10 @@ def number_sliced_buckets(
         scratch.next_in_bucket[parameter] = -1
         tape.bucket[parameter] = first
         scratch.bucket_bytes[first] += tables.parameter_bytes[parameter]
+        scratch.bucket_gradient_bytes[first] += tables.gradient_bytes[parameter]
         scratch.bucket_count[first] += 1
         scratch.unfinished[first] = scratch.bucket_count[first]
-        if scratch.bucket_bytes[first] >= choice.bucket_bytes:
+        if scratch.bucket_gradient_bytes[first] >= choice.bucket_bytes:
             scratch.open_first[key] = -1
 
 
@@ -224,7 +226,7 @@ def _scatter(
     ahead of its links would keep all gradients.
     """
     rings = choice.rings
-    size = scratch.bucket_bytes[first] * rings.part[ring]
+    size = scratch.bucket_gradient_bytes[first] * rings.part[ring]
     by_micro = choice.sharded[tables.parameter_group[first]] >= _GRADIENTS
     num_senders = 0
     for device in range(choice.member.shape[1]):
