@@ -12,7 +12,7 @@ import gc
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -330,7 +330,8 @@ def _trace(
             setup_stacktrace_preservation_hooks([_root_of(workload, loss)])
             gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         _check_dense(workload, dict(zip(parameters, gradients, strict=True)))
-        return loss.detach(), list(gradients), list(buffers.values())
+        wanted = [_as_added_up(workload, gradient) for gradient in gradients]
+        return loss.detach(), wanted, list(buffers.values())
 
     # oneDNN's fused RNN kernel cannot be replayed from a graph; the plain one can.
     with (
@@ -355,6 +356,14 @@ def _trace(
         traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
     traced.graph.eliminate_dead_code()
     return traced
+
+
+def _as_added_up(workload: Workload, gradient: Tensor | None) -> Tensor | None:
+    """A gradient in the dtype of the sums that it is a part of."""
+    dtype = workload.reduce_dtype
+    if gradient is None or dtype is None or not gradient.is_floating_point():
+        return gradient
+    return gradient.to(dtype)
 
 
 def _root_of(workload: Workload, loss: object) -> torch.autograd.graph.Node:
@@ -556,7 +565,9 @@ class _Reader:
         self._read_ops()
         loss, gradients = self._read_outputs()
         optimizer = self.workload.optimizer
-        ratio = optimizer_state_ratio(optimizer, dict(self.workload.optimizer_options))
+        ratio = self._with_masters(
+            optimizer_state_ratio(optimizer, dict(self.workload.optimizer_options)), gradients
+        )
         self._append_updates(gradients, ratio)
         graph = OpGraph(
             name=self.workload.name,
@@ -753,6 +764,21 @@ class _Reader:
                 self.tensors[gradient] = replace(self.tensors[gradient], kind=TensorKind.GRADIENT)
         return loss, gradients
 
+    def _with_masters(self, ratio: float, trained: Iterable[int]) -> float:
+        """Bytes of master weights and of the state of what is stepped, per byte of parameter."""
+        master = self.workload.master_dtype
+        metas = [self.tensors[parameter] for parameter in trained]
+        whole = sum(meta.meta.num_bytes for meta in metas)
+        if master is None or whole == 0:
+            return ratio
+        state = 0.0
+        for meta in metas:
+            dtype = getattr(torch, meta.dtype)
+            is_copied = dtype.is_floating_point and dtype != master
+            size = meta.meta.num_elements * (master if is_copied else dtype).itemsize
+            state += size * (ratio + is_copied)
+        return float(state / whole)
+
     def _append_updates(self, gradients: Mapping[int, int], state_ratio: float) -> None:
         module_of = {name: name.rpartition(".")[0] for name in self.parameters}
         for parameter, gradient in gradients.items():
@@ -760,6 +786,7 @@ class _Reader:
             # Reads parameter, gradient and state; writes parameter and state (fused step).
             self.tensors.append(replace(meta, kind=TensorKind.PARAMETER, name=""))
             size = float(meta.meta.num_bytes)
+            added_up = float(self.tensors[gradient].meta.num_bytes)
             elements = meta.meta.num_elements
             self.ops.append(
                 GraphOp(
@@ -770,7 +797,7 @@ class _Reader:
                     phase=Phase.UPDATE,
                     module=module_of[meta.name],
                     flops=elements * (2.0 + 5.0 * state_ratio),
-                    bytes_read=size * (2.0 + state_ratio),
+                    bytes_read=size * (1.0 + state_ratio) + added_up,
                     bytes_written=size * (1.0 + state_ratio),
                     name=f"update_{meta.name}",
                 )

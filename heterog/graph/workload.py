@@ -38,6 +38,10 @@ class Workload:
         batch_dims: for tensors of the batch whose batch dimension is not the first one: index (or
             key) to dimension, ``None`` for a tensor that has no batch dimension. By default every
             tensor whose first dimension has the batch size is split there.
+        master_dtype: of the copies of the parameters that the optimizer steps; the model gets them
+            rounded after each step. By default it steps the parameters themselves.
+        reduce_dtype: in which gradients are added up, over devices and micro-batches; by default
+            that of their parameters.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -48,6 +52,17 @@ class Workload:
     name: str = "workload"
     source: str = ""
     batch_dims: Mapping[int | str, int | None] = field(default_factory=dict)
+    master_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for what in ("master_dtype", "reduce_dtype"):
+            dtype = getattr(self, what)
+            if dtype is not None and not getattr(dtype, "is_floating_point", False):
+                raise CaptureError(
+                    f"workload '{self.name}': {what} is {dtype!r}; give a floating point dtype of "
+                    "torch, torch.float32 say."
+                )
 
     def make_model(self) -> nn.Module:
         """The module itself, made now if ``model`` is a function."""

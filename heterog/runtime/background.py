@@ -29,6 +29,7 @@ from heterog.files import write_atomically
 from heterog.graph.workload import Workload
 from heterog.runtime.accelerators import has_accelerator, stream_of_priority
 from heterog.runtime.launch import ALONE_STEPS, HEARTBEAT
+from heterog.runtime.masters import Masters
 from heterog.zoo import load_workload
 
 _LEAST_DUTY = 0.02
@@ -51,9 +52,8 @@ class Trainer:
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self._workload = workload
         self._model = workload.make_model().to(device)
-        self._optimizer = workload.optimizer(
-            self._model.parameters(), **workload.optimizer_options
-        )
+        self._masters = Masters(workload.master_dtype, list(self._model.parameters()))
+        self._optimizer = workload.optimizer(self._masters.stepped, **workload.optimizer_options)
         batch = workload.make_batch()
         self._batch: Any = (
             {key: value.to(device) for key, value in batch.items()}
@@ -63,10 +63,15 @@ class Trainer:
 
     def step(self) -> float:
         """Train on the batch once; returns the loss."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self._model.zero_grad(set_to_none=True)
         loss = self._workload.step_loss(self._model, self._batch)
         loss.backward()  # type: ignore[no-untyped-call]
+        for value in self._model.parameters():
+            stepped = self._masters.of(value)
+            if stepped is not value:
+                stepped.grad = None if value.grad is None else value.grad.to(stepped.dtype)
         self._optimizer.step()
+        self._masters.write_back(self._model.parameters())
         return float(loss.detach())
 
 

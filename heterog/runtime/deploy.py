@@ -22,6 +22,7 @@ from heterog.runtime.accelerators import rank_device
 from heterog.runtime.buffer_owners import buffers_of
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets, local_ops
+from heterog.runtime.masters import Masters
 from heterog.runtime.model_part import ModelPart
 from heterog.runtime.placed import cut, join, put
 from heterog.runtime.rank_program import RankProgram
@@ -93,7 +94,8 @@ class DeployedStep:
         named = dict(self._model.named_parameters())
         parameters = {tensor: named[self._names[tensor]] for tensor in graph.parameters}
         self.part = ModelPart(graph, plan.strategy, program, self.rank, parameters)
-        self.optimizer = _make_optimizer(workload, self.part.updated)
+        self.masters = Masters(workload.master_dtype, self.part.updated)
+        self.optimizer = _make_optimizer(workload, self.masters.stepped)
         self.buffers = buffers_of(graph, plan.strategy)
         self._is_closed = False
         self._workload = workload
@@ -138,6 +140,7 @@ class DeployedStep:
             sent_before=sent_before,
             optimizer=self.optimizer,
             slices=self.part.slices,
+            masters=self.masters,
             max_grad_norm=self._clip,
             seed=self._seed,
             device=self.device,

@@ -25,6 +25,7 @@ from heterog.runtime.conversions import Conversions
 from heterog.runtime.gradients import Gradients
 from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.losses import Losses
+from heterog.runtime.masters import Masters
 from heterog.runtime.optimizer import StepUpdates, Updates
 from heterog.runtime.random_stream import RandomStream
 from heterog.runtime.rank_program import Near, RankProgram
@@ -69,6 +70,7 @@ class StepExecutor:
         buffers: the model's buffers and constants by tensor id.
         optimizer: steps the parameters that this rank updates.
         slices: of parameters, that this rank owns.
+        masters: the optimizer's copies of what it steps, if it has any.
         max_grad_norm: gradients of a larger norm, over all parameters, are scaled down to it.
         seed: of random ops; the same on all ranks.
         device: where this rank computes; all tensors it is given are there.
@@ -90,6 +92,7 @@ class StepExecutor:
         optimizer: torch.optim.Optimizer | None,
         sent_before: Sequence[tuple[int, int]] = (),
         slices: Slices | None = None,
+        masters: Masters | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
         device: torch.device | None = None,
@@ -109,7 +112,13 @@ class StepExecutor:
         self.turns, self._end = order.for_rank(part)
         self._slices = slices or Slices([], part.rank, {})
         self._updates = Updates(
-            self._part, parameters, optimizer, communicator, device, self._slices
+            self._part,
+            parameters,
+            optimizer,
+            communicator,
+            device,
+            self._slices,
+            masters or Masters(None, ()),
         )
         self._values = Values(
             self._part,

@@ -145,7 +145,7 @@ class Gradients:
         Ops with rules run on the samples of the team, also where a device has none of its own.
         """
         gradient = self._of_micro.pop((row, micro), None)
-        return torch.zeros_like(self._parameter(row)) if gradient is None else _waited(gradient)
+        return self._zeros(row) if gradient is None else _waited(gradient)
 
     def _in_ring(self, row: int, ring: Ring) -> Tensor:
         """What this rank gives to a ring of the gradient of a parameter, flat."""
@@ -183,7 +183,7 @@ class Gradients:
             bucket.devices,
             bucket.counts,
             senders,
-            like=self._own_slices.own[number].detach(),
+            like=self._own_slices.own[number].detach().new_empty(0, dtype=self._dtype(number)),
             before=before,
             in_place=bucket.stage == 1,
         )
@@ -233,7 +233,7 @@ class Gradients:
             if is_served:
                 self._own.pop(row, None)  # it is needed there and nowhere else
             return
-        like = torch.empty_like(self._parameter(row), requires_grad=False)
+        like = torch.empty_like(self._parameter(row), dtype=self._dtype(row), requires_grad=False)
         pending = self._communicator.receive(like, src, task)
         if is_served:
             self._pushed.setdefault(row, []).append(pending)
@@ -316,7 +316,16 @@ class Gradients:
 
     def _own_or_zeros(self, row: int) -> Tensor:
         gradient = self._own.get(row)
-        return torch.zeros_like(self._parameter(row)) if gradient is None else _waited(gradient)
+        return self._zeros(row) if gradient is None else _waited(gradient)
+
+    def _zeros(self, row: int) -> Tensor:
+        return torch.zeros_like(self._parameter(row), dtype=self._dtype(row))
+
+    def _dtype(self, row: int) -> torch.dtype:
+        """Of a parameter's gradient, which need not be the parameter's."""
+        graph = self._part.graph
+        dtype: torch.dtype = getattr(torch, graph.tensors[graph.updates[row][2]].dtype)
+        return dtype
 
     def _parameter(self, row: int) -> Tensor:
         return self._parameters[self._part.graph.updates[row][1]]

@@ -30,6 +30,7 @@ from heterog.runtime.accelerators import (
 )
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, local_ops
+from heterog.runtime.masters import Masters
 from heterog.runtime.peak_memory import peak_during, stored_bytes
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.step_order import step_order
@@ -160,7 +161,8 @@ def profile_ops(
             buffers[tensor] = named_buffers.get(name, named.get(name, torch.empty(0))).detach()
         elif kind == TensorKind.CONSTANT:
             buffers[tensor] = getattr(captured.module, name).to(device)
-    optimizer = workload.optimizer(list(parameters.values()), **dict(workload.optimizer_options))
+    masters = Masters(workload.master_dtype, list(parameters.values()))
+    optimizer = workload.optimizer(masters.stepped, **dict(workload.optimizer_options))
     part = RankProgram(graph, _strategy(graph, samples), program, 0)
     executor = StepExecutor(
         part,
@@ -170,6 +172,7 @@ def profile_ops(
         parameters=parameters,
         buffers=buffers,
         optimizer=optimizer,
+        masters=masters,
         device=device,
     )
     batch = {

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.gradients import Gradients
+from heterog.runtime.masters import Masters
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import Recorder
 from heterog.runtime.slices import Slices
@@ -55,6 +56,7 @@ class Updates:
         communicator: talks to the other ranks.
         device: where this rank computes.
         slices: that this rank owns.
+        masters: the optimizer's copies of what it steps.
 
     Attributes:
         recorder: notified of every call of the optimizer, if set.
@@ -69,6 +71,7 @@ class Updates:
         communicator: Communicator,
         device: torch.device,
         slices: Slices,
+        masters: Masters,
     ) -> None:
         self.recorder: Recorder | None = None
         self.norm: Tensor | None = None
@@ -78,6 +81,7 @@ class Updates:
         self._communicator = communicator
         self._device = device
         self._slices = slices
+        self._masters = masters
         self._owned = [
             row
             for row in range(len(part.graph.updates))
@@ -183,17 +187,33 @@ class Updates:
         step.scale = (max_norm / (self.norm + _NORM_EPSILON)).clamp(max=1.0)
 
     def step(self) -> None:
-        """Step the whole parameters that wait for it, in one call of the optimizer."""
+        """Step the whole parameters that wait for it, in one call where that can be."""
         if not self._waiting:
             return
         assert self._step is not None
         step, waiting = self._step, self._waiting
         self._step, self._waiting = None, {}
         gradients = step.gradients
-        targets = [(self._parameters[t], gradients.total(row)) for t, row in waiting.items()]
-        self._apply(step, targets, list(waiting.values()))
-        for row in waiting.values():
-            gradients.let_go(row)
+        rows = list(waiting.values())
+        # One by one where gradients are copied into another dtype: the copies of all of them would
+        # be there together.
+        parts = [[row] for row in rows] if any(map(self._is_copied, rows)) else [rows]
+        for part in parts:
+            tensors = [self._part.graph.updates[row][1] for row in part]
+            targets = [
+                (self._parameters[tensor], gradients.total(row))
+                for tensor, row in zip(tensors, part, strict=True)
+            ]
+            self._apply(step, targets, part)
+            for row in part:
+                gradients.let_go(row)
+
+    def _is_copied(self, row: int) -> bool:
+        """Whether the optimizer gets a gradient in another dtype than it was added up in."""
+        graph = self._part.graph
+        _, parameter, gradient = graph.updates[row]
+        stepped = self._masters.of(self._parameters[parameter])
+        return bool(stepped.dtype != getattr(torch, graph.tensors[gradient].dtype))
 
     def _apply(
         self, step: StepUpdates, targets: list[tuple[nn.Parameter, Tensor]], rows: Sequence[int]
@@ -206,17 +226,20 @@ class Updates:
             rows: of ``graph.updates`` that this amounts to.
         """
         assert self._optimizer is not None
-        for parameter, total in targets:
+        stepped = [self._masters.of(parameter) for parameter, _ in targets]
+        for parameter, (_, total) in zip(stepped, targets, strict=True):
             gradient = total.contiguous()
             scale = step.scale
-            parameter.grad = gradient if scale is None else gradient * scale.to(gradient.dtype)
+            scaled = gradient if scale is None else gradient * scale.to(gradient.dtype)
+            parameter.grad = scaled.to(parameter.dtype)
         if self.recorder is not None:
             self.recorder.begin_update(rows)
         with _only_with_gradients(self._optimizer), _with_options(self._optimizer, step.options):
             self._optimizer.step()
+        self._masters.write_back(parameter for parameter, _ in targets)
         if self.recorder is not None:
             self.recorder.end_update(rows)
-        for parameter, _ in targets:
+        for parameter in stepped:
             parameter.grad = None
 
 

@@ -103,6 +103,7 @@ def _resident_bytes(step: DeployedStep) -> int:
     graph = step.captured.graph
     tensors: list[Tensor] = [*step.model.parameters(), *step.model.buffers()]
     tensors += step.part.slices.own.values()
+    tensors += step.masters.stepped
     if step.optimizer is not None:
         for state in step.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]

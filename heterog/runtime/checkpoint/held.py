@@ -17,6 +17,8 @@ from heterog.runtime.checkpoint.boxes import Piece, in_units, run_pieces, whole_
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.slices import SlicedBucket
 
+MASTER = "master_weight"
+"""Of a parameter's state in a checkpoint: the optimizer's copy with more digits."""
 _SCALARS = frozenset({"step", "mu", "mu_product", "eta"})
 """State of torch's elementwise optimizers that is one number, whatever the parameter's shape."""
 
@@ -45,16 +47,23 @@ class Stepped:
     """What the optimizer steps as one tensor: a parameter, a slice of one, or of a bucket.
 
     Attributes:
-        value: that the optimizer has.
+        value: the model's.
+        stepped: what the optimizer has: the value, or a master copy of it.
         members: the parameters in it.
         bucket: whose slice it is; ``None`` for other values.
         is_saved: no other rank's copy counts.
     """
 
     value: nn.Parameter
+    stepped: nn.Parameter
     members: list[Member]
     bucket: SlicedBucket | None
     is_saved: bool
+
+    @property
+    def master(self) -> nn.Parameter | None:
+        """The optimizer's copy, if it has one."""
+        return None if self.stepped is self.value else self.stepped
 
     @property
     def is_cut(self) -> bool:
@@ -76,18 +85,20 @@ def stepped_values(step: DeployedStep) -> list[Stepped]:
         if tensor in step.part.parameters
     }
     found = []
-    for value in (value for group in step.optimizer.param_groups for value in group["params"]):
+    for stepped in (each for group in step.optimizer.param_groups for each in group["params"]):
+        value = step.masters.value_of(stepped)
         bucket = step.part.slices.of_parameter(value)
         if bucket is not None:
             members = list(_slice_members(step, bucket))
-            found.append(
-                Stepped(value=value, members=members, bucket=bucket, is_saved=bucket.is_first)
-            )
-            continue
-        row = row_of[id(value)]
-        member = Member(*name_and_shape(step, row), held_pieces(step, row))
+            is_saved = bucket.is_first
+        else:
+            row = row_of[id(value)]
+            members = [Member(*name_and_shape(step, row), held_pieces(step, row))]
+            is_saved = is_saved_here(step, row)
         found.append(
-            Stepped(value=value, members=[member], bucket=None, is_saved=is_saved_here(step, row))
+            Stepped(
+                value=value, stepped=stepped, members=members, bucket=bucket, is_saved=is_saved
+            )
         )
     return found
 

@@ -10,6 +10,7 @@ from heterog.errors import StrategyError
 from heterog.runtime.checkpoint.boxes import Box, Piece, whole_box, whole_piece
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.held import (
+    MASTER,
     Member,
     Stepped,
     held_pieces,
@@ -53,9 +54,11 @@ class NewState:
         names = [[each.name for each in stepped.members] for stepped in everything]
         self._options = new_options(groups, names, contents)
         for number, stepped in enumerate(everything):
+            named = [(f"model.{each.name}", each.pieces) for each in stepped.members]
             if stepped.bucket is not None and stepped.bucket.stage == 3:
-                named = [(f"model.{each.name}", each.pieces) for each in stepped.members]
                 self._want(stepped.value.detach(), named)
+            if stepped.master is not None:
+                self._want(stepped.master.detach(), self._masters_of(stepped) or named)
             state = self._state_of(stepped)
             if state:
                 self._states[number] = state
@@ -80,6 +83,13 @@ class NewState:
         self.wanted.setdefault(name, []).append((whole_box(target.shape), target))
         return target
 
+    def _masters_of(self, stepped: Stepped) -> list[tuple[str, list[Piece]]]:
+        """The saved master weights; none if the model was trained without."""
+        states = self._contents.states
+        if any(MASTER not in states[each.name].tensors for each in stepped.members):
+            return []
+        return [(f"optimizer.{each.name}.{MASTER}", each.pieces) for each in stepped.members]
+
     def _state_of(self, stepped: Stepped) -> dict[str, Any]:
         """The optimizer's state of what it steps as one."""
         first, *others = stepped.members
@@ -90,6 +100,8 @@ class NewState:
             if set(also.tensors) != set(saved.tensors) or also.values != saved.values:
                 raise _unlike(first.name, other.name)
         for key in saved.tensors:
+            if key == MASTER:
+                continue
             name = f"optimizer.{first.name}.{key}"
             if is_elementwise(key, self._contents.shape(name), first.shape):
                 named = [(f"optimizer.{each.name}.{key}", each.pieces) for each in stepped.members]

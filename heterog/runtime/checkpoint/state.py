@@ -16,6 +16,7 @@ from heterog.runtime.checkpoint.contents import (
 )
 from heterog.runtime.checkpoint.files import Entry
 from heterog.runtime.checkpoint.held import (
+    MASTER,
     Stepped,
     held_pieces,
     is_elementwise,
@@ -154,9 +155,11 @@ def _own_state(
     if stepped.bucket is not None and stepped.bucket.stage == 3:
         for name, shape, pieces in stepped.members:
             yield from _entries(f"model.{name}", shape, pieces, stepped.value.detach())
-    state = step.optimizer.state.get(stepped.value, {})
+    state = step.optimizer.state.get(stepped.stepped, {})
     tensors = {key: each.detach() for key, each in state.items() if isinstance(each, Tensor)}
     values = {key: _plain(key, state[key]) for key in state if key not in tensors}
+    if stepped.master is not None:
+        tensors[MASTER] = stepped.master.detach()
     for member in stepped.members:
         if member.begins_here:
             states[member.name] = SavedOptimizer(

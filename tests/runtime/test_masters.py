@@ -1,0 +1,222 @@
+"""Master weights and sums of gradients in another dtype, against one device that has the same.
+
+float32 models with masters and sums in float64: what ranks do differently is then rounding in the
+last digits, as for any other step, while leaving the masters out would show.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heterog.errors import CaptureError
+from heterog.graph.capture import capture
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.workload import Workload
+from heterog.planners.plan import load_plan
+from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
+from heterog.runtime.deploy import DeployedStep, deploy
+from heterog.strategy.lowering import lower
+from heterog.strategy.program import TaskKind
+from heterog.strategy.strategy import Decision, Strategy, Sync
+from tests.runtime.any_strategy import any_strategy
+from tests.runtime.cases import TinyGpt, batch_of, captured_once, mlp, token_loss
+from tests.runtime.grids import grid_cluster
+from tests.runtime.ranks import Ranks
+from tests.simulator.builders import plan_by_hand, strategy_of
+
+SEED = int(os.environ.get("HETEROG_SEED", "0"))
+CASES = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "1"))
+STEPS = 4
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
+    "mlp": (torch.optim.Adam, {"lr": 0.01}),
+    # Adam would make a step of the rounding of gradients that are zero, those of the keys' biases.
+    "gpt": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+}
+
+
+def workload_of(
+    name: str, master: torch.dtype | None = torch.float64, reduce: torch.dtype | None = None
+) -> Workload:
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return mlp() if name == "mlp" else TinyGpt()
+
+    loss = functional.mse_loss if name == "mlp" else token_loss
+    optimizer, options = OPTIMIZERS[name]
+    return Workload(
+        seeded,
+        batch_of(name, 0),
+        loss,
+        optimizer,
+        options,
+        name=name,
+        master_dtype=master,
+        reduce_dtype=reduce or master,
+    )
+
+
+def on_one_device(name: str, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and the masters, by plain PyTorch."""
+    workload = workload_of(name)
+    model = workload.make_model()
+    masters = {key: nn.Parameter(p.detach().double()) for key, p in model.named_parameters()}
+    stepper = workload.optimizer(list(masters.values()), **dict(workload.optimizer_options))
+    losses = []
+    for number in range(num_steps):
+        model.zero_grad()
+        loss = workload.step_loss(model, batch_of(name, number))
+        torch.autograd.backward(loss)
+        with torch.no_grad():
+            for key, value in model.named_parameters():
+                assert value.grad is not None
+                masters[key].grad = value.grad.double()
+            stepper.step()
+            for key, value in model.named_parameters():
+                value.copy_(masters[key])
+        losses.append(float(loss.detach()))
+    return losses, {key: value.detach() for key, value in masters.items()}
+
+
+@contextmanager
+def deployed(name: str, path: str) -> Iterator[DeployedStep]:
+    with captured_once(("masters", name)):
+        yield deploy(workload_of(name), load_plan(path))
+
+
+def train_in_turn(
+    rank: int, name: str, paths: list[str], folder: str
+) -> tuple[list[float], dict[str, Tensor] | None]:
+    """One step under each plan; what the next one goes on with is read from a checkpoint."""
+    losses, weights = [], None
+    for number, path in enumerate(paths):
+        with deployed(name, path) as step:
+            if number:
+                load_checkpoint(step, folder)
+            losses.append(float(step(batch_of(name, number))))
+            save_checkpoint(step, folder)
+            weights = step.state_dict()
+            step.close()
+    return losses, weights
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_trains_and_resumes_as_one_device_with_masters(
+    four_ranks: Ranks, tmp_path: Path, name: str
+) -> None:
+    graph = capture(workload_of(name))
+    wanted, masters = on_one_device(name, STEPS)
+    for seed in range(SEED, SEED + CASES):
+        paths = []
+        for number in range(STEPS):
+            strategy = any_strategy(Random(f"{seed} {name} {number}"), graph, 4)
+            paths.append(str(tmp_path / f"{seed}-{number}.json"))
+            plan_by_hand(graph, grid_cluster(4), strategy).save(paths[-1])
+        (losses, weights), *others = four_ranks.run(
+            train_in_turn, name, paths, str(tmp_path / str(seed))
+        )
+        assert all(each == losses for each, _ in others)
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert weights is not None
+        for key, master in masters.items():
+            limit = 1e-4 * max(float(master.abs().max()), 1e-2)
+            assert float((weights[key] - master).abs().max()) <= limit, key
+
+
+class Scale(nn.Module):
+    """A weight of 1 whose gradient is 1 for every batch of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum(dim=1)
+
+
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    del target
+    return output.mean()
+
+
+def scale(master: torch.dtype | None) -> Workload:
+    ones = torch.ones(8, 4, dtype=torch.bfloat16)
+    return Workload(
+        Scale, (ones, torch.zeros(8)), summed, torch.optim.SGD, {"lr": 1e-3}, master_dtype=master
+    )
+
+
+def weight_after(rank: int, master: torch.dtype | None, path: str, num_steps: int) -> list[float]:
+    workload = scale(master)
+    step = deploy(workload, load_plan(path))
+    for _ in range(num_steps):
+        step(workload.make_batch())
+    weights = step.state_dict()
+    step.close()
+    return [] if weights is None else weights["weight"].tolist()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sync", [Sync.RING, Sync.ZERO1, Sync.ZERO2, Sync.ZERO3])
+def test_updates_too_small_for_bfloat16_add_up(
+    four_ranks: Ranks, tmp_path: Path, sync: Sync
+) -> None:
+    """1 - 8/1000 is 0.992; numbers of bfloat16 below 1 are 1/256 apart, so 1 - 1/1000 is 1."""
+    for master, expected in ((None, 1.0), (torch.float32, 0.9921875)):
+        graph = capture(scale(master))
+        decision = Decision(devices=(0, 1, 2, 3), shares=(4, 2, 1, 1), sync=sync)
+        strategy = strategy_of(graph, grid_cluster(4), decision)
+        plan_by_hand(graph, grid_cluster(4), strategy).save(tmp_path / "plan.json")
+        first, *_ = four_ranks.run(weight_after, master, str(tmp_path / "plan.json"), 8)
+        assert first == [expected] * 4
+
+
+def bfloat16_gpt(master: torch.dtype | None, reduce: torch.dtype | None) -> OpGraph:
+    def model() -> nn.Module:
+        return TinyGpt().bfloat16()
+
+    return capture(
+        Workload(
+            model,
+            batch_of("gpt", 0),
+            token_loss,
+            torch.optim.Adam,
+            master_dtype=master,
+            reduce_dtype=reduce,
+        )
+    )
+
+
+def moved(graph: OpGraph, strategy: Strategy) -> dict[TaskKind, float]:
+    """Bytes of each kind of task."""
+    program = lower(graph, grid_cluster(4), strategy)
+    found: dict[TaskKind, float] = {}
+    for kind, size in zip(program.kind.tolist(), program.num_bytes.tolist(), strict=True):
+        found[TaskKind(kind)] = found.get(TaskKind(kind), 0.0) + size
+    return found
+
+
+def test_memory_and_traffic_follow() -> None:
+    plain, full = bfloat16_gpt(None, None), bfloat16_gpt(torch.float32, torch.float32)
+    # Adam's two moments; with masters of 4 bytes for parameters of 2, three times 2.
+    assert (plain.optimizer_state_ratio, full.optimizer_state_ratio) == (2.0, 6.0)
+    everyone = Decision(devices=(0, 1, 2, 3), shares=(2, 2, 2, 2), sync=Sync.ZERO1)
+    by_kind = [
+        moved(graph, strategy_of(graph, grid_cluster(4), everyone)) for graph in (plain, full)
+    ]
+    before, after = by_kind
+    assert after[TaskKind.REDUCE_SCATTER] == 2.0 * before[TaskKind.REDUCE_SCATTER]
+    assert after[TaskKind.GATHER_PARAMETERS] == before[TaskKind.GATHER_PARAMETERS]
+
+
+def test_a_dtype_that_cannot_be_added_in_is_refused() -> None:
+    for changes in ({"master_dtype": torch.int8}, {"reduce_dtype": "float32"}):
+        with pytest.raises(CaptureError, match="give a floating point dtype"):
+            Workload(nn.Linear(2, 2), (torch.ones(2, 2),), None, torch.optim.SGD, **changes)
