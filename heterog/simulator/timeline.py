@@ -392,7 +392,7 @@ class Timeline:
         channels = self.program.channel[links]
         begin, end = self.start[links], self.finish[links]
         earlier = (begin < start) | ((begin == start) & (links < task))
-        candidate = earlier & self._shares_links[self.program.channel[task], channels]
+        candidate = earlier & self._sharing(int(self.program.channel[task]))[channels]
         touching = candidate & (np.abs(end - start) <= tolerance)
         under_way = candidate & (end > start + tolerance)
         past = candidate & (end < start - tolerance)
@@ -410,20 +410,30 @@ class Timeline:
     def _link_tasks(self) -> npt.NDArray[np.int64]:
         return np.flatnonzero(self.program.kind >= FIRST_LINK_KIND)
 
-    @cached_property
-    def _shares_links(self) -> npt.NDArray[np.bool_]:
-        """Whether two channels have a link or their communicator in common.
+    def _sharing(self, channel: int) -> npt.NDArray[np.bool_]:
+        """Which channels have a link or their communicator in common with one.
 
-        # [num_channels, num_channels]
+        One at a time: of a hundred devices there are ten thousand channels, and the critical path
+        meets a few.  # [num_channels]
         """
-        num_resources, num_channels = len(self.cluster.resources), len(self.program.channels)
-        uses = np.zeros((num_channels, num_resources + num_channels), np.float32)
+        if channel not in self._sharing_known:
+            uses, communicator = self._links_of_channels, self._communicator
+            found = (uses[:, uses[channel]]).any(axis=1) | (communicator == communicator[channel])
+            self._sharing_known[channel] = found
+        return self._sharing_known[channel]
+
+    @cached_property
+    def _sharing_known(self) -> dict[int, npt.NDArray[np.bool_]]:
+        return {}
+
+    @cached_property
+    def _links_of_channels(self) -> npt.NDArray[np.bool_]:
+        """Which links the channels use that tasks refer to.  # [num_channels, num_resources]"""
+        num_channels = len(self.program.channels)
+        uses = np.zeros((num_channels, len(self.cluster.resources)), np.bool_)
         for number in np.unique(self.program.channel[self._link_tasks]):
-            uses[number, list(self.program.channels[number].traffic())] = 1.0
-            uses[number, num_resources + self._communicator[number]] = 1.0
-        shared: npt.NDArray[np.bool_] = uses @ uses.T > 0.0
-        np.fill_diagonal(shared, True)
-        return shared
+            uses[number, list(self.program.channels[number].traffic())] = True
+        return uses
 
     @cached_property
     def _communicator(self) -> IntArray:
