@@ -19,7 +19,7 @@ from heterog.planners.plan import Plan
 from heterog.planners.planner import Budget, MethodRow, Problem, Spending, Stop, planner_by_name
 from heterog.planners.portfolio import Progress, run_method
 from heterog.planners.stability import DATA_PARALLEL, TUNED_UNIFORM, Gain
-from heterog.simulator.critical_path import Piece, critical_pieces, totals
+from heterog.simulator.critical_path import PathPiece, critical_pieces, totals
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import LowerBound, lower_bound_s
@@ -138,7 +138,7 @@ class Explanation:
     step_time_s: float
     decided: Decided
     left_out: tuple[LeftOut, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PathPiece, ...]
     queued: tuple[Queued, ...]
     busy: tuple[float, ...]
     bound: LowerBound

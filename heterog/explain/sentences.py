@@ -22,7 +22,7 @@ from heterog.explain.lowered import (
 )
 from heterog.explain.what_if import Change
 from heterog.planners.given import GIVEN
-from heterog.simulator.critical_path import Limit, Piece, Purpose, merge_blocks
+from heterog.simulator.critical_path import Limit, PathPiece, Purpose, merge_blocks
 from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.pipeline_schedule import PipelineSchedule
@@ -368,7 +368,7 @@ def _queued(facts: "Explanation") -> list[str]:
     ]
 
 
-def _on_devices(facts: "Explanation", pieces: Sequence[Piece]) -> str:
+def _on_devices(facts: "Explanation", pieces: Sequence[PathPiece]) -> str:
     places = _grouped(pieces, lambda piece: piece.place)
     cluster = facts.plan.cluster
     words = []
@@ -383,7 +383,7 @@ def _on_devices(facts: "Explanation", pieces: Sequence[Piece]) -> str:
     return f": {', '.join([*words, *rest])}"
 
 
-def _for_links(facts: "Explanation", pieces: Sequence[Piece]) -> str:
+def _for_links(facts: "Explanation", pieces: Sequence[PathPiece]) -> str:
     places = _grouped(pieces, lambda piece: f"for the {piece.place} {_MOVED[piece.purpose]}")
     shown = _largest(places, facts.step_time_s)
     rest = _rest(facts, places, shown, "for other links")
@@ -393,15 +393,19 @@ def _for_links(facts: "Explanation", pieces: Sequence[Piece]) -> str:
     return f": {', '.join([*words, *rest])}"
 
 
-def _grouped(pieces: Iterable[Piece], key: Callable[[Piece], str]) -> dict[str, list[Piece]]:
+def _grouped(
+    pieces: Iterable[PathPiece], key: Callable[[PathPiece], str]
+) -> dict[str, list[PathPiece]]:
     """Pieces by a key, those with most seconds first."""
-    groups: dict[str, list[Piece]] = {}
+    groups: dict[str, list[PathPiece]] = {}
     for piece in pieces:
         groups.setdefault(key(piece), []).append(piece)
     return dict(sorted(groups.items(), key=lambda entry: (-_seconds(entry[1]), entry[0])))
 
 
-def _largest(places: Mapping[str, list[Piece]], whole: float) -> list[tuple[str, list[Piece]]]:
+def _largest(
+    places: Mapping[str, list[PathPiece]], whole: float
+) -> list[tuple[str, list[PathPiece]]]:
     """The few groups that matter, at least one."""
     first = list(places.items())[:_MOST_PLACES]
     return [entry for entry in first if _seconds(entry[1]) >= _SMALL * whole] or first[:1]
@@ -409,8 +413,8 @@ def _largest(places: Mapping[str, list[Piece]], whole: float) -> list[tuple[str,
 
 def _rest(
     facts: "Explanation",
-    places: Mapping[str, list[Piece]],
-    shown: Sequence[tuple[str, list[Piece]]],
+    places: Mapping[str, list[PathPiece]],
+    shown: Sequence[tuple[str, list[PathPiece]]],
     where: str,
 ) -> list[str]:
     left = list(places.values())[len(shown) :]
@@ -418,7 +422,7 @@ def _rest(
     return [f"{_percent(part)} {where}"] if part >= _NOTHING else []
 
 
-def _mostly(pieces: Sequence[Piece]) -> str:
+def _mostly(pieces: Sequence[PathPiece]) -> str:
     """The family of modules (``encoder.layer.3-7``) with most of the seconds, if one has many."""
     families = _grouped(pieces, lambda piece: _family(piece.block))
     family, some = next(iter(families.items()))
@@ -640,7 +644,7 @@ def _saved(change: Change) -> str:
 # --- words --------------------------------------------------------------------------------------
 
 
-def _seconds(pieces: Iterable[Piece]) -> float:
+def _seconds(pieces: Iterable[PathPiece]) -> float:
     return sum(piece.seconds for piece in pieces)
 
 

@@ -46,7 +46,7 @@ Stages = tuple[tuple[int, ...], ...]
 """Devices of each stage, in the order of the layers."""
 
 
-class Pipeline:
+class PipelineSearch:
     """Sequences of stages by enumeration; see the module docstring."""
 
     name = "pipeline"
@@ -383,4 +383,4 @@ class _Enumeration(Enumeration[_Point]):
         return replace(capped, splits_backward=point.splits_backward and point.num_micro > 1)
 
 
-register(Pipeline())
+register(PipelineSearch())

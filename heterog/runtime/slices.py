@@ -25,7 +25,7 @@ from heterog.strategy.strategy import REPLICATED, Strategy
 from heterog.strategy.tables import graph_tables
 
 
-class Piece(NamedTuple):
+class RowPart(NamedTuple):
     """What a slice holds of one parameter: elements ``begin`` to ``end`` of it, flattened."""
 
     row: int
@@ -78,14 +78,14 @@ class SlicedBucket:
         """Elements of a row that lie in the bucket."""
         return self.sizes[self.rows.index(row)]
 
-    def pieces(self, device: int) -> Iterator[Piece]:
+    def pieces(self, device: int) -> Iterator[RowPart]:
         """What a device's slice holds of each parameter, in order."""
         low, high = self.range(device)
         begin = 0
         for row, size in zip(self.rows, self.sizes, strict=True):
             first, last = max(low - begin, 0), min(high - begin, size)
             if first < last:
-                yield Piece(row, first, last)
+                yield RowPart(row, first, last)
             begin += size
 
 

@@ -61,7 +61,7 @@ class Purpose(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class PathPiece:
     """Some seconds of the critical path, or a sum of such.
 
     Attributes:
@@ -79,7 +79,7 @@ class Piece:
     seconds: float
 
 
-def critical_pieces(timeline: Timeline, cost_model: CostModel) -> tuple[Piece, ...]:
+def critical_pieces(timeline: Timeline, cost_model: CostModel) -> tuple[PathPiece, ...]:
     """The critical path in pieces, in the order of time; their seconds add up to the step's.
 
     Args:
@@ -93,14 +93,14 @@ def critical_pieces(timeline: Timeline, cost_model: CostModel) -> tuple[Piece, .
     )
 
 
-def totals(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+def totals(pieces: Iterable[PathPiece]) -> tuple[PathPiece, ...]:
     """Pieces that differ in their seconds alone added up, the longest first."""
     seconds: dict[tuple[Limit, str, Purpose, str], float] = {}
     for piece in pieces:
         key = (piece.limit, piece.place, piece.purpose, piece.block)
         seconds[key] = seconds.get(key, 0.0) + piece.seconds
     summed = [
-        Piece(limit=limit, place=place, purpose=purpose, block=block, seconds=total)
+        PathPiece(limit=limit, place=place, purpose=purpose, block=block, seconds=total)
         for (limit, place, purpose, block), total in seconds.items()
     ]
     return tuple(sorted(summed, key=lambda p: (-p.seconds, p.place, p.purpose, p.block)))
@@ -181,17 +181,17 @@ def _hosts(cluster: Cluster, hosts: Iterable[int]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def _pieces_of(step: PathStep, timeline: Timeline, cost_model: CostModel) -> Iterator[Piece]:
+def _pieces_of(step: PathStep, timeline: Timeline, cost_model: CostModel) -> Iterator[PathPiece]:
     """A wait, if there is one, and the task: for communication with its latency apart."""
     block = block_of(timeline.module(step.task))
     purpose = _purpose(timeline, step.task)
     if step.wait_s > 0.0:
-        yield Piece(
+        yield PathPiece(
             limit=Limit.WAIT, place="", purpose=Purpose.NOTHING, block="", seconds=step.wait_s
         )
     if timeline.is_compute(step.task):
         device = timeline.cluster.devices[int(timeline.program.device[step.task])]
-        yield Piece(
+        yield PathPiece(
             limit=Limit.COMPUTE,
             place=device.name,
             purpose=purpose,
@@ -204,7 +204,9 @@ def _pieces_of(step: PathStep, timeline: Timeline, cost_model: CostModel) -> Ite
     place = link_name(timeline.cluster, slowest_links(timeline.cluster, channel, cost_model))
     for limit, seconds in ((Limit.LATENCY, latency_s), (Limit.LINK, step.seconds - latency_s)):
         if seconds > 0.0:
-            yield Piece(limit=limit, place=place, purpose=purpose, block=block, seconds=seconds)
+            yield PathPiece(
+                limit=limit, place=place, purpose=purpose, block=block, seconds=seconds
+            )
 
 
 def _latency_on_path(

@@ -83,7 +83,7 @@ def is_linear_extension(tape: Tape, sequence: IntArray, position: IntArray) -> b
     return True
 
 
-class Workspace(NamedTuple):
+class ReplayWorkspace(NamedTuple):
     """What one replay counts with; made by ``replay_order``, because kernels allocate nothing."""
 
     # A server is a device's stream, a pair of devices or a communicator (numbered like its first
@@ -118,10 +118,10 @@ class Workspace(NamedTuple):
     links: IntArray
 
 
-def _make_workspace(num_tasks: int, num_devices: int, prices: Prices) -> Workspace:
+def _make_workspace(num_tasks: int, num_devices: int, prices: Prices) -> ReplayWorkspace:
     num_channels = len(prices.channel_latency_s)
     num_servers = num_devices + num_channels
-    return Workspace(
+    return ReplayWorkspace(
         server=np.empty(num_tasks, np.int32),
         waiting_for=np.empty(num_tasks, np.int32),
         payload=np.empty(num_tasks),
@@ -177,7 +177,7 @@ def _replay_kernel(
     tape: Tape,
     prices: Prices,
     timings: Timings,
-    work: Workspace,
+    work: ReplayWorkspace,
     sequence: IntArray,
     limit_s: float,
 ) -> tuple[float, int]:

@@ -6,7 +6,7 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.pipeline import Pipeline, _Enumeration, _Point
+from heterog.planners.pipeline import PipelineSearch, _Enumeration, _Point
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.teams import (
     apart,
@@ -125,7 +125,7 @@ def test_a_small_budget_reaches_every_kind_of_point() -> None:
     assert any(point.splits_backward for point in search.cost)
     assert any(point.caps for point in search.cost)
     assert search.spending.evaluations <= 120
-    again = Pipeline().plan(
+    again = PipelineSearch().plan(
         Problem(evaluator=Evaluator(GRAPH, evaluator.cluster), budget=problem.budget)
     )
     assert [c.strategy for c in again.candidates] == [
