@@ -249,8 +249,10 @@ class _Propagation:
     def _is_along_batch(self, op: int) -> bool:
         """Whether a rule over as many units as there are samples is one over the samples.
 
-        What it splits is then what the batch splits, and it splits something of that: a sum of
-        gradients by columns, of which the batch splits nothing, is no rule over the samples.
+        What it splits is then what the batch splits, and it splits something of that; or all who
+        read what it makes take their samples of it (encodings of positions, repeated for every
+        sample). A sum of gradients by columns, of which the batch splits nothing and no op takes
+        samples, is no rule over the samples.
         """
         graph, batch = self.graph, self.batch
         rule, _ = self.rules[op]
@@ -264,9 +266,30 @@ class _Propagation:
             )
             if place.kind == "S"
         ]
-        return any(place == along for _, place, along in splits) and not any(
+        if any(
             storage in parameters or (along.kind == "S" and along != place)
             for storage, place, along in splits
+        ):
+            return False
+        return any(place == along for _, place, along in splits) or self._is_read_by_sample(op)
+
+    def _is_read_by_sample(self, op: int) -> bool:
+        """Whether all readers of what a rule makes take the part of their samples of it."""
+        rule, size = self.rules[op][0], self.graph.batch_size
+        outputs = self.graph.outputs(op)
+        readers = [
+            (reader, tensor, wanted, {output: place})
+            for output, place in zip(outputs, rule.outputs, strict=True)
+            if place.kind == "S"
+            for reader, tensor, wanted in self._readers(output)
+        ]
+        return bool(readers) and all(
+            self._placed(tensor, through, size) == wanted
+            and (
+                reader not in self.rules
+                or (self.rules[reader][0].units == size and self._is_along_batch(reader))
+            )
+            for reader, tensor, wanted, through in readers
         )
 
     def _units(self, op: int) -> int:

@@ -243,6 +243,24 @@ class Penalty(OwnLoss):
         return functional.cross_entropy(self.model(tokens), labels.flatten()) + 0.01 * penalty
 
 
+class RepeatedEncodings(nn.Module):
+    """Encodings of positions, repeated for every sample before they are projected, as in XLNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 6)
+        self.project = nn.Linear(6, 6, bias=False)
+        self.decoder = nn.Linear(6, 13)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        batch, length = tokens.shape
+        places = torch.arange(length)[:, None] * torch.linspace(0.1, 1.0, 6)
+        repeated = places.sin().expand(batch, length, 6).reshape(batch * length, 6)
+        x = self.embedding(tokens) * self.project(repeated).view(batch, length, 6)
+        out: Tensor = self.decoder(x)
+        return out.flatten(0, 1)
+
+
 def token_loss(output: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(output, labels.flatten())
 
@@ -268,7 +286,8 @@ OWN_LOSS: dict[str, Any] = {
     "penalty": (Penalty, None),
 }
 TRANSLATION: dict[str, Any] = {"translation": (TinyT5, token_loss)}
-EVERY = MODELS | TRANSLATION | NORMALISED | GATHERED | OWN_LOSS
+ENCODED: dict[str, Any] = {"encodings": (RepeatedEncodings, token_loss)}
+EVERY = MODELS | TRANSLATION | ENCODED | NORMALISED | GATHERED | OWN_LOSS
 IMAGES = ("residual", *NORMALISED)
 
 

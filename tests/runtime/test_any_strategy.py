@@ -19,7 +19,7 @@ from tests.simulator.builders import plan_by_hand
 
 SEED = int(os.environ.get("HETEROG_SEED", "0"))
 CASES = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "1"))
-FAMILIES = ("mlp", "normalised residual", "gpt", "translation", "moe")
+FAMILIES = ("mlp", "normalised residual", "gpt", "translation", "moe", "encodings")
 ON_SIX = FAMILIES if CASES > 1 else FAMILIES[:2]
 """Each rank captures a model once, which takes seconds: by default only the small ones."""
 

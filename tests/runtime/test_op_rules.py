@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterog.graph.axis_plan import axis_plan
+from heterog.graph.axis_plan import BATCH_AXIS, axis_plan
+from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import P, R, S
 from heterog.planners.plan import load_plan
@@ -228,7 +229,7 @@ def test_sharded_in_one_place_and_batch_split_elsewhere(ranks: Ranks, tmp_path: 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["mlp", "gpt", "moe", "residual"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "moe", "residual", "encodings"])
 def test_random_legal_rules(
     ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
@@ -258,6 +259,29 @@ def test_a_walk_of_the_local_search_from_sharded_layers(
         moved = moves.of(state)
         state = moved if moved.rules else state
     trained(ranks, tmp_path, name, decoded(moves, state))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("decision", [UNEVEN, WITH_ZERO])
+def test_what_is_repeated_for_every_sample_is_made_for_the_own_ones(
+    ranks: Ranks, tmp_path: Path, decision: Decision
+) -> None:
+    """Nothing that the batch splits goes in; all who read it take the rows of their samples."""
+    graph = graph_of("encodings")
+    batch = batch_plan(graph)
+    (product,) = (
+        op
+        for op, node in enumerate(graph.ops)
+        if node.kind == "mm.default"
+        and node.phase == Phase.FORWARD
+        and all(place == R for place in batch.needed[op])
+    )
+    rule = OpRule(inputs=(S(0), R), outputs=(S(0),), units=graph.batch_size)
+    strategy = replace(everywhere(graph, decision), op_rules=((product, rule),))
+    assert axis_plan(graph, strategy.op_rules).op_axis[product] == BATCH_AXIS
+    program = lower(graph, cluster(), strategy)
+    assert not (program.kind == TaskKind.GATHER_VALUE).any()
+    trained(ranks, tmp_path, "encodings", strategy)
 
 
 @pytest.mark.distributed
