@@ -285,6 +285,8 @@ class _Merger:
             "parameter_group": groups,
             "parameter_bytes": sums(self.parameter_of, fine.parameter_bytes, len(leaders)),
             "gradient_bytes": sums(self.parameter_of, fine.gradient_bytes, len(leaders)),
+            "parameter_dtype": fine.parameter_dtype[leaders],
+            "num_dtypes": fine.num_dtypes,
             "parameter_gradient": gradient,
             "parameter_last_value": last.astype(np.int32),
             "gradient_domain": fine.gradient_domain[leaders],

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.runtime.collectives import slice_counts
@@ -90,11 +89,7 @@ class SlicedBucket:
 
 
 def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list[SlicedBucket]:
-    """All buckets that are updated in slices.
-
-    Raises:
-        StrategyError: one has parameters of different dtypes.
-    """
+    """All buckets that are updated in slices."""
     group = group_ops(graph).group
     rings = parameter_rings(graph, strategy)
     members: dict[int, list[int]] = {}
@@ -106,13 +101,6 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
     for number, rows in members.items():
         decision = strategy.decisions[int(group[graph.updates[number][0]])]
         tensors = [graph.tensors[graph.updates[row][1]] for row in rows]
-        odd = next((each for each in tensors if each.dtype != tensors[0].dtype), None)
-        if odd is not None:
-            raise StrategyError(
-                f"'{tensors[0].name}' ({tensors[0].dtype}) and '{odd.name}' ({odd.dtype}) are in "
-                f"one bucket of {decision.sync.name.lower()}, which is cut as one flat tensor; "
-                "plan with bucket_bytes 0."
-            )
         for place, ring in enumerate(rings[number]):
             sizes = tuple(round(each.meta.num_elements * ring.part) for each in tensors)
             own = ring_decision(ring, decision)

@@ -90,6 +90,8 @@ class GraphTables(NamedTuple):
     parameter_group: IntArray
     parameter_bytes: FloatArray
     gradient_bytes: FloatArray  # of what is added up, which may have another dtype
+    parameter_dtype: IntArray  # number of its dtype and its gradient's: flat tensors have one
+    num_dtypes: int
     parameter_workspace: FloatArray  # bytes that a kernel needs beside it while it reads it
     parameter_gradient: IntArray  # value that holds the gradient
     parameter_last_value: IntArray  # value made by an op that reads it after that, -1 if none
@@ -283,6 +285,8 @@ class _Builder:
     def _parameter_tables(self) -> dict[str, Any]:
         graph, plan = self.graph, self.plan
         sizes = [float(graph.tensor_bytes[parameter]) for _, parameter, _ in graph.updates]
+        dtypes = [(graph.tensors[p].dtype, graph.tensors[g].dtype) for _, p, g in graph.updates]
+        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(dtypes))}
         workspace = np.zeros(len(graph.updates))
         readers: list[list[int]] = [[] for _ in graph.updates]
         for index, rows in zip(self.ops, self.parameter_reads, strict=True):
@@ -298,6 +302,8 @@ class _Builder:
             "gradient_bytes": np.array(
                 [float(graph.tensor_bytes[g]) for _, _, g in graph.updates]
             ),
+            "parameter_dtype": _ints([numbers[pair] for pair in dtypes]),
+            "num_dtypes": max(len(numbers), 1),
             "parameter_workspace": workspace,
             "parameter_axis": _ints(self.parameter_axis),
             "parameter_units": np.array(units),

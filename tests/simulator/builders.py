@@ -52,7 +52,7 @@ class GraphBuilder:
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
-        self.gradient_dtype = "float32"
+        self.gradient_dtypes = ["float32"]  # of the parameters in turn
         self._tensors: list[GraphTensor] = []
         self._placements: list[Placement] = []
         self._ops: list[GraphOp] = []
@@ -141,7 +141,8 @@ class GraphBuilder:
             phase=Phase.BACKWARD,
         )
         meta = self._tensors[gradient]
-        self._tensors[gradient] = replace(meta, dtype=self.gradient_dtype)
+        dtype = self.gradient_dtypes[parameter % len(self.gradient_dtypes)]
+        self._tensors[gradient] = replace(meta, dtype=dtype)
         return gradient
 
     def update(self, parameter: int, gradient: int, *, module: str) -> None:
@@ -200,7 +201,7 @@ def random_graph(rng: Random, batch_size: int | None = None) -> OpGraph:
     batch_size = drawn if batch_size is None else batch_size
     width = rng.choice([64, 512, 2048])
     builder = GraphBuilder(batch_size)
-    builder.gradient_dtype = rng.choice(["float32", "bfloat16", "float64"])
+    builder.gradient_dtypes = rng.sample(["float32", "bfloat16", "float64"], rng.randint(1, 2))
     activations = [builder.batch(width)]
     weights = [builder.parameter(width, width) for _ in range(rng.randint(2, 4))]
     table = builder.input(TensorKind.BUFFER, width)

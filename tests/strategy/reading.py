@@ -219,6 +219,12 @@ class Reading:
         """Bytes of a whole parameter's gradient."""
         return float(self.graph.tensor_bytes[self.graph.updates[parameter][2]])
 
+    def dtypes(self, parameter: int) -> int:
+        """Number of a parameter's and its gradient's dtypes, in the order in which they occur."""
+        tensors = self.graph.tensors
+        pairs = [(tensors[p].dtype, tensors[g].dtype) for _, p, g in self.graph.updates]
+        return list(dict.fromkeys(pairs)).index(pairs[parameter])
+
     def parameter_group(self, parameter: int) -> int:
         """Group that decides about a parameter."""
         return self.group[self.graph.updates[parameter][0]]

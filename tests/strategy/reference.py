@@ -104,7 +104,7 @@ class Meaning(NamedTuple):
 # --- the walk through the steps -----------------------------------------------------------------
 
 
-BucketKey = tuple[int, int, int]
+BucketKey = tuple[int, int, int, int]
 """First group whose gradients may share a bucket, the axis of slices, and who makes the same."""
 NO_PART = Part(0)
 
@@ -793,7 +793,8 @@ class Walk:
         first = next(g for g in range(self.reading.num_groups) if alike(g) == mine)
         axis = self.reading.sharded_axis(parameter)
         order = ("device", "team", "in team")
-        return first, axis or BATCH, order.index(self.shares.held_alike(parameter))
+        alike_in = order.index(self.shares.held_alike(parameter))
+        return first, axis or BATCH, alike_in, self.reading.dtypes(parameter)
 
     def is_full(self, bucket: list[int]) -> bool:
         """Whether a bucket is synchronised without waiting for more."""

@@ -59,6 +59,14 @@ def num_rings(tables: GraphTables, choice: Choice, parameter: int) -> int:
 
 
 @helper
+def bucket_key(tables: GraphTables, choice: Choice, scratch: Scratch, parameter: int) -> int:
+    """Parameters whose gradients may share a bucket have the same key, and no others."""
+    group, domain = tables.parameter_group[parameter], tables.gradient_domain[parameter]
+    key = scratch.bucket_key[group] * choice.rings.first.shape[1] + domain
+    return int(key * tables.num_dtypes + tables.parameter_dtype[parameter])
+
+
+@helper
 def own_part(tables: GraphTables, choice: Choice, parameter: int, device: int) -> int:
     """Units of a parameter that lives in slices on a device; of a whole one 1 for each replica."""
     division = choice.division[tables.parameter_group[parameter]]

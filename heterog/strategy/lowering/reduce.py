@@ -2,7 +2,7 @@
 
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
-from heterog.strategy.lowering.gradients import num_rings, own_part, read_gradient
+from heterog.strategy.lowering.gradients import bucket_key, num_rings, own_part, read_gradient
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.serve import serve
 from heterog.strategy.lowering.slices import finish_gradient
@@ -60,8 +60,7 @@ def synchronise(
     if choice.sharded[group] >= _STATE:
         finish_gradient(tables, choice, scratch, tape, parameter, choice.num_micro - 1)
         return
-    num_domains = choice.rings.first.shape[1]
-    key = scratch.bucket_key[group] * num_domains + tables.gradient_domain[parameter]
+    key = bucket_key(tables, choice, scratch, parameter)
     size = tables.gradient_bytes[parameter]
     if scratch.open_first[key] < 0:
         scratch.open_first[key] = parameter
@@ -106,7 +105,8 @@ def close_bucket(
     size = scratch.open_bytes[key]
     scratch.open_first[key] = -1
     num_domains = choice.rings.first.shape[1]
-    group, domain = key // num_domains, key % num_domains
+    added_up = key // tables.num_dtypes
+    group, domain = added_up // num_domains, added_up % num_domains
     parameter = first
     while parameter >= 0:
         tape.bucket[parameter] = first

@@ -20,7 +20,9 @@ class Scratch(NamedTuple):
     ready_buffer: IntArray  # token: the parameter of this step has arrived
     next_ready_buffer: IntArray  # token: the parameter of the next step has arrived
     next_in_bucket: IntArray
-    open_first: IntArray  # first parameter of an open bucket  # [num_groups * num_domains]
+    open_first: (
+        IntArray  # first parameter of an open bucket  # [num_groups * num_domains * num_dtypes]
+    )
     open_last: IntArray
     open_bytes: FloatArray
     bucket_key: IntArray  # of each group: the first whose gradients may share its buckets
@@ -51,7 +53,8 @@ class Scratch(NamedTuple):
 def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
     """Working memory for one graph and cluster."""
     num_parameters = len(tables.parameter_bytes)
-    num_keys = tables.num_groups * (Domain.SLICES + len(tables.axis_units) - 1)
+    num_domains = Domain.SLICES + len(tables.axis_units) - 1
+    num_keys = tables.num_groups * num_domains * tables.num_dtypes
 
     def per_device(rows: int) -> IntArray:
         return np.empty((rows, num_devices), np.int32)

@@ -18,7 +18,7 @@ A parameter whose gradient every replica has whole already is updated everywhere
 
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
-from heterog.strategy.lowering.gradients import fresh_gradient, num_rings, own_part
+from heterog.strategy.lowering.gradients import bucket_key, fresh_gradient, num_rings, own_part
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import (
     NUM_BUFFERS,
@@ -74,8 +74,7 @@ def number_sliced_buckets(
         parameter = tables.finished_parameter[entry]
         if not is_sliced(tables, choice, parameter):
             continue
-        group, domain = tables.parameter_group[parameter], tables.gradient_domain[parameter]
-        key = scratch.bucket_key[group] * choice.rings.first.shape[1] + domain
+        key = bucket_key(tables, choice, scratch, parameter)
         first = scratch.open_first[key]
         if first < 0:
             first = parameter
