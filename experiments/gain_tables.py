@@ -40,8 +40,8 @@ CLUSTERS = "paper_8gpu,paper_8gpu_net035"
 FOUR = ("ev_ps", "ev_ar", "cp_ps", "cp_ar")
 GAINS = ("over the four", "over tuned")
 SHOWN = (
-    "ddp", "tuned_uniform", "model_parallel", "deeppool", "pipeline", "poplar", "two_segment",
-    "hap", "local_search", "agent", "agent+search",
+    "ddp", "tuned_uniform", "megatron_grid", "model_parallel", "deeppool", "pipeline", "poplar",
+    "two_segment", "hap", "local_search", "agent", "agent+search",
 )  # fmt: skip
 
 Row = dict[str, Any]
