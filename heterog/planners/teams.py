@@ -195,7 +195,12 @@ def without_needless_rules(graph: OpGraph, strategy: Strategy) -> Strategy:
     """
     if not strategy.op_rules:
         return strategy
-    alone = {group for group, each in enumerate(strategy.decisions) if not has_teams(each)}
+    # What rules shard has no home, and would need one without them where a group is served.
+    alone = {
+        group
+        for group, each in enumerate(strategy.decisions)
+        if not has_teams(each) and not each.sync.is_served
+    }
     group = group_ops(graph).group
     decisions = tuple(
         without_teams(decision) if number in alone else decision

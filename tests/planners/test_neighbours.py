@@ -11,6 +11,7 @@ from heterog.planners.group_rules import GroupRules
 from heterog.planners.local_search import LocalSearch, _Search
 from heterog.planners.neighbours import Neighbours, State
 from heterog.planners.planner import Budget, Candidate, Problem
+from heterog.planners.teams import without_needless_rules
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.space import StrategySpace
@@ -27,6 +28,8 @@ def check_point(moves: Neighbours, state: State) -> None:
     """The strategy is legal, and the quick encoding means the same as the careful one."""
     evaluator = moves.problem.evaluator
     strategy = decoded(moves, state)
+    # As a search hands it over: what rules no longer shard has a home where it is served.
+    without_needless_rules(evaluator.graph, strategy).check(evaluator.graph, evaluator.cluster)
     careful = evaluator.evaluate(strategy, Order.RANK)  # checks it
     number = moves.rules.rule_set(state.rules, state.blocks)
     assert number is not None
