@@ -35,14 +35,9 @@ _FROM_ZOO = """\
 
     return load_workload({source!r}, batch_size)"""
 _FROM_FILE = """\
-    from heterog.errors import InputFileError
     from heterog.zoo import load_workload
 
-    source = f"{{HERE / {file!r}}}:{function}"
-    try:
-        return load_workload(source, batch_size)
-    except InputFileError:  # a function that takes no batch size; deploy checks what it makes
-        return load_workload(source)"""
+    return load_workload(f"{{HERE / {file!r}}}:{function}", batch_size, must_take=False)"""
 _TO_FILL_IN = """\
     raise SystemExit(
         "user.py: fill in workload(): return the heterog.Workload that the plan was made for."

@@ -260,7 +260,7 @@ def main() -> None:
     torch.set_num_threads(1)
     try:
         train_beside(
-            load_workload(arguments.model, arguments.batch_size),
+            load_workload(arguments.model, arguments.batch_size, must_take=False),
             arguments.batch_size,
             Path(os.environ[HEARTBEAT]),
             arguments.limit,

@@ -140,7 +140,8 @@ def train(
     source = model or trusted_source(plan.graph.source, sources, "the plan")
     if not source:
         raise HeterogError("the plan does not name its model; pass --model.")
-    workload = load_workload(source, None if model else plan.graph.batch_size)
+    planned = None if model else plan.graph.batch_size
+    workload = load_workload(source, planned, must_take=False)
     tell("joining the others")
     on_cpus = all(device.type.name == "CPU" for device in plan.cluster.devices)
     join(timeout_s, backend=CPU_BACKEND if on_cpus else "")
@@ -225,7 +226,7 @@ def _beside(plan: Plan, sources: Sequence[str]) -> LowPriorityThread | None:
     if dist.get_rank() not in background.devices:
         return None
     source = trusted_source(background.source, sources, "the plan")
-    workload = load_workload(source, background.batch_size)
+    workload = load_workload(source, background.batch_size, must_take=False)
     thread = LowPriorityThread(
         Trainer(workload, own_device()), own_device(), Governor(background.limit)
     )

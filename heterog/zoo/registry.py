@@ -98,13 +98,21 @@ def build(name: str, batch_size: int | None = None) -> Workload:
     return replace(found.build(batch_size), name=name, source=name)
 
 
-def load_workload(source: str, batch_size: int | None = None) -> Workload:
+def load_workload(
+    source: str, batch_size: int | None = None, *, must_take: bool = True
+) -> Workload:
     """The workload that ``source`` names: a zoo name or ``path/to/file.py:function``.
 
     The function of a file takes ``batch_size`` or nothing and returns a ``Workload``. While the
     file is imported and the function runs, the file's folder is on ``sys.path``, as when Python
     runs it as a script. The workload's ``source`` becomes the absolute path, and its ``name`` the
     function's unless the workload has one.
+
+    Args:
+        source: of the workload.
+        batch_size: of its example batch; by default its own.
+        must_take: whether a function that takes no batch size is refused one. Who runs a plan
+            passes the one that it was made for, and the batches are compared later.
 
     Raises:
         UnknownNameError: ``source`` is not a path and the zoo has no such entry.
@@ -117,7 +125,10 @@ def load_workload(source: str, batch_size: int | None = None) -> Workload:
         _check_batch_size(batch_size)
     path, function_name = split_source(source, "function")
     with folder_on_path(path.parent):
-        workload = _call(path, callable_in(path, function_name), function_name, batch_size)
+        function = callable_in(path, function_name)
+        if not must_take and not _takes_batch_size(function):
+            batch_size = None
+        workload = _call(path, function, function_name, batch_size)
     name = function_name if workload.name == "workload" else workload.name
     return replace(workload, name=name, source=f"{path}:{function_name}")
 
@@ -161,8 +172,7 @@ def _call_options(
             "batch_size or nothing."
         )
     if batch_size is not None:
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if "batch_size" not in parameters and not takes_any:
+        if not _takes_batch_size(function):
             raise InputFileError(
                 f"{path}: a batch size of {batch_size} was asked for, but '{name}' does not take "
                 f"one; write 'def {name}(batch_size)' or leave the batch size out."
@@ -173,6 +183,14 @@ def _call_options(
             f"{path}: '{name}' needs a batch size; give one, or give batch_size a default there."
         )
     return {}
+
+
+def _takes_batch_size(function: object) -> bool:
+    assert callable(function)
+    parameters = inspect.signature(function).parameters
+    return "batch_size" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def _from(module: str, function: str) -> Callable[[int], Workload]:

@@ -77,8 +77,8 @@ def write(tmp_path: Path, text: str, name: str = "mine.py") -> Path:
     return path
 
 
-def batch_size_of(source: str, batch_size: int | None = None) -> int:
-    batch = registry.load_workload(source, batch_size).make_batch()
+def batch_size_of(source: str, batch_size: int | None = None, *, must_take: bool = True) -> int:
+    batch = registry.load_workload(source, batch_size, must_take=must_take).make_batch()
     assert isinstance(batch, tuple)
     return batch[0].shape[0]
 
@@ -155,6 +155,8 @@ def test_user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch_size_of("mine.py:needs_batch_size", 2) == 2
     assert batch_size_of("mine.py:takes_any", 2) == 2
     assert batch_size_of("mine.py:fixed") == 4
+    assert batch_size_of("mine.py:fixed", 2, must_take=False) == 4  # who asked compares them
+    assert batch_size_of("mine.py:workload", 2, must_take=False) == 2
 
 
 def test_user_file_may_import_its_neighbour_and_define_dataclasses(tmp_path: Path) -> None:
