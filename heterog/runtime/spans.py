@@ -113,10 +113,19 @@ class Spans:
         """Whether a device is the first of its team that works on something."""
         return device in self._team and self.speaker(micro, device) == device
 
-    def speaker(self, micro: int, device: int) -> int:
-        """The first device of another's team that works on something; -1 if none does."""
-        members = self._teams[self._team[device]]
-        return next((each for each in members if self.shares[micro][each]), -1)
+    def speaker(self, micro: int, device: int, among: "Spans | None" = None) -> int:
+        """The first device of another's team that works on something; -1 if none does.
+
+        Args:
+            micro: the micro-batch.
+            device: of the team.
+            among: it must work on something of these, too, if any of the team does.
+        """
+        working = [each for each in self._teams[self._team[device]] if self.shares[micro][each]]
+        both = working
+        if among is not None:
+            both = [each for each in working if among.shares[micro].get(each, 0)] or working
+        return both[0] if both else -1
 
     def team_of(self, device: int) -> tuple[int, ...]:
         """The team of a device, in order."""

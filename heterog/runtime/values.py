@@ -183,13 +183,14 @@ class Values:
             # A whole value read as a part of a sum enters it once: on the first device, or team.
             # So does what all members of a team have alike.
             micro = reader.micro
+            speaks = spans.speaker(micro, rank, among=seen.holders) == rank
             if seen.is_part_of_sum:
-                enters = is_ruled or not seen.is_alike_in_team or spans.speaks(micro, rank)
+                enters = is_ruled or not seen.is_alike_in_team or speaks
             elif seen.is_converted:  # brought to those alone on which it enters
                 enters = True
             else:
                 enters = spans.is_in_first_team(micro, rank) and (
-                    is_ruled or seen.is_part_in_team or spans.speaks(micro, rank)
+                    is_ruled or seen.is_part_in_team or speaks
                 )
             if not enters:
                 return torch.zeros_like(seen.value)
@@ -352,12 +353,17 @@ class Values:
             # Without a rule each device has a part of its own.
             is_part_in_team=on_axis.kind == "P" and not is_made_whole,
             is_converted=on_axis.kind == "P" and part.is_converted(buffer),
+            holders=None if part.is_converted(buffer) else self._makers(tensor),
         )
 
     def _has_one_team(self, tensor: int) -> bool:
         """Whether the devices that make a tensor are one team, which has all samples."""
-        spans = self._part.spans_of_op(int(self._part.graph.producer[tensor]))
+        spans = self._makers(tensor)
         return spans is not None and spans.num_teams == 1
+
+    def _makers(self, tensor: int) -> Spans | None:
+        """Spans of the op that makes a tensor; ``None`` for constants."""
+        return self._part.spans_of_op(int(self._part.graph.producer[tensor]))
 
     def _nothing(self, tensor: int, reader: Reader) -> "Seen":
         """Zeros in place of a part of a sum that is elsewhere."""
@@ -387,6 +393,7 @@ class Seen:
         is_part_in_team: it is a part of a sum over the team (or, of no sum over the team, a
             device's own part of one over the batch).
         is_converted: it was a part of a sum, and has come from elsewhere as the whole.
+        holders: those who made it, if it is where it was made.
     """
 
     value: Tensor
@@ -396,3 +403,4 @@ class Seen:
     is_alike_in_team: bool = False
     is_part_in_team: bool = False
     is_converted: bool = False
+    holders: Spans | None = None

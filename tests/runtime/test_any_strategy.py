@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from heterog.strategy.strategy import Strategy
+from heterog.graph.placement import R
+from heterog.strategy.strategy import Decision, OpRule, Strategy, Sync
 from tests.runtime.any_strategy import Draws, any_strategy, new_draws
 from tests.runtime.cases import NORMALISED, SGD, assert_same, reference, train_sharded
 from tests.runtime.grids import grid_cluster
@@ -15,7 +17,7 @@ from tests.runtime.local_groups import reference_in_groups
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of
 from tests.runtime.test_rehearsal import verdict
-from tests.simulator.builders import plan_by_hand
+from tests.simulator.builders import plan_by_hand, strategy_of
 
 SEED = int(os.environ.get("HETEROG_SEED", "0"))
 CASES = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "1"))
@@ -71,3 +73,26 @@ def test_any_strategy_trains_as_one_device(
     print(f"{name}, {num_devices} ranks: {CASES - len(wrong)} of {CASES} equal;", end=" ")
     print(f"refused by the language: {dict(draws.refused)}; made use of: {dict(draws.said)}")
     assert not wrong
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("shares", [(2, 2, 2, 2), (6, 0, 0, 2)])
+def test_what_a_team_has_alike_enters_a_sum_where_it_is_held(
+    four_ranks: Ranks, tmp_path: Path, shares: tuple[int, ...]
+) -> None:
+    """The first reader of the team makes none of it; with the other shares no reader does."""
+    graph = graph_of("language")  # the embedding is tied: two gradients are added up
+    rules = tuple(
+        (op, OpRule(inputs=(R, R), outputs=(R,), units=1))
+        for op, node in enumerate(graph.ops)
+        if node.kind == "embedding_dense_backward.default"
+    )
+    decision = Decision(
+        devices=(0, 1, 2, 3),
+        shares=shares,
+        teams=((0, 1, 2), (3,)),
+        parts=(0, 1, 1, 1),
+        sync=Sync.RING,
+    )
+    strategy = strategy_of(graph, grid_cluster(4), decision)
+    check_strategy(four_ranks, tmp_path, "language", replace(strategy, op_rules=rules), 4)

@@ -371,7 +371,10 @@ class Walk:
         _, along = self.reading.kinds(need.value)
         readers = set(self.shares.boxes(target, need.axis, self.micro))
         if source == target:
-            if need.whole == AS_MADE and (along == "R" or set(lies) <= readers):
+            reading = [readers & set(team) for team in source.teams if readers & set(team)]
+            if need.whole == AS_MADE and (
+                all(each & set(lies) for each in reading) if along == "R" else set(lies) <= readers
+            ):
                 return lies
             if along == "S":
                 lies = self.gather_in_teams(need, lies, source, axis)

@@ -235,7 +235,9 @@ def _convert_between_teams(
         if whole == EVERYTHING:
             _gather(tables, choice, scratch, tape, slot, target, micro)
     elif over_teams == _P:
-        same = source == target
+        same = source == target and (
+            whole != AS_MADE or _each_team_has_a_reader(choice, row, reader, micro)
+        )
         # One team has all of a sum over teams.
         is_one_team = choice.teams.num_teams[source] == 1
         if whole == EVERYTHING or not same:
@@ -244,7 +246,8 @@ def _convert_between_teams(
             if not same or is_one_team:
                 who = _ALL if whole == EVERYTHING else _FIRST_TEAM
                 _copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
-        # Otherwise each member keeps it, and for a reader of parts it is zero on all but one.
+        # Otherwise each member keeps it, and for a reader of parts it is zero on all but the first
+        # one that has it and reads it.
     elif row != reader:
         who = _ALL
         if is_first_of_sum:
@@ -258,6 +261,30 @@ def _who_gets(whole: int) -> int:
     if whole == AS_MADE:
         return _FIRST
     return _FIRST_TEAM if whole == IN_TEAM else _ALL
+
+
+@helper
+def _each_team_has_a_reader(choice: Choice, source: int, target: int, micro: int) -> bool:
+    """Whether in every team somebody who made a value also runs its reader.
+
+    A member without units makes nothing, one without samples reads nothing.
+    """
+    teams = choice.teams
+    division = target % len(choice.member)
+    for device in range(choice.member.shape[1]):
+        if choice.shares[target, micro, device] == 0:
+            continue
+        is_held = False
+        for other in range(choice.member.shape[1]):
+            if (
+                teams.number[division, other] == teams.number[division, device]
+                and choice.shares[source, micro, other] > 0
+                and choice.shares[target, micro, other] > 0
+            ):
+                is_held = True
+        if not is_held:
+            return False
+    return True
 
 
 @helper
