@@ -453,7 +453,7 @@ class _Repair:
         speeds = device_speeds(self.evaluator)
         for size in reversed(team_sizes(self.cluster, rules_of_model(self.graph))):
             made = strategy_in_teams(self.graph, self.cluster, strategy, groups, size, speeds)
-            if made is not None and made != strategy:
+            if made is not None and made.decisions != strategy.decisions:
                 yield self._try(made)
 
 

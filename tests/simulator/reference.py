@@ -166,6 +166,7 @@ def simulate(
     device_free_at = dict.fromkeys((task.device for task in tasks if not task.is_link), 0.0)
     link_free_at: dict[int, float] = defaultdict(float)
     under_way: dict[object, PricedTask] = {}  # the operation of each communicator
+    blocking = [task for task in tasks if task.blocks >= 0]
     unready = list(tasks)
     ready: list[PricedTask] = []
     moments = {0.0}
@@ -178,7 +179,7 @@ def simulate(
             ready.append(task)
             if order == Order.FIFO:
                 priority[task.number] = now
-        blocked = {t.blocks for t in tasks if t not in unready and finish[t.number] > now}
+        blocked = {t.blocks for t in blocking if t not in unready and finish[t.number] > now}
         for device, free_at in device_free_at.items():
             if device in blocked:
                 continue
@@ -275,16 +276,16 @@ def replay(
     for task in sorted(tasks, key=lambda t: (engine_start[t.number], t.number)):
         lines[_line(task)].append(task)
     needs = {task.number: set(task.needs) for task in tasks}
-    for own in lines.values():
-        for task in own:
-            if not task.is_link:
-                needs[task.number] |= {
-                    sent.number
-                    for sent in tasks
-                    if sent.blocks == task.device
-                    and (engine_start[sent.number], sent.number)
-                    < (engine_start[task.number], task.number)
-                }
+    blocking = [task for task in tasks if task.blocks >= 0]
+    for task in tasks:
+        if not task.is_link:
+            needs[task.number] |= {
+                sent.number
+                for sent in blocking
+                if sent.blocks == task.device
+                and (engine_start[sent.number], sent.number)
+                < (engine_start[task.number], task.number)
+            }
     left: dict[int, float] = {}  # bytes of transfers and collectives that are under way
     busy_until: dict[object, float] = dict.fromkeys(lines, 0.0)
     flow_from: dict[int, float] = {}  # when a collective's latency is over

@@ -56,11 +56,13 @@ def test_gives_up_only_what_is_slower_than_the_limit(seed: int, share: float) ->
     evaluator, choice = random_case(rng)
     order = rng.choice(list(Order))
     whole = evaluator.evaluate_choice(choice, order)
-    assert evaluator.floor_s(choice) <= whole.step_time_s * (1 + 1e-12)
+    if whole.outcome != Outcome.CANNOT_RUN:  # there is no step whose seconds could be bounded
+        assert evaluator.floor_s(choice) <= whole.step_time_s * (1 + 1e-12)
     limit = share * whole.step_time_s
     limited = evaluator.evaluate_choice(choice, order, limit)
     if limited.outcome == Outcome.GIVEN_UP:
-        assert limit < limited.step_time_s <= whole.step_time_s * (1 + 1e-12)
+        # Sums of seconds in another order: equal ones differ in the last digit.
+        assert limit * (1 - 1e-12) < limited.step_time_s <= whole.step_time_s * (1 + 1e-12)
     else:
         assert limited == whole
         assert whole.step_time_s <= limit
