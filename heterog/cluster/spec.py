@@ -117,6 +117,7 @@ Bytes: TypeAlias = Annotated[int, _reading(parse_bytes), Field(gt=0, le=_MOST_BY
 BytesOrZero: TypeAlias = Annotated[int, _reading(parse_bytes), Field(ge=0, le=_MOST_BYTES)]
 Share: TypeAlias = Annotated[float, _reading(float), Field(gt=0, le=1, allow_inf_nan=False)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=4096, strict=True)]
+_Sends: TypeAlias = Literal["overlapped", "blocking"]
 _Path: TypeAlias = Annotated[Text, Field(min_length=1)]
 _Dtype: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
 Peaks: TypeAlias = Annotated[
@@ -248,7 +249,7 @@ class ClusterSpec(_Spec):
     efficiency: Share = 0.7
     reserved_memory: BytesOrZero = GIB
     calibration: _Path | None = None
-    sends: Literal["overlapped", "blocking"] = "overlapped"
+    sends: _Sends = "overlapped"
     hosts: Annotated[list[HostSpec], Field(min_length=1)]
 
 
@@ -646,7 +647,7 @@ class _ClusterRecord(Record):
     name: str
     efficiency: _Part
     calibration: _Path | None
-    sends: Literal["overlapped", "blocking"] = "overlapped"
+    sends: _Sends = "overlapped"
     device_types: Annotated[list[_TypeRecord], Field(max_length=MAX_DEVICES)]
     hosts: Annotated[list[_HostRecord], Field(max_length=MAX_DEVICES)]
     devices: Annotated[list[_DeviceRecord], Field(max_length=MAX_DEVICES)]

@@ -183,7 +183,9 @@ class Gradients:
             bucket.devices,
             bucket.counts,
             senders,
-            like=self._own_slices.own[number].detach().new_empty(0, dtype=self._dtype(number)),
+            like=self._own_slices.own[number]
+            .detach()
+            .new_empty(0, dtype=self._part.gradient_dtype(number)),
             before=before,
             in_place=bucket.stage == 1,
         )
@@ -233,7 +235,9 @@ class Gradients:
             if is_served:
                 self._own.pop(row, None)  # it is needed there and nowhere else
             return
-        like = torch.empty_like(self._parameter(row), dtype=self._dtype(row), requires_grad=False)
+        like = torch.empty_like(
+            self._parameter(row), dtype=self._part.gradient_dtype(row), requires_grad=False
+        )
         pending = self._communicator.receive(like, src, task)
         if is_served:
             self._pushed.setdefault(row, []).append(pending)
@@ -319,13 +323,7 @@ class Gradients:
         return self._zeros(row) if gradient is None else _waited(gradient)
 
     def _zeros(self, row: int) -> Tensor:
-        return torch.zeros_like(self._parameter(row), dtype=self._dtype(row))
-
-    def _dtype(self, row: int) -> torch.dtype:
-        """Of a parameter's gradient, which need not be the parameter's."""
-        graph = self._part.graph
-        dtype: torch.dtype = getattr(torch, graph.tensors[graph.updates[row][2]].dtype)
-        return dtype
+        return torch.zeros_like(self._parameter(row), dtype=self._part.gradient_dtype(row))
 
     def _parameter(self, row: int) -> Tensor:
         return self._parameters[self._part.graph.updates[row][1]]

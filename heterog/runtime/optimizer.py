@@ -210,10 +210,8 @@ class Updates:
 
     def _is_copied(self, row: int) -> bool:
         """Whether the optimizer gets a gradient in another dtype than it was added up in."""
-        graph = self._part.graph
-        _, parameter, gradient = graph.updates[row]
-        stepped = self._masters.of(self._parameters[parameter])
-        return bool(stepped.dtype != getattr(torch, graph.tensors[gradient].dtype))
+        stepped = self._masters.of(self._parameters[self._part.graph.updates[row][1]])
+        return stepped.dtype != self._part.gradient_dtype(row)
 
     def _apply(
         self, step: StepUpdates, targets: list[tuple[nn.Parameter, Tensor]], rows: Sequence[int]

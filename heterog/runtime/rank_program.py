@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM, axis_plan
@@ -200,6 +201,11 @@ class RankProgram:
             return [home]
         group = int(self._group[self.graph.updates[row][0]])
         return [self.strategy.decisions[group].devices[0]]
+
+    def gradient_dtype(self, row: int) -> torch.dtype:
+        """Of a parameter's gradient, which need not be the parameter's."""
+        dtype: torch.dtype = getattr(torch, self.graph.tensors[self.graph.updates[row][2]].dtype)
+        return dtype
 
     def gradient_is_converted(self, row: int) -> bool:
         """Whether a gradient is made in parts here, and a collective makes it whole."""

@@ -122,10 +122,8 @@ class Spans:
             among: it must work on something of these, too, if any of the team does.
         """
         working = [each for each in self._teams[self._team[device]] if self.shares[micro][each]]
-        both = working
-        if among is not None:
-            both = [each for each in working if among.shares[micro].get(each, 0)] or working
-        return both[0] if both else -1
+        both = [each for each in working if among is None or among.shares[micro].get(each, 0)]
+        return next(iter(both or working), -1)
 
     def team_of(self, device: int) -> tuple[int, ...]:
         """The team of a device, in order."""

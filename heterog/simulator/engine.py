@@ -356,6 +356,18 @@ def _prepare(
 
 
 @helper
+def touch(
+    which: int, touched: IntArray, is_touched: npt.NDArray[np.bool_], num_touched: int
+) -> int:
+    """Note once that something is to be looked at; returns the new number of such."""
+    if is_touched[which]:
+        return num_touched
+    is_touched[which] = True
+    touched[num_touched] = which
+    return num_touched + 1
+
+
+@helper
 def sender(prices: Prices, channel: int) -> int:
     """The device from which a transfer goes."""
     return int(prices.member[prices.member_start[channel]])
@@ -466,10 +478,7 @@ def _simulate_kernel(
                     base, size = timings.queue_start[queue], timings.queue_size[queue]
                     _sift_up(priority, items, base, size, task)
                     timings.queue_size[queue] = size + 1
-                if not is_touched[device]:
-                    is_touched[device] = True
-                    touched[num_touched] = device
-                    num_touched += 1
+                num_touched = touch(device, touched, is_touched, num_touched)
         num_fresh = 0
         # Compute streams. Ops that only later ops of the same device wait for run in one go:
         # nothing else can see when exactly they end.
@@ -659,10 +668,7 @@ def _simulate_kernel(
                     if kind == SEND and prices.blocks_sends:
                         device = sender(prices, released)
                         sending[device] -= 1
-                        if not is_touched[device]:
-                            is_touched[device] = True
-                            touched[num_touched] = device
-                            num_touched += 1
+                        num_touched = touch(device, touched, is_touched, num_touched)
                     if prices.channel_is_collective[released]:
                         queue = prices.channel_queue[released]
                         is_held[queue] = False
@@ -683,10 +689,7 @@ def _simulate_kernel(
                 released = device - num_devices
             if released < 0:
                 idle[device] = True
-                if not is_touched[device]:
-                    is_touched[device] = True
-                    touched[num_touched] = device
-                    num_touched += 1
+                num_touched = touch(device, touched, is_touched, num_touched)
                 continue
             for entry in range(
                 prices.resource_start[released], prices.resource_start[released + 1]

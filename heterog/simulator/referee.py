@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.simulator.cost_model import Prices
-from heterog.simulator.engine import GIVEN_UP, SEND, Timings, pop_event, push_event, sender
+from heterog.simulator.engine import GIVEN_UP, SEND, Timings, pop_event, push_event, sender, touch
 from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.lowering.tape import NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
@@ -342,10 +342,7 @@ def _replay_kernel(
             which = server[task]
             if not prices.channel_is_collective[channel]:
                 is_free[which] = True
-                if not is_touched[which]:
-                    is_touched[which] = True
-                    touched[num_touched] = which
-                    num_touched += 1
+                num_touched = touch(which, touched, is_touched, num_touched)
         for index in range(num_over):
             task = over[index]
             finish[task] = now
@@ -356,26 +353,19 @@ def _replay_kernel(
             which = server[task]
             if which < num_devices or prices.channel_is_collective[tape.tasks[task].channel]:
                 is_free[which] = True
-                if not is_touched[which]:
-                    is_touched[which] = True
-                    touched[num_touched] = which
-                    num_touched += 1
+                num_touched = touch(which, touched, is_touched, num_touched)
             if holds_back[task] >= 0:
                 reader = holds_back[task]
                 waiting_for[reader] -= 1
                 which = server[reader]
-                if waiting_for[reader] == 0 and not is_touched[which]:
-                    is_touched[which] = True
-                    touched[num_touched] = which
-                    num_touched += 1
+                if waiting_for[reader] == 0:
+                    num_touched = touch(which, touched, is_touched, num_touched)
             for edge in range(successor_start[task], successor_start[task + 1]):
                 reader = successor[edge]
                 waiting_for[reader] -= 1
                 which = server[reader]
-                if waiting_for[reader] == 0 and not is_touched[which]:
-                    is_touched[which] = True
-                    touched[num_touched] = which
-                    num_touched += 1
+                if waiting_for[reader] == 0:
+                    num_touched = touch(which, touched, is_touched, num_touched)
     events[num_events] = -1
     return now, done
 

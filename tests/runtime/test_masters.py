@@ -5,8 +5,6 @@ last digits, as for any other step, while leaving the masters out would show.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -84,10 +82,9 @@ def on_one_device(name: str, num_steps: int) -> tuple[list[float], dict[str, Ten
     return losses, {key: value.detach() for key, value in masters.items()}
 
 
-@contextmanager
-def deployed(name: str, path: str) -> Iterator[DeployedStep]:
+def deployed(name: str, path: str) -> DeployedStep:
     with captured_once(("masters", name)):
-        yield deploy(workload_of(name), load_plan(path))
+        return deploy(workload_of(name), load_plan(path))
 
 
 def train_in_turn(
@@ -96,13 +93,13 @@ def train_in_turn(
     """One step under each plan; what the next one goes on with is read from a checkpoint."""
     losses, weights = [], None
     for number, path in enumerate(paths):
-        with deployed(name, path) as step:
-            if number:
-                load_checkpoint(step, folder)
-            losses.append(float(step(batch_of(name, number))))
-            save_checkpoint(step, folder)
-            weights = step.state_dict()
-            step.close()
+        step = deployed(name, path)
+        if number:
+            load_checkpoint(step, folder)
+        losses.append(float(step(batch_of(name, number))))
+        save_checkpoint(step, folder)
+        weights = step.state_dict()
+        step.close()
     return losses, weights
 
 
