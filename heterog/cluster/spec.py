@@ -171,7 +171,11 @@ class LinkSpec(_Spec):
 
 
 class NicSpec(_Spec):
-    """The NIC of a host: a line rate, or a network of the catalogue with a number of ports."""
+    """The NICs of a host, ``count`` of a line rate or of a network of the catalogue.
+
+    Neighbouring devices share one where there are more devices, and a device has several to itself
+    where there are fewer.
+    """
 
     line_rate: Bandwidth | None = None
     kind: Name | None = None
@@ -456,9 +460,13 @@ class _Builder:
             self._document.refuse(
                 (*here, "nic"), "this field is required where there are several hosts."
             )
+        # A device that has several to itself sends through them as through one.
+        num_ports = nic.count if nic else 1
+        num_nics = min(num_ports, sum(each.count for each in spec.devices))
         return Host(
             name=name,
-            nic_line_rate_bytes_per_s=self._line_rate(nic, here),
+            nic_line_rate_bytes_per_s=self._line_rate(nic, here) * max(1.0, num_ports / num_nics),
+            num_nics=num_nics,
             nic_latency_s=nic.latency if nic else 20e-6,
             intra=link,
             cpu_quota=spec.testbed.cpu_quota,
@@ -471,7 +479,7 @@ class _Builder:
             port = nic.line_rate or network_kind(nic.kind or "").line_rate_bytes_per_s
         except UnknownNameError as error:
             self._document.refuse((*here, "nic"), str(error))
-        return port * nic.count
+        return port
 
     def _devices(
         self, spec: HostSpec, host_here: _Location, host: str, host_index: int
@@ -630,6 +638,7 @@ class _LinkRecord(Record):
 class _HostRecord(Record):
     name: str
     nic_line_rate_bytes_per_s: _Rate
+    num_nics: Annotated[int, Field(ge=1, le=MAX_DEVICES)] = 1
     nic_latency_s: _Latency
     intra: _LinkRecord
     cpu_quota: _Part | None
@@ -721,14 +730,17 @@ def _host_record(cluster: Cluster, host_index: int) -> dict[str, Any]:
         "latency": _text(host.intra.latency_s, _TIMES, parse_seconds),
         "shared": host.intra.shared,
     }
+    nic: dict[str, Any] = {
+        "line_rate": _text(host.nic_line_rate_bytes_per_s, _NIC_RATES, parse_bandwidth),
+        "latency": _text(host.nic_latency_s, _TIMES, parse_seconds),
+    }
+    if host.num_nics > 1:
+        nic["count"] = host.num_nics
     record: dict[str, Any] = {
         "name": host.name,
         "devices": _device_records(cluster, host_index),
         "intra": intra,
-        "nic": {
-            "line_rate": _text(host.nic_line_rate_bytes_per_s, _NIC_RATES, parse_bandwidth),
-            "latency": _text(host.nic_latency_s, _TIMES, parse_seconds),
-        },
+        "nic": nic,
     }
     if host.cpu_quota is not None:
         record["testbed"] = {"cpu_quota": float(host.cpu_quota)}

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -146,11 +146,13 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One machine: its NIC (full duplex, shared by all its devices) and its inner link.
+    """One machine: its NICs (full duplex, shared by its devices) and its inner link.
 
     Attributes:
         name: Unique in the cluster.
-        nic_line_rate_bytes_per_s: Line rate per direction; ``Cluster.efficiency`` of it is usable.
+        nic_line_rate_bytes_per_s: Line rate of one NIC per direction; ``Cluster.efficiency`` of it
+            is usable.
+        num_nics: How many there are; neighbouring devices share one.
         nic_latency_s: Time of an empty transfer to another host.
         intra: The link between the devices of this host.
         cpu_quota: Share of one core that each rank gets on a testbed; None where unlimited.
@@ -158,6 +160,7 @@ class Host:
 
     name: str
     nic_line_rate_bytes_per_s: float
+    num_nics: int = 1
     nic_latency_s: float = 20e-6
     intra: Link
     cpu_quota: float | None = None
@@ -165,6 +168,8 @@ class Host:
     def __post_init__(self) -> None:
         _check_name(self.name, "a host")
         _check_positive(self.nic_line_rate_bytes_per_s, f"NIC line rate of host '{self.name}'")
+        if self.num_nics < 1:
+            raise ClusterError(f"host '{self.name}' has {self.num_nics} NICs; it needs one.")
         _check_not_negative(self.nic_latency_s, f"NIC latency of host '{self.name}'")
         if self.cpu_quota is not None:
             _check_share(self.cpu_quota, f"CPU quota of host '{self.name}'")
@@ -227,6 +232,7 @@ class Cluster:
     resources: tuple[LinkResource, ...] = field(init=False, repr=False, compare=False)
     _host_devices: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _port_of: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    _nic_of: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
     _device_index: dict[str, int] = field(init=False, repr=False, compare=False)
     _fingerprint: str = field(init=False, repr=False, compare=False)
 
@@ -246,7 +252,9 @@ class Cluster:
             "_host_devices": tuple(tuple(m) for m in members),
             "_device_index": {d.name: i for i, d in enumerate(self.devices)},
         }
-        derived["resources"], derived["_port_of"] = _link_resources(self)
+        nics, derived["_nic_of"] = _nic_resources(self, members)
+        inner, derived["_port_of"] = _inner_resources(self, len(nics))
+        derived["resources"] = nics + inner
         for attribute, value in derived.items():
             object.__setattr__(self, attribute, value)
         text = json.dumps(_identity(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -281,8 +289,9 @@ class Cluster:
         return self._device_index[name]
 
     def nic_bandwidth_bytes_per_s(self, host_index: int) -> float:
-        """Usable rate of a host's NIC per direction: line rate x efficiency."""
-        return self.hosts[host_index].nic_line_rate_bytes_per_s * self.efficiency
+        """Usable rate of all NICs of a host together, per direction."""
+        host = self.hosts[host_index]
+        return host.nic_line_rate_bytes_per_s * host.num_nics * self.efficiency
 
     def route(self, src: int, dst: int) -> tuple[int, ...]:
         """Indices of the resources that a transfer from device ``src`` to device ``dst`` uses.
@@ -293,9 +302,21 @@ class Cluster:
         if src == dst:
             return ()
         if src_host != dst_host:
-            return (2 * src_host, 2 * dst_host + 1)
+            return self._nic_of[src][0], self._nic_of[dst][1]
         out_port, in_port = self._port_of[src][0], self._port_of[dst][1]
         return (out_port,) if out_port == in_port else (out_port, in_port)
+
+    def nics(self, devices: Iterable[int], side: int) -> tuple[int, ...]:
+        """Indices of the different NIC sides of some devices: 0 for out, 1 for in."""
+        return tuple(dict.fromkeys(self._nic_of[device][side] for device in devices))
+
+    def links_of(self, device: int) -> tuple[int, int, int, int]:
+        """Indices of a device's own links: NIC out and in, port out and in."""
+        return *self._nic_of[device], *self._port_of[device]
+
+    def is_nic(self, resource: int) -> bool:
+        """Whether a resource is a side of a NIC; these come first."""
+        return resource < 2 * sum(host.num_nics for host in self.hosts)
 
     def latency_s(self, src: int, dst: int) -> float:
         """Time of an empty transfer: the slower of the two NICs, or the inner link."""
@@ -475,22 +496,38 @@ def _check_cluster(cluster: Cluster) -> None:
             )
 
 
-def _link_resources(
-    cluster: Cluster,
+def _nic_resources(
+    cluster: Cluster, host_devices: Sequence[Sequence[int]]
 ) -> tuple[tuple[LinkResource, ...], tuple[tuple[int, int], ...]]:
-    """All resources, and per device the indices of its out and in port (twice the bus if shared).
+    """The sides of all NICs, and per device the indices of its own (out, in).
 
-    NIC sides come first, so host h has 2h (out) and 2h + 1 (in).
+    Host by host, so with one NIC each host h has 2h (out) and 2h + 1 (in).
     """
-    resources = [
-        LinkResource(
-            name=f"{host.name} nic {side}",
-            bandwidth_bytes_per_s=cluster.nic_bandwidth_bytes_per_s(index),
-            host_index=index,
-        )
-        for index, host in enumerate(cluster.hosts)
-        for side in ("out", "in")
-    ]
+    resources: list[LinkResource] = []
+    nic_of = [(0, 0)] * cluster.num_devices
+    for index, host in enumerate(cluster.hosts):
+        rate = host.nic_line_rate_bytes_per_s * cluster.efficiency
+        members = host_devices[index]
+        for place, device in enumerate(members):
+            first = len(resources) + 2 * (place * host.num_nics // len(members))
+            nic_of[device] = first, first + 1
+        for number in range(host.num_nics):
+            name = f"{host.name} nic" if host.num_nics == 1 else f"{host.name} nic{number}"
+            resources += [
+                LinkResource(name=f"{name} {side}", bandwidth_bytes_per_s=rate, host_index=index)
+                for side in ("out", "in")
+            ]
+    return tuple(resources), tuple(nic_of)
+
+
+def _inner_resources(
+    cluster: Cluster, first: int
+) -> tuple[tuple[LinkResource, ...], tuple[tuple[int, int], ...]]:
+    """Ports inside hosts, numbered from ``first`` on, and per device its own (out, in).
+
+    Twice the bus if the link is shared.
+    """
+    resources: list[LinkResource] = []
     bus_of: dict[int, int] = {}
     port_of: list[tuple[int, int]] = []
     for device in cluster.devices:
@@ -501,9 +538,9 @@ def _link_resources(
             if index in bus_of:
                 port_of.append((bus_of[index], bus_of[index]))
                 continue
-            bus_of[index] = len(resources)
+            bus_of[index] = first + len(resources)
             names = [f"{host.name} bus"]
-        port_of.append((len(resources), len(resources) + len(names) - 1))
+        port_of.append((first + len(resources), first + len(resources) + len(names) - 1))
         resources += [
             LinkResource(
                 name=name,
@@ -529,9 +566,11 @@ def _type_to_dict(device_type: DeviceType) -> dict[str, Any]:
 
 
 def _host_to_dict(host: Host) -> dict[str, Any]:
+    nics = {"num_nics": int(host.num_nics)} if host.num_nics > 1 else {}
     return {
         "name": host.name,
         "nic_line_rate_bytes_per_s": float(host.nic_line_rate_bytes_per_s),
+        **nics,
         "nic_latency_s": float(host.nic_latency_s),
         "intra": {
             "kind": host.intra.kind,
@@ -562,6 +601,8 @@ def _identity(cluster: Cluster) -> dict[str, Any]:
 def _describe_pair(what: str, here: dict[str, Any], there: dict[str, Any]) -> str:
     if here["name"] != there["name"]:
         return f"{what} '{here['name']}' is in the place of {what} '{there['name']}'"
+    one = {"num_nics": 1}  # the only one that may be left out
+    here, there = one | here, one | there
     key = next(k for k in here if here[k] != there[k])
     a, b = here[key], there[key]
     if isinstance(a, dict) and a.get("name") == b.get("name"):

@@ -100,7 +100,7 @@ def _one_more(cluster: Cluster, number: int) -> ChangedCluster:
         new_hosts, where = cluster.hosts, f"in host {host.name}"
     else:
         taken = {each.name for each in cluster.hosts}
-        new_hosts = (*cluster.hosts, replace(host, name=_free_name("new", taken)))
+        new_hosts = (*cluster.hosts, replace(host, name=_free_name("new", taken), num_nics=1))
         rate = host.nic_line_rate_bytes_per_s * 8e-9
         where = f"on a host of its own with a NIC of {rate:g} Gbit/s"
     taken = {each.name for each in cluster.devices}

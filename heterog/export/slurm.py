@@ -42,7 +42,10 @@ def export_slurm(plan: Plan, sources: Sequence[str] = ()) -> Export:
 
 def _unlike_links(cluster: Cluster, ranks: Sequence[RankEntry]) -> tuple[str, ...]:
     """A remark for hosts that Slurm may swap although their links differ."""
-    links = {host.name: (host.nic_line_rate_bytes_per_s, host.intra) for host in cluster.hosts}
+    links = {
+        host.name: (host.nic_line_rate_bytes_per_s, host.num_nics, host.intra)
+        for host in cluster.hosts
+    }
     remarks = []
     for members in _by_kind(by_host(ranks)):
         unlike = [host for host in members if links[host] != links[members[0]]]

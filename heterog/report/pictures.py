@@ -43,7 +43,9 @@ def cluster_picture(explanation: Explanation) -> str:
         if len(devices) > 1:
             facts.append(f"{host.intra.kind} {host.intra.bandwidth_bytes_per_s / 1e9:g} GB/s")
         if cluster.num_hosts > 1:
-            facts.append(f"NIC {host.nic_line_rate_bytes_per_s * 8e-9:g} Gbit/s")
+            rate = host.nic_line_rate_bytes_per_s * 8e-9
+            count = f"{host.num_nics} NICs of" if host.num_nics > 1 else "NIC"
+            facts.append(f"{count} {rate:g} Gbit/s")
         cards.append(
             f'<figure class="host"><figcaption><b>{escape(host.name)}</b> '
             f"{escape(' · '.join(facts))}</figcaption>"

@@ -209,7 +209,9 @@ def _table(title: str) -> Table:
 def _network(cluster: Cluster) -> str:
     if cluster.num_hosts == 1:
         return "-"
-    rates = sorted({host.nic_line_rate_bytes_per_s * 8e-9 for host in cluster.hosts})
+    rates = sorted(
+        {host.nic_line_rate_bytes_per_s * 8e-9 * host.num_nics for host in cluster.hosts}
+    )
     span = f"{rates[0]:g}" if len(rates) == 1 else f"{rates[0]:g} to {rates[-1]:g}"
     return f"{span} Gbit/s x {cluster.efficiency:g}"
 

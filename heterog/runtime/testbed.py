@@ -158,7 +158,7 @@ class Testbed:
         self._owner_pid = 0
         self._is_open = False
         self._previous_handlers: dict[signal.Signals, _Handler] = {}
-        _check_quotas(cluster)
+        _check_hosts(cluster)
         # Elsewhere than on Linux it cannot be opened, and says so then.
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         quotas = [cluster.hosts[h].cpu_quota for h in cluster.host_of]
@@ -470,9 +470,14 @@ def _emulates_delay(cluster: Cluster, namespace: str) -> bool:
     return True
 
 
-def _check_quotas(cluster: Cluster) -> None:
+def _check_hosts(cluster: Cluster) -> None:
     least = _LEAST_QUOTA_US / _QUOTA_PERIOD_US
     for host in cluster.hosts:
+        if host.num_nics > 1:
+            raise TestbedError(
+                f"host '{host.name}' has {host.num_nics} NICs; hosts of a testbed have one, which "
+                "their ranks share."
+            )
         if host.cpu_quota is not None and host.cpu_quota < least:
             raise TestbedError(
                 f"host '{host.name}' has a cpu_quota of {host.cpu_quota:g}; the kernel takes "

@@ -159,8 +159,7 @@ def link_name(cluster: Cluster, links: Iterable[int]) -> str:
     nics: dict[int, None] = {}
     inner: dict[int, None] = {}
     for link in links:
-        # NIC sides come first in a cluster's resources.
-        kind = nics if link < 2 * cluster.num_hosts else inner
+        kind = nics if cluster.is_nic(link) else inner
         kind.setdefault(cluster.resources[link].host_index)
     names = []
     if nics:

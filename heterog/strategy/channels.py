@@ -10,10 +10,12 @@ With n devices and payload S (bytes of the whole tensor), per direction:
 - ring all-reduce: every hop of the ring carries 2 (n-1)/n S, in 2 (n-1) steps (Patarasuk & Yuan
   2009).
 - hierarchical all-reduce over hosts h with n_h devices: ports carry (n_h-1)/n_h S in the
-  reduce-scatter and again in the all-gather; each NIC carries 2 (H-1)/H S in between.
+  reduce-scatter and again in the all-gather; each host sends 2 (H-1)/H S in between.
 - reduce-scatter with uneven slices: host h, which owns the part w_h of the tensor, sends
   (1 - w_h) S and receives (H-1) w_h S, after a reduce-scatter inside the host. The all-gather is
   its mirror image.
+
+Where a host has several NICs, those of the members carry equal parts of what it sends.
 """
 
 from collections.abc import Sequence
@@ -122,6 +124,13 @@ class ChannelTable:
         """Number of an all-gather channel with the given relative slices."""
         return self._number(ChannelKind.ALL_GATHER, devices, slices)
 
+    def alike(self, channel: Channel, devices: tuple[int, ...]) -> Channel:
+        """A channel of the same kind over as many other devices; it gets no number."""
+        if channel.kind == ChannelKind.POINT_TO_POINT:
+            src, dst = devices
+            return self.channels[src * self.cluster.num_devices + dst]
+        return self._collective(channel.kind, devices, channel.slices)
+
     def for_decision(self, decision: Decision) -> tuple[int, int]:
         """(first, second) channel of a decision's synchronisation; -1 where there is none."""
         if len(decision.devices) == 1 or decision.sync.is_served:
@@ -151,7 +160,7 @@ class ChannelTable:
         )
 
     def _collective(
-        self, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[int, ...]
+        self, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[float, ...]
     ) -> Channel:
         weights = np.array(slices or [1] * len(devices), np.float64)
         parts = tuple(float(part) for part in weights / weights.sum())
@@ -176,11 +185,36 @@ class ChannelTable:
         ring = sorted(devices, key=lambda device: (self.cluster.host_of[device], device))
         load: dict[int, float] = {}
         latency = 0.0
+        multiple = 2.0 * (count - 1) / count
+        members = self._members(devices)
         for src, dst in zip(ring, ring[1:] + ring[:1], strict=True):
             latency = max(latency, self.cluster.latency_s(src, dst))
+            here, there = self.cluster.host_of[src], self.cluster.host_of[dst]
+            if here != there:
+                self._load_nics(load, members[here], 0, multiple)
+                self._load_nics(load, members[there], 1, multiple)
+                continue
             for resource in self.cluster.route(src, dst):
-                load[resource] = load.get(resource, 0.0) + 2.0 * (count - 1) / count
+                load[resource] = load.get(resource, 0.0) + multiple
         return [tuple(sorted(load.items()))], 2.0 * (count - 1) * latency
+
+    def _members(self, devices: Sequence[int]) -> dict[int, list[int]]:
+        """Those of some devices that are on each host."""
+        hosts: dict[int, list[int]] = {}
+        for device in devices:
+            hosts.setdefault(self.cluster.host_of[device], []).append(device)
+        return hosts
+
+    def _load_nics(
+        self, load: dict[int, float], members: Sequence[int], side: int, multiple: float
+    ) -> None:
+        """Spread what a host sends (side 0) or receives (1) over the NICs of its members.
+
+        As several rings over the same devices do, each of which leaves a host at another one.
+        """
+        nics = self.cluster.nics(members, side)
+        for nic in nics:
+            load[nic] = load.get(nic, 0.0) + multiple / len(nics)
 
     def _by_hosts(
         self, kind: ChannelKind, devices: tuple[int, ...], parts: tuple[float, ...]
@@ -201,9 +235,9 @@ class ChannelTable:
                         multiple = (len(local) - 1) / len(local)
                         inside[resource] = inside.get(resource, 0.0) + multiple
         inner = tuple(sorted(inside.items()))
-        leaders = [devices[members[0]] for members in hosts.values()]
+        groups = [[devices[position] for position in members] for members in hosts.values()]
         owned = [sum(parts[position] for position in members) for members in hosts.values()]
-        outer, outer_latency = self._between_hosts(kind, leaders, owned)
+        outer, outer_latency = self._between_hosts(kind, groups, owned)
         if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL:
             return [inner, outer, inner], 2.0 * inside_latency + outer_latency
         if kind == ChannelKind.REDUCE_SCATTER:
@@ -211,27 +245,25 @@ class ChannelTable:
         return [outer, inner], inside_latency + outer_latency
 
     def _between_hosts(
-        self, kind: ChannelKind, leaders: Sequence[int], owned: Sequence[float]
+        self, kind: ChannelKind, groups: Sequence[Sequence[int]], owned: Sequence[float]
     ) -> tuple[tuple[tuple[int, float], ...], float]:
-        count = len(leaders)
+        """One phase between hosts: groups of devices, and what each of them owns."""
+        count = len(groups)
         if count == 1:
             return (), 0.0
         load: dict[int, float] = {}
-        for index, leader in enumerate(leaders):
-            other = leaders[(index + 1) % count]
-            out_nic = self.cluster.route(leader, other)[0]
-            in_nic = self.cluster.route(other, leader)[-1]
+        for index, group in enumerate(groups):
             if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL:
                 sent = received = 2.0 * (count - 1) / count
             else:
                 sent, received = 1.0 - owned[index], (count - 1) * owned[index]
                 if kind == ChannelKind.ALL_GATHER:
                     sent, received = received, sent
-            load[out_nic] = load.get(out_nic, 0.0) + sent
-            load[in_nic] = load.get(in_nic, 0.0) + received
+            self._load_nics(load, group, 0, sent)
+            self._load_nics(load, group, 1, received)
         latency = max(
-            self.cluster.latency_s(leader, leaders[(index + 1) % count])
-            for index, leader in enumerate(leaders)
+            self.cluster.latency_s(group[0], groups[(index + 1) % count][0])
+            for index, group in enumerate(groups)
         )
         steps = 2 * (count - 1) if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL else count - 1
         return tuple(sorted((r, m) for r, m in load.items() if m > 0.0)), steps * latency

@@ -99,6 +99,24 @@ def test_routes_by_hand(
     assert cluster.latency_s(src, dst) == latency_s
 
 
+def test_devices_have_the_nic_next_to_them() -> None:
+    host = Host(name="A", nic_line_rate_bytes_per_s=1e9, num_nics=2, intra=PORTS)
+    other = dataclasses.replace(host, name="B")
+    devices = [device(f"{name}:{i}", SLOW, h) for h, name in enumerate("AB") for i in range(3)]
+    cluster = Cluster(name="two", hosts=(host, other), devices=tuple(devices), efficiency=0.5)
+    names = [link.name for link in cluster.resources]
+    assert names[:4] == ["A nic0 out", "A nic0 in", "A nic1 out", "A nic1 in"]
+    assert [cluster.is_nic(link) for link in range(len(names))] == [True] * 8 + [False] * 12
+    assert [cluster.nics([each], 0) for each in range(3)] == [(0,), (0,), (2,)]
+    assert cluster.route(1, 5) == (0, 7)  # out of the first NIC of A, into the second one of B
+    assert cluster.nic_bandwidth_bytes_per_s(0) == 1e9
+    assert cluster.bottleneck_bytes_per_s(1, 5) == 0.5e9
+    one = dataclasses.replace(cluster, hosts=(dataclasses.replace(host, num_nics=1), other))
+    assert cluster.fingerprint() != one.fingerprint()
+    with pytest.raises(ClusterError, match="host 'A' has 0 NICs; it needs one"):
+        dataclasses.replace(host, num_nics=0)
+
+
 def test_default_latencies() -> None:
     assert HOST_A.nic_latency_s == 20e-6
     assert PORTS.latency_s == 5e-6
@@ -384,10 +402,12 @@ types = st.sampled_from([SLOW, FAST, device_type("T4"), device_type("CPU"), thro
 def clusters(draw: st.DrawFn) -> Cluster:
     hosts, devices = [], []
     for index in range(draw(st.integers(1, 4))):
+        num_devices = draw(st.integers(1, 4))
         hosts.append(
             Host(
                 name=f"h{index}",
                 nic_line_rate_bytes_per_s=draw(rates),
+                num_nics=draw(st.integers(1, num_devices)),
                 nic_latency_s=draw(st.floats(min_value=0.0, max_value=1.0)),
                 intra=draw(links),
                 cpu_quota=draw(st.none() | st.floats(min_value=0.01, max_value=1.0)),
@@ -401,7 +421,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
                 index,
                 usable_memory_bytes=draw(st.integers(1, 4 * GB)),
             )
-            for i in range(draw(st.integers(1, 4)))
+            for i in range(num_devices)
         ]
     efficiency = draw(st.floats(min_value=0.01, max_value=1.0))
     return Cluster(name="drawn", hosts=tuple(hosts), devices=tuple(devices), efficiency=efficiency)
@@ -445,7 +465,7 @@ def test_routes_use_their_own_hosts_and_the_nic_only_between_hosts(cluster: Clus
             used = [cluster.resources[r] for r in cluster.route(src, dst)]
             ends = {cluster.host_of[src], cluster.host_of[dst]}
             assert {r.host_index for r in used} == (ends if src != dst else set())
-            assert all((" nic " in r.name) == (len(ends) == 2) for r in used)
+            assert all((" nic" in r.name) == (len(ends) == 2) for r in used)
             rates_used = [r.bandwidth_bytes_per_s for r in used]
             assert cluster.bottleneck_bytes_per_s(src, dst) == min(rates_used, default=math.inf)
             assert cluster.bottleneck_bytes_per_s(src, dst) == cluster.bottleneck_bytes_per_s(

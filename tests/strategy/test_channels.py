@@ -1,8 +1,10 @@
 """Traffic of collectives by hand, mostly on the cluster of the HeteroG paper."""
 
+from dataclasses import replace
+
 import pytest
 
-from heterog.cluster import Cluster
+from heterog.cluster import Cluster, Host
 from heterog.simulator.collectives import alpha_beta
 from heterog.strategy.channels import (
     Channel,
@@ -162,3 +164,32 @@ def test_channels_of_decisions() -> None:
     ]
     assert kinds(Sync.PARAMETER_SERVER) == [None, None]
     assert kinds(Sync.RING, (3,)) == [None, None]
+
+
+def test_collectives_use_the_nics_of_all_their_members() -> None:
+    hosts = tuple(
+        Host(name=name, nic_line_rate_bytes_per_s=10e9, num_nics=4, intra=PAPER.hosts[0].intra)
+        for name in "AB"
+    )
+    devices = tuple(
+        replace(PAPER.devices[0], name=f"{host.name}:{number}", host_index=index)
+        for index, host in enumerate(hosts)
+        for number in range(4)
+    )
+    cluster = Cluster(name="rails", hosts=hosts, devices=devices, efficiency=1.0)
+    table = ChannelTable(cluster)
+
+    def nics(channel: int) -> dict[int, float]:
+        traffic = table.channels[channel].traffic()
+        return {link: part for link, part in traffic.items() if cluster.is_nic(link)}
+
+    assert nics(0 * 8 + 5) == {0: 1.0, 11: 1.0}  # first NIC of A, second one of B
+    ring = nics(table.all_reduce(ALL, hierarchical=False))
+    assert ring == pytest.approx(dict.fromkeys(range(16), 1.75 / 4))
+    by_hosts = nics(table.all_reduce(ALL, hierarchical=True))
+    assert by_hosts == pytest.approx(dict.fromkeys(range(16), 1.0 / 4))
+    # A ring of one device of each host has their NICs alone.
+    rail = nics(table.all_reduce((1, 5), hierarchical=False))
+    assert rail == pytest.approx(dict.fromkeys((2, 3, 10, 11), 1.0))
+    scattered = nics(table.reduce_scatter((0, 1, 4), ()))
+    assert scattered == pytest.approx({0: 1 / 6, 1: 1 / 3, 2: 1 / 6, 3: 1 / 3, 8: 2 / 3, 9: 1 / 3})
