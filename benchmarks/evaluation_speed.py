@@ -17,7 +17,6 @@ from heterog.graph.capture import capture
 from heterog.planners.data_parallel import balanced_homes, even_shares, uniform_strategy
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.lowering.tape import NUM_TASKS
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 from heterog.zoo import build
 
@@ -57,7 +56,7 @@ def measure(num_evaluations: int) -> list[dict[str, object]]:
                 evaluator.evaluate_choice(choice, Order.FIFO)
                 seconds.append(time.perf_counter() - begin)
             median_s = statistics.median(seconds)
-            num_tasks = int(evaluator._tape.counts[NUM_TASKS])
+            num_tasks = evaluator.num_tasks
             rows.append(
                 {
                     "model": model,

@@ -135,10 +135,11 @@ class ChannelPrices(NamedTuple):
     num_queues: int
 
 
-def price_channels(
-    model: CostModel, cluster: Cluster, channels: list[Channel] | tuple[Channel, ...]
-) -> ChannelPrices:
-    """Ask a cost model about channels.
+_Way = tuple[ChannelKind, tuple[int, ...], tuple[float, ...]]
+
+
+class ChannelPricer:
+    """Asks a cost model about channels, once about each.
 
     A channel may start when its *gate* is free: the resources it holds for more than half as long
     as the one it holds longest. The others it merely loads: their next user waits longer. So two
@@ -146,50 +147,94 @@ def price_channels(
 
     All collectives over one device set belong to one *communicator*, which runs one operation at
     a time: they wait in one queue, whatever their links are.
+
+    Args:
+        model: says what they cost.
+        cluster: the links.
     """
-    words = (len(cluster.resources) + 63) // 64
-    costs = [model.channel_seconds(cluster, channel) for channel in channels]
-    gate = np.zeros((len(channels), max(words, 1)), np.uint64)
-    queues: dict[tuple[bool, tuple[int, ...]], int] = {}
-    queue = np.empty(len(channels), np.int32)
-    gated: list[dict[int, None]] = [{} for _ in cluster.resources]
-    for number, (channel, cost) in enumerate(zip(channels, costs, strict=True)):
+
+    def __init__(self, model: CostModel, cluster: Cluster) -> None:
+        self._model = model
+        self._cluster = cluster
+        self._names = [kind.name for kind in cluster.device_types]
+        self._costs: dict[_Way, _Cost] = {}
+
+    def seconds(self, channel: Channel) -> ChannelSeconds:
+        """What a channel costs."""
+        return self._cost(channel).seconds
+
+    def prices(self, channels: Sequence[Channel]) -> ChannelPrices:
+        """What some channels cost, numbered as they come."""
+        costs = [self._cost(channel) for channel in channels]
+        queues: dict[tuple[bool, tuple[int, ...]], int] = {}
+        queue = [queues.setdefault(cost.queue, len(queues)) for cost in costs]
+        gated: list[dict[int, None]] = [{} for _ in self._cluster.resources]
+        for number, cost in zip(queue, costs, strict=True):
+            for resource in cost.gate:
+                gated[resource].setdefault(number)
+        words = max((len(self._cluster.resources) + 63) // 64, 1)
+        gate = np.zeros((len(channels), words), np.uint64)
+        of = np.repeat(np.arange(len(costs)), [len(cost.gate) for cost in costs])
+        bits = np.array([resource for cost in costs for resource in cost.gate], np.int64)
+        np.bitwise_or.at(gate, (of, bits // 64), np.uint64(1) << (bits % 64).astype(np.uint64))
+        starts = _starts_of([len(cost.seconds.held) for cost in costs])
+        return ChannelPrices(
+            latency_s=np.array([cost.seconds.latency_s for cost in costs]),
+            s_per_byte=np.array([cost.seconds.seconds_per_byte for cost in costs]),
+            is_collective=np.array([cost.queue[0] for cost in costs]),
+            drag=np.array([cost.drag for cost in costs]),
+            overhead_s=np.array([cost.overhead_s for cost in costs]),
+            loaded_s=np.array([cost.loaded_s for cost in costs]),
+            member_start=_starts_of([len(channel.devices) for channel in channels]),
+            member=np.array([d for channel in channels for d in channel.devices], np.int32),
+            queue=np.array(queue, np.int32),
+            communicator=communicators(channels),
+            resource_start=starts,
+            resource=np.array([r for cost in costs for r in cost.seconds.held], np.int32),
+            resource_s_per_byte=np.array(
+                [s for cost in costs for s in cost.seconds.held.values()], np.float64
+            ),
+            gate=gate,
+            gated_start=_starts_of([len(numbers) for numbers in gated]),
+            gated_queue=np.array([number for numbers in gated for number in numbers], np.int32),
+            num_queues=len(queues),
+        )
+
+    def _cost(self, channel: Channel) -> "_Cost":
+        way = channel.kind, channel.devices, channel.slices
+        cost = self._costs.get(way)
+        if cost is None:
+            cost = self._costs[way] = self._new_cost(channel)
+        return cost
+
+    def _new_cost(self, channel: Channel) -> "_Cost":
+        cost = self._model.channel_seconds(self._cluster, channel)
         is_collective = channel.kind != ChannelKind.POINT_TO_POINT
-        key = channel.devices if is_collective else tuple(sorted(cost.held))
-        queue[number] = queues.setdefault((is_collective, key), len(queues))
         longest = max(cost.held.values(), default=0.0)
-        for resource, seconds in cost.held.items():
-            if seconds > 0.5 * longest:
-                gate[number, resource // 64] |= np.uint64(1 << (resource % 64))
-                gated[resource].setdefault(int(queue[number]))
-    counts = [len(cost.held) for cost in costs]
-    num_members = [len(channel.devices) for channel in channels]
-    names = [kind.name for kind in cluster.device_types]
-    return ChannelPrices(
-        latency_s=np.array([cost.latency_s for cost in costs]),
-        s_per_byte=np.array([cost.seconds_per_byte for cost in costs]),
-        is_collective=np.array(
-            [channel.kind != ChannelKind.POINT_TO_POINT for channel in channels]
-        ),
-        drag=np.array([_lost_speed(cost, names) for cost in costs]),
-        overhead_s=np.array(
-            [[cost.overhead_s.get(name, 0.0) for name in names] for cost in costs]
-        ),
-        loaded_s=np.array([max(cost.loaded_latency_s - cost.latency_s, 0.0) for cost in costs]),
-        member_start=np.concatenate([[0], np.cumsum(num_members)]).astype(np.int32),
-        member=np.array([d for channel in channels for d in channel.devices], np.int32),
-        queue=queue,
-        communicator=communicators(channels),
-        resource_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-        resource=np.array([r for cost in costs for r in cost.held], np.int32),
-        resource_s_per_byte=np.array(
-            [s for cost in costs for s in cost.held.values()], np.float64
-        ),
-        gate=gate,
-        gated_start=np.concatenate([[0], np.cumsum([len(q) for q in gated])]).astype(np.int32),
-        gated_queue=np.array([number for queues_ in gated for number in queues_], np.int32),
-        num_queues=len(queues),
-    )
+        return _Cost(
+            seconds=cost,
+            queue=(is_collective, channel.devices if is_collective else tuple(sorted(cost.held))),
+            gate=tuple(link for link, seconds in cost.held.items() if seconds > 0.5 * longest),
+            drag=_lost_speed(cost, self._names),
+            overhead_s=[cost.overhead_s.get(name, 0.0) for name in self._names],
+            loaded_s=max(cost.loaded_latency_s - cost.latency_s, 0.0),
+        )
+
+
+class _Cost(NamedTuple):
+    """What there is to know about a channel on its own."""
+
+    seconds: ChannelSeconds
+    queue: tuple[bool, tuple[int, ...]]  # whether of a communicator; its devices, or links
+    gate: tuple[int, ...]  # resources that must be free
+    drag: list[float]
+    overhead_s: list[float]
+    loaded_s: float
+
+
+def _starts_of(counts: Sequence[int]) -> IntArray:
+    """Where the entries of each begin, and where the last ones end.  # [len(counts) + 1]"""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
 def _lost_speed(cost: ChannelSeconds, device_types: Sequence[str]) -> list[float]:

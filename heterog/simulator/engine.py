@@ -35,9 +35,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from heterog.errors import StrategyError
 from heterog.simulator.cost_model import Prices
 from heterog.strategy.kernels import helper, kernel
-from heterog.strategy.lowering.tape import IN_TURN, NUM_TASKS, Tape
+from heterog.strategy.lowering.tape import IN_TURN, NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.strategy.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
@@ -708,3 +709,39 @@ def _simulate_kernel(
                             num_candidates += 1
     timings.events[num_events] = -1
     return now, done
+
+
+def with_room(timings: Timings, tape: Tape, num_queues: int) -> Timings:
+    """The simulation's arrays, or larger ones where the tape and the queues need them."""
+    if (
+        tape.counts[NUM_TASKS] > len(timings.seconds)
+        or tape.counts[NUM_READS] > len(timings.successor)
+        or tape.counts[NUM_BUFFERS] > len(timings.alive)
+        or num_queues > len(timings.queue_size)
+    ):
+        return make_timings(len(tape.tasks), len(tape.reads), len(tape.buffers), 2 * num_queues)
+    return timings
+
+
+def run_program(
+    tape: Tape, prices: Prices, timings: Timings, num_devices: int, order: Order, limit_s: float
+) -> tuple[float, bool]:
+    """Price and simulate a lowered program.
+
+    Returns:
+        (seconds, True), or (a lower bound of them above the limit, False).
+
+    Raises:
+        StrategyError: the turns of its schedule wait for each other.
+    """
+    # Four kernels with memory's, not one: compiled together they ran a third slower.
+    price_kernel(tape, prices, timings.seconds)
+    end, done = simulate(tape, prices, timings, num_devices, int(order), limit_s)
+    num_tasks = int(tape.counts[NUM_TASKS])
+    if tape.counts[IN_TURN] and done < num_tasks and done != GIVEN_UP:
+        raise StrategyError(
+            f"the turns of the schedule wait for each other: only {done} of {num_tasks} "
+            "tasks can run; change their order, or state none."
+        )
+    assert done in (num_tasks, GIVEN_UP), f"only {done} of {num_tasks} tasks can run"
+    return end, done != GIVEN_UP

@@ -4,29 +4,31 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
 from heterog.cluster.topology import Cluster, Sends
-from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.simulator.calibration import cost_model_of
-from heterog.simulator.cost_model import ChannelPrices, CostModel, Prices, price_channels
+from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, CostModel, Prices
 from heterog.simulator.engine import (
     GIVEN_UP,
     Order,
     Timings,
     make_timings,
-    price_kernel,
-    simulate,
+    run_program,
+    with_room,
 )
+from heterog.simulator.folded import Folding
 from heterog.simulator.memory import peak_memory
 from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
 from heterog.simulator.referee import replay
 from heterog.strategy.channels import ChannelTable
+from heterog.strategy.folding import Fold
 from heterog.strategy.lowering import (
     Choice,
     encode,
@@ -35,7 +37,7 @@ from heterog.strategy.lowering import (
     program_from_tape,
     resident_bytes,
 )
-from heterog.strategy.lowering.tape import IN_TURN, NUM_BUFFERS, NUM_READS, NUM_TASKS, make_tape
+from heterog.strategy.lowering.tape import NUM_TASKS, Tape, make_tape
 from heterog.strategy.program import FloatArray, IntArray, Program
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from heterog.strategy.sync import Sharded
@@ -49,6 +51,9 @@ can be gamed by a search; the mean cannot)."""
 
 MAX_RULE_SETS = 16
 """Rule sets of strategies whose tables are kept."""
+
+LEAST_FOLDED = 16
+"""Devices from which on it pays to look for those that do alike."""
 
 MEMORY_MARGIN = 0.04
 """Added to what tensors and workspaces need: small workspaces, rounding of allocators, gradients
@@ -113,6 +118,15 @@ def given_up(seconds: float, order: Order) -> Evaluation:
     )
 
 
+class _Lowered(NamedTuple):
+    """A choice that is ready to be simulated, on all devices or on the columns of a fold."""
+
+    choice: Choice
+    tape: Tape
+    prices: Prices
+    fold: Fold | None = None
+
+
 class _RuleSet:
     """What the evaluator knows about a graph whose ops run by some rules."""
 
@@ -130,9 +144,9 @@ class _RuleSet:
         self._seconds: dict[tuple[int, int, int], FloatArray] = {}
 
     def seconds(
-        self, choice: Choice, cluster: Cluster, cost_model: CostModel
+        self, choice: Choice, types: IntArray, cluster: Cluster, cost_model: CostModel
     ) -> tuple[IntArray, IntArray, FloatArray]:
-        """Seconds of ops with rules at the samples and units of a choice.
+        """Seconds of ops with rules at the samples and units of a choice, by its devices' types.
 
         Returns:
             The row of ``choice.shares`` that each op with a rule looks at, -1 of others; the
@@ -149,7 +163,7 @@ class _RuleSet:
         samples = (
             choice.teams.samples[rows % num_divisions] * (rows >= num_divisions)[:, None, None]
         )
-        kinds = np.broadcast_to(np.array(cluster.type_index), units.shape)
+        kinds = np.broadcast_to(types, units.shape)
         works, number = np.unique(
             np.stack([kinds, units, samples], axis=-1).reshape(-1, 3), axis=0, return_inverse=True
         )
@@ -188,6 +202,7 @@ class Evaluator:
 
     Attributes:
         num_evaluations: simulations so far.
+        num_tasks: tasks of the program that was simulated last.
         poll: called before every simulation; what it raises ends a search (``Spending.limits``).
     """
 
@@ -200,10 +215,13 @@ class Evaluator:
         self.tables = graph_tables(graph)
         self.channels = ChannelTable(cluster)
         self.num_evaluations = 0
+        self.num_tasks = 0
         self.poll: Callable[[], None] = lambda: None
         self._rule_numbers: dict[tuple[OpRules, tuple[int, ...]], int] = {((), ()): 0}
         self._rules_by_number: list[tuple[OpRules, tuple[int, ...]]] = [((), ())]
         self._rule_sets: dict[int, _RuleSet] = {0: _RuleSet(graph, (), (), cluster.num_devices)}
+        self._pricer = ChannelPricer(self.cost_model, cluster)
+        self._folding = Folding(cluster, self._pricer, self.channels)
         self._timings = make_timings(1, 1, 1, 1)
         self._usable = np.array([device.usable_memory_bytes for device in cluster.devices])
         types = cluster.device_types
@@ -244,11 +262,6 @@ class Evaluator:
         counted = self.num_evaluations
         self.referee(strategy, Order.RANK)
         self.num_evaluations = counted
-
-    @property
-    def num_tasks(self) -> int:
-        """Tasks of the program that was simulated last."""
-        return int(self._tape.counts[NUM_TASKS])
 
     def evaluate(self, strategy: Strategy, order: Order | None = None) -> Evaluation:
         """Predict step time and memory of a strategy.
@@ -312,7 +325,7 @@ class Evaluator:
         """
         if choice.rule_set:
             return 0.0
-        self._price_rows(choice)
+        self._price_rows(choice, self._type_of_device)
         self._price_channels()
         shares = choice.shares[choice.division[:-1]]  # [num_groups, num_micro, num_devices]
         groups = np.arange(len(shares))[:, None, None]
@@ -354,14 +367,14 @@ class Evaluator:
 
         What is slower than an earlier order in which the strategy fits may be given up, too.
         """
-        prices = self._lower(choice)
+        lowered = self._fold(choice) or self._lower(choice)
         found = []
         for order in orders:
-            seconds, is_done = self._run(choice, prices, order, limit_s)
+            seconds, is_done = self._run(lowered, order, limit_s)
             if not is_done or seconds > limit_s:
                 found.append(given_up(seconds, order))
                 continue
-            found.append(self._judge(choice, seconds, self._peak(choice, self._timings), order))
+            found.append(self._judge(choice, seconds, self._peak(lowered, self._timings), order))
             if found[-1].outcome == Outcome.OK:
                 limit_s = seconds
         return found
@@ -390,14 +403,14 @@ class Evaluator:
         return min(tried, key=lambda result: result.preference)
 
     def _referee_choice(self, choice: Choice, order: Order, limit_s: float) -> Evaluation:
-        prices = self._lower(choice)
-        seconds, is_done = self._run(choice, prices, order, limit_s * (1.0 + REFEREE_SLACK))
+        lowered = self._lower(choice)
+        seconds, is_done = self._run(lowered, order, limit_s * (1.0 + REFEREE_SLACK))
         if not is_done:
             return given_up(seconds, order)
         seconds, replayed = self._replay(choice, limit_s)
         if replayed is None or seconds > limit_s:
             return given_up(seconds, order)
-        return self._judge(choice, seconds, self._peak(choice, self._timings, replayed), order)
+        return self._judge(choice, seconds, self._peak(lowered, self._timings, replayed), order)
 
     def _replay(self, choice: Choice, limit_s: float = math.inf) -> tuple[float, Timings | None]:
         """(seconds per step, timings) of the choice that was simulated last, by the referee.
@@ -470,75 +483,67 @@ class Evaluator:
 
     def simulate(self, choice: Choice, order: Order) -> tuple[float, FloatArray]:
         """(seconds per step, peak bytes of each device) of an encoded strategy."""
-        seconds, _ = self._run(choice, self._lower(choice), order, math.inf)
-        return seconds, self._peak(choice, self._timings)
+        lowered = self._lower(choice)
+        seconds, _ = self._run(lowered, order, math.inf)
+        return seconds, self._peak(lowered, self._timings)
 
-    def _lower(self, choice: Choice) -> Prices:
-        """Lower a choice, to be simulated at these prices."""
+    def _lower(self, choice: Choice) -> _Lowered:
+        """Lower a choice on all devices."""
         self.poll()
-        prices = self.prices(choice)
         rules = self._rule_set(choice.rule_set)
         self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
-        self._make_room(prices)
-        return prices
+        return _Lowered(choice, self._tape, self.prices(choice))
 
-    def _run(
-        self, choice: Choice, prices: Prices, order: Order, limit_s: float
-    ) -> tuple[float, bool]:
-        """Simulate what was lowered last.
+    def _fold(self, choice: Choice) -> _Lowered | None:
+        """Lower a choice on devices that stand for others, ``None`` where that is not the same."""
+        if self.cluster.num_devices < LEAST_FOLDED:
+            return None
+        self.poll()
+        folded = self._folding.lower(choice, self.tables_of(choice))
+        if folded is None:
+            return None
+        prices = self._prices(folded.choice, folded.types, folded.channels)
+        return _Lowered(folded.choice, folded.tape, prices, folded.fold)
+
+    def _run(self, lowered: _Lowered, order: Order, limit_s: float) -> tuple[float, bool]:
+        """Simulate what was lowered.
 
         Returns:
             (seconds per step, True), or (a lower bound of them above the limit, False).
         """
-        num_devices = self.cluster.num_devices
-        timings, tape = self._timings, self._tape
-        # Four kernels with memory's, not one: compiled together they ran a third slower.
-        price_kernel(tape, prices, timings.seconds)
-        end, done = simulate(
-            tape, prices, timings, num_devices, int(order), limit_s * choice.num_steps
+        choice, tape, prices, _ = lowered
+        num_devices = len(prices.type_of_device)
+        self._timings = with_room(self._timings, tape, prices.num_queues + num_devices)
+        end, is_done = run_program(
+            tape, prices, self._timings, num_devices, order, limit_s * choice.num_steps
         )
         self.num_evaluations += 1
-        num_tasks = int(tape.counts[NUM_TASKS])
-        if tape.counts[IN_TURN] and done < num_tasks and done != GIVEN_UP:
-            raise StrategyError(
-                f"the turns of the schedule wait for each other: only {done} of {num_tasks} "
-                "tasks can run; change their order, or state none."
-            )
-        assert done in (num_tasks, GIVEN_UP), f"only {done} of {num_tasks} tasks can run"
-        return end / choice.num_steps, done != GIVEN_UP
+        self.num_tasks = int(tape.counts[NUM_TASKS])
+        return end / choice.num_steps, is_done
 
-    def _peak(self, choice: Choice, *timings: Timings) -> FloatArray:
-        """Peak bytes of each device in any of the timings of the choice lowered last."""
-        peaks = np.empty((len(timings), self.cluster.num_devices))
+    def _peak(self, lowered: _Lowered, *timings: Timings) -> FloatArray:
+        """Peak bytes of each device in any of the timings of what was lowered."""
+        choice, tape, prices, fold = lowered
+        peaks = np.empty((len(timings), len(prices.type_of_device)))
         resident = resident_bytes(self.tables_of(choice), choice)
         for each, peak in zip(timings, peaks, strict=True):
-            peak_memory(self._tape, each, resident, peak)
-        return np.asarray(peaks.max(axis=0), np.float64)
-
-    def _make_room(self, prices: Prices) -> None:
-        """Make the simulation's arrays large enough for the tape and the queues."""
-        tape, timings = self._tape, self._timings
-        num_queues = prices.num_queues + self.cluster.num_devices
-        if (
-            tape.counts[NUM_TASKS] > len(timings.seconds)
-            or tape.counts[NUM_READS] > len(timings.successor)
-            or tape.counts[NUM_BUFFERS] > len(timings.alive)
-            or num_queues > len(timings.queue_size)
-        ):
-            self._timings = make_timings(
-                len(tape.tasks), len(tape.reads), len(tape.buffers), 2 * num_queues
-            )
+            peak_memory(tape, each, resident, peak)
+        most = peaks.max(axis=0)
+        return np.asarray(most if fold is None else fold.unfolded(most), np.float64)
 
     def prices(self, choice: Choice) -> Prices:
         """The cost model's answers for everything that a choice can contain."""
-        self._price_rows(choice)
-        channel = self._price_channels()
+        return self._prices(choice, self._type_of_device, self._price_channels())
+
+    def _prices(self, choice: Choice, types: IntArray, channel: ChannelPrices) -> Prices:
+        """The same for devices of some types and for channels in the choice's numbering."""
+        self._price_rows(choice, types)
         rules = self._rule_set(choice.rule_set)
         ruled_row, ruled_number, ruled_seconds = rules.seconds(
-            choice, self.cluster, self.cost_model
+            choice, types, self.cluster, self.cost_model
         )
         return Prices(
-            type_of_device=self._type_of_device,
+            type_of_device=types,
             op_seconds=self._op_seconds,
             has_rule=rules.has_rule,
             ruled_row=ruled_row,
@@ -574,20 +579,19 @@ class Evaluator:
         """Prices of all channels that are registered by now."""
         count = len(self.channels.channels)
         if self._channel_prices is None or len(self._channel_prices.latency_s) < count:
-            prices = price_channels(self.cost_model, self.cluster, self.channels.channels)
+            prices = self._pricer.prices(self.channels.channels)
             self._channel_prices = prices
             self._held = np.zeros((count, len(self.cluster.resources)))
             number = np.repeat(np.arange(count), np.diff(prices.resource_start))
             self._held[number, prices.resource] = prices.resource_s_per_byte
         return self._channel_prices
 
-    def _price_rows(self, choice: Choice) -> None:
+    def _price_rows(self, choice: Choice, types: IntArray) -> None:
         """Fill the rows of the op table for the shares of the batch in a choice."""
         shares = choice.shares[: len(choice.member)]  # along the batch
-        if self._is_priced[self._type_of_device, shares].all():
+        if self._is_priced[types, shares].all():
             return
-        for device in range(self.cluster.num_devices):
-            kind = self._type_of_device[device]
+        for device, kind in enumerate(types):
             for samples in np.unique(shares[:, :, device]):
                 if not self._is_priced[kind, samples]:
                     self._price(int(kind), int(samples))

@@ -23,7 +23,7 @@ from heterog.graph.placement import Arg, L, P, Placement, R, S, TensorRef
 from heterog.graph.sharding_rules import legal_rules
 from heterog.planners.plan import Plan, plan_from_rows
 from heterog.planners.planner import Candidate, MethodRow
-from heterog.simulator.cost_model import ChannelSeconds, CostModel, Prices, price_channels
+from heterog.simulator.cost_model import ChannelPricer, ChannelSeconds, CostModel, Prices
 from heterog.simulator.engine import Order, make_timings, price_kernel, simulate
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import replay
@@ -615,7 +615,8 @@ class Tasks:
                 tape.reads[reads] = needed
                 reads += 1
         tape.tasks[count] = (0.0, 0, 0, 0, 0, 0, reads, count, 0, 0, 0)
-        tape.counts[:] = (count, count, reads, 0, 0, 0)
+        tape.counts[:3] = (count, count, reads)
+        tape.counts[3:] = 0
         prices = self._prices()
         num_devices = self.cluster.num_devices
         timings = make_timings(count, reads, count, prices.num_queues + num_devices)
@@ -630,7 +631,7 @@ class Tasks:
 
     def _prices(self) -> Prices:
         seconds = np.array([self._seconds])
-        channels = price_channels(self._cost_model, self.cluster, self.channels.channels)
+        channels = ChannelPricer(self._cost_model, self.cluster).prices(self.channels.channels)
         return Prices(
             type_of_device=np.zeros(self.cluster.num_devices, np.int32),
             op_seconds=seconds[None],

@@ -51,7 +51,7 @@ class Rings(NamedTuple):
     first_channel: IntArray  # all-reduce or reduce-scatter  # [num_rings]
     second_channel: IntArray  # all-gather, -1 if there is none  # [num_rings]
     part: FloatArray  # of each parameter that the ring adds up  # [num_rings]
-    member: BoolArray  # [num_rings, num_devices]
+    member: IntArray  # 1, or of how many members a column stands for  # [num_rings, num_devices]
     is_once: BoolArray  # all members of a team have the same part of the sum  # [num_rings]
     is_whole: BoolArray  # members that hold no more of it than the ring adds up
     slice_part: FloatArray  # under ZeRO, of the ring's part, that each owns
@@ -78,6 +78,7 @@ class Choice(NamedTuple):
     reduce_channel: IntArray  # utility all-reduce of each division
     gather_channel: IntArray  # utility all-gather of each division
     home: IntArray  # of each parameter
+    stands_for: IntArray  # devices that do alike; all ones unless folded  # [num_devices]
     rule_set: int = 0  # number of its op rules at the evaluator that encoded it
     turns: Turns = NO_SCHEDULE
 
@@ -103,7 +104,7 @@ class RingRows(NamedTuple):
     first_channel: list[int]
     second_channel: list[int]
     part: list[float]
-    member: BoolArray  # [num_rings, num_devices]
+    member: IntArray  # [num_rings, num_devices]
     is_once: list[bool]
     is_whole: BoolArray
     slice_part: FloatArray
@@ -181,6 +182,7 @@ class Encoder:
             reduce_channel=np.array([row.reduce_channel for row in rows], np.int32),
             gather_channel=np.array([row.gather_channel for row in rows], np.int32),
             home=home,
+            stands_for=np.ones(self._num_devices, np.int32),
             turns=encode_turns(schedule, self._tables, devices, row_of_group, all_shares),
         )
 
@@ -302,11 +304,11 @@ class Encoder:
             )
         rings = [ring for rings in domains for ring in rings]
         shape = (len(rings), self._num_devices)
-        member, is_whole = (np.zeros(shape, np.bool_) for _ in range(2))
+        member, is_whole = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
         slice_part = np.zeros(shape)
         channels = []
         for number, ring in enumerate(rings):
-            member[number, list(ring.devices)] = True
+            member[number, list(ring.devices)] = 1
             is_whole[number, list(ring.whole)] = True
             synchronised = ring_decision(ring, decision)
             channels.append(self._channels.for_decision(synchronised))

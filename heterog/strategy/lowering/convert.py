@@ -12,6 +12,7 @@ from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice, is_first
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import (
+    APART,
     NUM_BUFFERS,
     NUM_TASKS,
     Tape,
@@ -340,6 +341,7 @@ def _bring(
         begin, count, unit_begin, units = _box(choice, target, micro, device)
         first_piece = tape.counts[NUM_BUFFERS]
         parts = 0
+        missing = count * max(units, 1)
         local = -1
         for other in range(num_devices):
             if choice.shares[source, micro, other] == 0:
@@ -353,6 +355,7 @@ def _bring(
             if overlap <= 0 or (units >= 0 and overlap_units <= 0):
                 continue
             parts += 1
+            missing -= overlap * max(overlap_units, 1)
             mine = scratch.value_buffer[value, other]
             if other == device:
                 local = mine
@@ -361,6 +364,8 @@ def _bring(
                 tables, choice, scratch, tape, slot, mine, other, device, micro, overlap,
                 overlap_units, owned, owned_units, fraction,
             )  # fmt: skip
+        if missing > 0:
+            tape.counts[APART] = 1
         _join(
             tables, choice, scratch, tape, slot, device, micro, parts, local, first_piece, count,
             units, fraction,
@@ -410,6 +415,7 @@ def _bring_whole(
             continue
         first_piece = tape.counts[NUM_BUFFERS]
         parts = 0
+        missing = count
         local = -1
         for other in range(num_devices):
             if scratch.holder_buffer[other] < 0:
@@ -421,6 +427,7 @@ def _bring_whole(
             if overlap <= 0 or not _sends(choice, scratch, from_division, other, device, place):
                 continue
             parts += 1
+            missing -= overlap
             mine = scratch.holder_buffer[other]
             if other == device:
                 local = mine
@@ -429,6 +436,8 @@ def _bring_whole(
                 tables, choice, scratch, tape, slot, mine, other, device, micro, overlap, -1,
                 owned, -1, fraction,
             )  # fmt: skip
+        if missing > 0:
+            tape.counts[APART] = 1
         _join(
             tables, choice, scratch, tape, slot, device, micro, parts, local, first_piece, count,
             -1, fraction,
@@ -534,9 +543,9 @@ def _gather(
     members = 0
     for device in range(num_devices):
         count = choice.shares[division, micro, device]
-        total += count
+        total += count * choice.stands_for[device]
         largest = max(largest, count)
-        members += 1 if choice.member[division, device] else 0
+        members += choice.stands_for[device] if choice.member[division, device] else 0
     size = members * _bytes_of(tables, value, largest, -1)
     write_task(tape, _GATHER_VALUE, slot, -1, micro, total, channel, size)
     for device in range(num_devices):
@@ -566,11 +575,11 @@ def _gather_in_teams(
         if teams.position[division, first] != 0 or channel < 0 or samples == 0:
             continue
         number = teams.number[division, first]
-        total = 0
+        # All of the team's, also where a member stands for others.
+        total = samples if row == division else tables.axis_units[row // len(choice.member)]
         largest = 0
         for device in range(num_devices):
             if teams.number[division, device] == number:
-                total += choice.shares[row, micro, device]
                 largest = max(largest, choice.shares[row, micro, device])
         units = -1 if row == division else total
         if row == division:
@@ -709,5 +718,6 @@ def _copy_whole(
             continue
         if scratch.slot_buffer[slot, device] < 0:
             write_task(tape, _SEND, slot, device, micro, 0, sender * num_devices + device, size)
+            tape.counts[APART] = 1
             write_read(tape, sent)  # the sender itself may count as zero
             scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)

@@ -3,7 +3,7 @@
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.scratch import Scratch
-from heterog.strategy.lowering.tape import Tape, write_buffer, write_read, write_task
+from heterog.strategy.lowering.tape import APART, Tape, write_buffer, write_read, write_task
 from heterog.strategy.lowering.turns import follow_gradients
 from heterog.strategy.program import TaskKind
 from heterog.strategy.tables import Domain, GraphTables
@@ -132,6 +132,7 @@ def share_whole_gradient(
             continue  # no member of its team has samples
         channel = owner * num_devices + device
         write_task(tape, _PUSH, parameter, device, micro, 0, channel, size)
+        tape.counts[APART] = 1
         write_read(tape, scratch.holder_buffer[owner])
         received = write_buffer(tape, device, size)
         if slot >= 0:

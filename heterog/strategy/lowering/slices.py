@@ -232,7 +232,7 @@ def _scatter(
         if rings.member[ring, device]:
             scratch.flat_buffer[0, device] = -1
             if _has_gradients(tables, choice, scratch, first, device, by_micro):
-                num_senders += 1
+                num_senders += rings.member[ring, device]
                 _flatten(tables, choice, scratch, tape, first, device, micro, size)
     write_task(tape, _REDUCE_SCATTER, first, -1, micro, 0, rings.first_channel[ring], size)
     write_read(tape, scratch.slice_token[first, _first_member(choice, ring)])

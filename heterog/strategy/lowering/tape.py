@@ -27,9 +27,10 @@ TASK = np.dtype(
 BUFFER = np.dtype(
     [("num_bytes", np.float64), ("maker", np.int32), ("device", np.int32)], align=True
 )
-NUM_TASKS, NUM_BUFFERS, NUM_READS, OVERFLOW, IN_TURN, FIRST_TURN = 0, 1, 2, 3, 4, 5
+NUM_TASKS, NUM_BUFFERS, NUM_READS, OVERFLOW, IN_TURN, FIRST_TURN, APART = range(7)
 """Positions in ``Tape.counts``. IN_TURN is 1 if devices take their turns strictly in order, and
-FIRST_TURN the first turn of the step that is written."""
+FIRST_TURN the first turn of the step that is written. APART is 1 where a device reads what lies
+on others, which may be folded away; see ``folding``."""
 
 
 class Tape(NamedTuple):
@@ -56,7 +57,7 @@ def make_tape(num_tasks: int, num_parameters: int, num_devices: int) -> Tape:
         reads=np.empty(4 * room, np.int32),
         bucket=np.empty(num_parameters, np.int32),
         turn=np.zeros(num_devices, np.int32),
-        counts=np.zeros(6, np.int64),
+        counts=np.zeros(7, np.int64),
     )
 
 

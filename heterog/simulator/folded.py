@@ -1,0 +1,145 @@
+"""Evaluations that lower what devices do alike once; see ``strategy.folding``.
+
+Twins that share no link do the same at the same time, so step time and memory are the very ones of
+all devices together. What meets on a link (the NIC of a host, say) is served one after the other,
+and sets twins apart from then on: these are not folded.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster, Sends
+from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, ChannelSeconds
+from heterog.strategy.channels import Channel, ChannelTable
+from heterog.strategy.folding import Fold, fold_choice, folds
+from heterog.strategy.lowering import Choice, lower_to_tape, make_scratch
+from heterog.strategy.lowering.scratch import Scratch
+from heterog.strategy.lowering.tape import APART, NUM_TASKS, Tape, make_tape
+from heterog.strategy.program import IntArray
+from heterog.strategy.tables import GraphTables
+
+_MOST_PRICES = 256  # folds whose channels stay priced
+_MOST_SCRATCHES = 8
+
+
+class Folded(NamedTuple):
+    """A choice that was lowered on the columns of a fold."""
+
+    choice: Choice
+    fold: Fold
+    tape: Tape
+    types: IntArray  # of each column's device  # [num_columns]
+    channels: ChannelPrices  # in the numbering of the folded choice
+
+
+class Folding:
+    """Lowers choices with twins folded away wherever that is the same.
+
+    Args:
+        cluster: the devices.
+        pricer: knows what its links cost.
+        table: of the channels that choices name.
+    """
+
+    def __init__(self, cluster: Cluster, pricer: ChannelPricer, table: ChannelTable) -> None:
+        self._cluster = cluster
+        self._pricer = pricer
+        self._table = table
+        self._types = np.array(cluster.type_index, np.int32)
+        self._tape: Tape | None = None
+        self._scratch: dict[tuple[int, int], Scratch] = {}
+        self._prices: dict[bytes, ChannelPrices | None] = {}
+
+    def lower(self, choice: Choice, tables: GraphTables) -> Folded | None:
+        """Lower a choice on as few columns as do the same, ``None`` if that takes all devices."""
+        if self._cluster.sends == Sends.BLOCKING:  # who waits is found by device, not by column
+            return None
+        for fold in folds(choice, self._cluster):
+            folded, numbers = fold_choice(choice, fold)
+            tape = self._tape or make_tape(4096, len(tables.parameter_bytes), 1)
+            tape = tape._replace(turn=np.zeros(len(fold.columns), np.int32))
+            scratch = self._scratch_for(choice, tables, len(fold.columns))
+            self._tape = tape = lower_to_tape(tables, folded, scratch, tape)
+            if tape.counts[APART]:
+                continue
+            channels = self._price(tape, fold, numbers)
+            if channels is not None:
+                return Folded(folded, fold, tape, self._types[fold.columns], channels)
+        return None
+
+    def _scratch_for(self, choice: Choice, tables: GraphTables, num_columns: int) -> Scratch:
+        key = choice.rule_set, num_columns
+        if key not in self._scratch:
+            if len(self._scratch) >= _MOST_SCRATCHES:
+                self._scratch.clear()
+            self._scratch[key] = make_scratch(tables, num_columns)
+        return self._scratch[key]
+
+    def _price(self, tape: Tape, fold: Fold, numbers: IntArray) -> ChannelPrices | None:
+        """Prices of a fold's channels, ``None`` if twins are unlike or get in each other's way."""
+        tasks = tape.tasks[: tape.counts[NUM_TASKS]]
+        used = np.unique(tasks["channel"])
+        used = used[used >= 0]
+        key = b"".join(part.tobytes() for part in (fold.columns, fold.column_of, numbers, used))
+        if key not in self._prices:
+            if len(self._prices) >= _MOST_PRICES:
+                self._prices.clear()
+            channels = [self._table.channels[number] for number in numbers]
+            is_apart = self._are_apart(fold, [channels[number] for number in used])
+            self._prices[key] = self._new_prices(channels) if is_apart else None
+        return self._prices[key]
+
+    def _new_prices(self, channels: list[Channel]) -> ChannelPrices | None:
+        prices = self._pricer.prices(channels)
+        # Whom a channel slows down is listed by device, not by column.
+        is_free = not (prices.drag.any() or prices.overhead_s.any() or prices.loaded_s.any())
+        return prices if is_free else None
+
+    def _are_apart(self, fold: Fold, channels: Sequence[Channel]) -> bool:
+        """Whether twins cost the same and no link is used by a column and a twin of another.
+
+        Collectives over several lanes are their own twins in each of them, as are those over
+        several positions: they meet the traffic of all of these alike.
+        """
+        by_lane: dict[int, set[int]] = {}
+        by_position: dict[int, set[int]] = {}
+        for channel in channels:
+            cost = self._pricer.seconds(channel)
+            if not self._loads_alike(fold, channel, cost):
+                return False
+            for devices in fold.twins(channel.devices):
+                there = self._pricer.seconds(self._table.alike(channel, devices))
+                if not _is_alike(cost, there):
+                    return False
+                lane, position = fold.lane_of(devices), fold.position_of(devices)
+                if lane is not None:
+                    by_lane.setdefault(lane, set()).update(there.held)
+                if position is not None:
+                    by_position.setdefault(position, set()).update(there.held)
+        return _is_apart(by_lane, fold.lane_twin) and _is_apart(by_position, fold.position_twin)
+
+    def _loads_alike(self, fold: Fold, channel: Channel, cost: ChannelSeconds) -> bool:
+        """Whether a channel holds the links of all its members in a column for the same time."""
+        of_column: dict[int, tuple[float, ...]] = {}
+        for device in channel.devices:
+            held = tuple(cost.held.get(link, 0.0) for link in self._cluster.links_of(device))
+            if of_column.setdefault(int(fold.column_of[device]), held) != held:
+                return False
+        return True
+
+
+def _is_apart(links: Mapping[int, set[int]], twin: IntArray) -> bool:
+    """Whether what is folded away uses no link of what is not."""
+    used = {link for place, own in links.items() if twin[place] == place for link in own}
+    return all(twin[place] == place or used.isdisjoint(own) for place, own in links.items())
+
+
+def _is_alike(first: ChannelSeconds, second: ChannelSeconds) -> bool:
+    mine, theirs = sorted(first.held.values()), sorted(second.held.values())
+    return (first.latency_s, first.seconds_per_byte, mine) == (
+        second.latency_s,
+        second.seconds_per_byte,
+        theirs,
+    )

@@ -1,0 +1,317 @@
+"""Folding: devices that do alike are lowered once.
+
+In a layout of today most devices have a twin: replicas run the same micro-batches of other
+samples, members of a team the same ops on other slices. A *fold* keeps one device of each class of
+twins, a *column*, and lowers what happens on the columns alone; an evaluation then costs what is
+different in a strategy and not what is repeated.
+
+The devices of a division are a grid of *lanes* (its teams, each an interval of samples) and
+*positions* (the members of a team). Two lanes are twins if everything that the strategy says of
+one it says of the other, on devices of one type and on hosts of one kind; so are two positions.
+What twins send over links of their own they send at the same time; whether they have such links is
+for the caller to see (``simulator.folded``).
+
+Not everything can be folded. A value that goes from one lane to another has no place in a fold:
+the kernel notices it (``APART``) and the caller lowers all devices. Where the first of several
+devices does what the others need not (hand on a sum that all of them have), the column does it,
+because it is the first of its class: nothing that takes time or memory is left out.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.strategy.lowering.choice import Choice, Rings, Teams
+from heterog.strategy.lowering.turns import Turns
+from heterog.strategy.program import FloatArray, IntArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fold:
+    """Which devices do alike.
+
+    Attributes:
+        columns: the devices that are lowered, ascending.  # [num_columns]
+        column_of: the place in ``columns`` of each device's twin, -1 for devices without work.
+            # [num_devices]
+        grids: devices by lane and position, one for each set of divisions over the same devices.
+            # [num_lanes, num_positions] each
+        lane_twin: first twin of each lane.  # [num_lanes]
+        position_twin: first twin of each position.  # [num_positions]
+    """
+
+    columns: IntArray
+    column_of: IntArray
+    grids: tuple[IntArray, ...]
+    lane_twin: IntArray
+    position_twin: IntArray
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int, int]]:
+        return {
+            int(device): (number, lane, position)
+            for number, grid in enumerate(self.grids)
+            for (lane, position), device in np.ndenumerate(grid)
+        }
+
+    def lane_of(self, devices: Sequence[int]) -> int | None:
+        """The lane of some devices, ``None`` if they are of several."""
+        lanes = {self._places[device][1] for device in devices}
+        return lanes.pop() if len(lanes) == 1 else None
+
+    def position_of(self, devices: Sequence[int]) -> int | None:
+        """The position of some devices, ``None`` if they are of several."""
+        positions = {self._places[device][2] for device in devices}
+        return positions.pop() if len(positions) == 1 else None
+
+    def twins(self, devices: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """The devices that do at the same time what some devices do, these among them."""
+        lane, position = self.lane_of(devices), self.position_of(devices)
+        for to_lane in _alike(self.lane_twin, lane):
+            for to_position in _alike(self.position_twin, position):
+                yield tuple(
+                    int(
+                        self.grids[grid][
+                            own_lane if to_lane is None else to_lane,
+                            own_position if to_position is None else to_position,
+                        ]
+                    )
+                    for grid, own_lane, own_position in map(self._places.__getitem__, devices)
+                )
+
+    def unfolded(self, of_column: FloatArray) -> FloatArray:
+        """What every device has of something that each column has, 0 without work."""
+        return np.where(self.column_of >= 0, of_column[self.column_of], 0.0)
+
+    @property
+    def stands_for(self) -> IntArray:
+        """How many devices each column stands for.  # [num_columns]"""
+        active = self.column_of[self.column_of >= 0]
+        return np.bincount(active, minlength=len(self.columns)).astype(np.int32)
+
+
+def folds(choice: Choice, cluster: Cluster) -> Iterator[Fold]:
+    """The folds of a choice, the one with the fewest columns first: lanes and positions, or one.
+
+    None if no two devices do alike, or if what they do depends on a server's place.
+    """
+    grids = _grids(choice)
+    if not grids or (choice.home >= 0).any():
+        return
+    says = _Signatures(choice, cluster, grids)
+    num_lanes, num_positions = grids[0].shape
+    lanes = _twins([says.of_lane(lane) for lane in range(num_lanes)])
+    # Lanes that share hosts set each other apart: two of one host keep to the two of another.
+    ranked = _twins([(int(lanes[lane]), *says.rank(lanes, lane)) for lane in range(num_lanes)])
+    positions = _twins([says.of_position(position) for position in range(num_positions)])
+    every_lane = np.arange(num_lanes, dtype=np.int32)
+    every_position = np.arange(num_positions, dtype=np.int32)
+    seen = {num_lanes * num_positions}
+    for lane_twin, position_twin in (
+        (lanes, positions),
+        (ranked, positions),
+        (lanes, every_position),
+        (ranked, every_position),
+        (every_lane, positions),
+    ):
+        size = len(set(lane_twin)) * len(set(position_twin))
+        if size not in seen:
+            seen.add(size)
+            yield _fold(cluster.num_devices, grids, lane_twin, position_twin)
+
+
+def fold_choice(choice: Choice, fold: Fold) -> tuple[Choice, IntArray]:
+    """A choice on the columns of a fold alone, and the channels that it names.
+
+    Transfers between columns come first in the new numbering, then the collectives.
+
+    Returns:
+        The choice, and the number of each of its channels in the table.
+    """
+    columns, num_devices = fold.columns, len(fold.column_of)
+    transfers = (columns[:, None] * num_devices + columns[None, :]).ravel()
+    teams, rings = _folded_teams(choice.teams, columns), _folded_rings(choice.rings, fold)
+    named = [choice.reduce_channel, choice.gather_channel, teams.reduce_channel.ravel()]
+    named += [teams.gather_channel.ravel(), rings.first_channel, rings.second_channel]
+    collectives = np.unique(np.concatenate(named))
+    collectives = collectives[collectives >= 0]
+
+    def renumbered(numbers: IntArray) -> IntArray:
+        places = np.searchsorted(collectives, numbers) + len(transfers)
+        return np.where(numbers >= 0, places, -1).astype(np.int32)
+
+    folded = choice._replace(
+        shares=np.ascontiguousarray(choice.shares[..., columns]),
+        member=np.ascontiguousarray(choice.member[:, columns]),
+        teams=teams._replace(
+            reduce_channel=renumbered(teams.reduce_channel),
+            gather_channel=renumbered(teams.gather_channel),
+        ),
+        rings=rings._replace(
+            first_channel=renumbered(rings.first_channel),
+            second_channel=renumbered(rings.second_channel),
+        ),
+        reduce_channel=renumbered(choice.reduce_channel),
+        gather_channel=renumbered(choice.gather_channel),
+        stands_for=fold.stands_for,
+        turns=_folded_turns(choice.turns, columns),
+    )
+    return folded, np.concatenate([transfers, collectives]).astype(np.int32)
+
+
+def _alike(twin: IntArray, place: int | None) -> Sequence[int | None]:
+    """The twins of a lane or position; those of several are their own."""
+    return [None] if place is None else np.flatnonzero(twin == twin[place]).tolist()
+
+
+def _grids(choice: Choice) -> list[IntArray]:
+    """The grids of lanes and positions, empty if divisions do not agree about them."""
+    teams = choice.teams
+    grids: list[IntArray] = []
+    grid_of: dict[int, int] = {}
+    for division in range(len(teams.number) - 1):  # the last one is of constants
+        members = np.flatnonzero(teams.number[division] >= 0)
+        size = int(teams.size[division, members[0]])
+        if (teams.size[division, members] != size).any():
+            return []
+        grid = np.empty((len(members) // size, size), np.int32)
+        grid[teams.number[division, members], teams.position[division, members]] = members
+        if grids and grid.shape != grids[0].shape:
+            return []
+        known = {grid_of.get(int(device), -1) for device in members}
+        if known == {-1}:
+            for device in members:
+                grid_of[int(device)] = len(grids)
+            grids.append(grid)
+        elif len(known) > 1 or (grids[known.pop()] != grid).any():
+            return []
+    return grids
+
+
+class _Signatures:
+    """What a strategy says of a device, but for which samples and which units they are."""
+
+    def __init__(self, choice: Choice, cluster: Cluster, grids: Sequence[IntArray]) -> None:
+        self._choice = choice
+        self._cluster = cluster
+        self._devices = np.stack(grids)  # [num_grids, num_lanes, num_positions]
+        self._host = np.array(cluster.host_of)[self._devices]
+        self._hosts = [
+            (host.intra, host.nic_line_rate_bytes_per_s, host.nic_latency_s)
+            for host in cluster.hosts
+        ]
+        self._known: dict[int, tuple[object, ...]] = {}
+
+    def of_lane(self, lane: int) -> tuple[object, ...]:
+        """What is said of the devices of a lane, and which of them share a host."""
+        devices, hosts = self._devices[:, lane].ravel(), self._host[:, lane].ravel().tolist()
+        numbers: dict[int, int] = {}
+        pattern = tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
+        return pattern, *(self._of_device(int(device)) for device in devices)
+
+    def of_position(self, position: int) -> tuple[object, ...]:
+        """What is said of the members at a position, and which other members are on their host."""
+        devices, hosts = self._devices[..., position].ravel(), self._host[..., position]
+        beside = self._host == hosts[..., None]  # [num_grids, num_lanes, num_positions]
+        if not beside.all():
+            beside = np.sort(beside, axis=-1)
+        return beside.tobytes(), *(self._of_device(int(device)) for device in devices)
+
+    def rank(self, lanes: IntArray, lane: int) -> tuple[int, ...]:
+        """How many lanes before this one are its twins on its hosts, and how many in all."""
+        hosts = self._host.swapaxes(0, 1).reshape(self._host.shape[1], -1)
+        there = [
+            other
+            for other in range(len(hosts))
+            if lanes[other] == lanes[lane] and set(hosts[other]) & set(hosts[lane])
+        ]
+        return there.index(lane), len(there)
+
+    def _of_device(self, device: int) -> tuple[object, ...]:
+        if device not in self._known:
+            self._known[device] = self._read(device)
+        return self._known[device]
+
+    def _read(self, device: int) -> tuple[object, ...]:
+        choice, cluster = self._choice, self._cluster
+        teams, rings, turns = choice.teams, choice.rings, choice.turns
+        in_ring = rings.member[:, device] > 0
+        said = [choice.shares[..., device], teams.samples[..., device], teams.units[:, device]]
+        said += [turns.chunk[:, device]] if len(turns.chunk) else []
+        said += [of[device] for of in (turns.cap, turns.closing_op, turns.turn) if len(of)]
+        parts = (rings.part * rings.slice_part[:, device])[in_ring]
+        return (
+            cluster.type_index[device],
+            cluster.devices[device].usable_memory_bytes,
+            self._hosts[cluster.host_of[device]],
+            tuple(sorted(parts.round(12).tolist())),
+            *(array.tobytes() for array in said),
+        )
+
+
+def _twins(signatures: Sequence[tuple[object, ...]]) -> IntArray:
+    """The first place that says the same as each.  # [len(signatures)]"""
+    first: dict[tuple[object, ...], int] = {}
+    return np.array(
+        [first.setdefault(each, place) for place, each in enumerate(signatures)], np.int32
+    )
+
+
+def _fold(
+    num_devices: int, grids: Sequence[IntArray], lane_twin: IntArray, position_twin: IntArray
+) -> Fold:
+    twin = np.full(num_devices, -1, np.int32)
+    for grid in grids:
+        twin[grid.ravel()] = grid[np.ix_(lane_twin, position_twin)].ravel()
+    columns = np.unique(twin[twin >= 0])
+    column_of = np.where(twin >= 0, np.searchsorted(columns, twin), -1)
+    return Fold(
+        columns=columns.astype(np.int32),
+        column_of=column_of.astype(np.int32),
+        grids=tuple(grids),
+        lane_twin=lane_twin,
+        position_twin=position_twin,
+    )
+
+
+def _folded_teams(teams: Teams, columns: IntArray) -> Teams:
+    """The same of the columns; numbers, places and sizes stay those of whole teams."""
+    kept = {
+        name: np.ascontiguousarray(getattr(teams, name)[..., columns])
+        for name in teams._fields
+        if name != "num_teams"
+    }
+    return teams._replace(**kept)
+
+
+def _folded_rings(rings: Rings, fold: Fold) -> Rings:
+    """The rings that columns belong to, each with the number of members a column stands for."""
+    one_hot = fold.column_of[:, None] == np.arange(len(fold.columns))
+    member = rings.member[:, fold.columns]
+    counts = (rings.member @ one_hot.astype(np.int32)) * (member > 0)
+    kept = np.flatnonzero(member.any(axis=1))
+    # Rings of a group and domain follow one another, so those that are kept do, too.
+    place = np.concatenate([[0], np.cumsum(member.any(axis=1))]).astype(np.int32)
+    return Rings(
+        first=place[rings.first],
+        end=place[rings.end],
+        first_channel=rings.first_channel[kept],
+        second_channel=rings.second_channel[kept],
+        part=rings.part[kept],
+        member=np.ascontiguousarray(counts[kept].astype(np.int32)),
+        is_once=rings.is_once[kept],
+        is_whole=np.ascontiguousarray(rings.is_whole[kept][:, fold.columns]),
+        slice_part=np.ascontiguousarray(rings.slice_part[kept][:, fold.columns]),
+    )
+
+
+def _folded_turns(turns: Turns, columns: IntArray) -> Turns:
+    return turns._replace(
+        chunk=np.ascontiguousarray(turns.chunk[:, columns]) if len(turns.chunk) else turns.chunk,
+        cap=turns.cap[columns] if len(turns.cap) else turns.cap,
+        closing_op=turns.closing_op[columns] if len(turns.closing_op) else turns.closing_op,
+        turn=turns.turn[columns] if len(turns.turn) else turns.turn,
+    )
