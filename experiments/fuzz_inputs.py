@@ -476,11 +476,11 @@ def check_cluster(cluster: Cluster, graph: OpGraph) -> str:
 
 def check_calibration(model: Calibration, graph: OpGraph, cluster: Cluster) -> str:
     """Seconds that are finite and not negative, for every op, share and channel."""
-    for kind in cluster.device_types:
+    for device_type in cluster.device_types:
         for samples in (1, 12, 24):
-            if not _good(model.op_seconds(graph, kind, samples)):
+            if not _good(model.op_seconds(graph, device_type, samples)):
                 return "it prices an op at impossible seconds"
-        if not _good(model.copy_seconds(kind)):
+        if not _good(model.copy_seconds(device_type)):
             return "it prices copies at impossible seconds"
     for channel in ChannelTable(cluster).channels:
         cost = model.channel_seconds(cluster, channel)

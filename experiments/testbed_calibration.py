@@ -22,7 +22,7 @@ def calibrated(testbed: str, folder: Path) -> Cluster:
     kept = folder / f"{testbed}.measurements.json"
     if not path.exists():
         others = [Measurements.load(each) for each in sorted(folder.glob("*.measurements.json"))]
-        types = {kind.name for kind in cluster.device_types}
+        types = {of_type.name for of_type in cluster.device_types}
         ops = tuple(row for part in others for row in part.ops if row.device_type in types)
         is_known = types <= {row.device_type for row in ops}
         if kept.exists():

@@ -502,21 +502,21 @@ class _Builder:
                 )
         return devices
 
-    def _usable_memory(self, entry: DeviceSpec, kind: DeviceType, here: _Location) -> int:
-        size, reserved = kind.memory_bytes, self._spec.reserved_memory
+    def _usable_memory(self, entry: DeviceSpec, device_type: DeviceType, here: _Location) -> int:
+        size, reserved = device_type.memory_bytes, self._spec.reserved_memory
         if entry.usable_memory is not None:
             if entry.usable_memory > size:
                 self._document.refuse(
                     (*here, "usable_memory"),
                     f"{format_bytes(entry.usable_memory)} is more than the {format_bytes(size)} "
-                    f"of {kind.name}; lower it.",
+                    f"of {device_type.name}; lower it.",
                 )
             return entry.usable_memory
         if reserved >= size:
             self._document.refuse(
                 ("reserved_memory",),
                 f"{format_bytes(reserved)} leaves nothing of the {format_bytes(size)} of "
-                f"{kind.name}; lower it or give that device its usable_memory.",
+                f"{device_type.name}; lower it or give that device its usable_memory.",
             )
         return size - reserved
 
@@ -541,10 +541,12 @@ class _Builder:
             )
         return kind
 
-    def _named(self, kind: DeviceType) -> DeviceType:
+    def _named(self, device_type: DeviceType) -> DeviceType:
         """The overridden type under the first free name; an equal one shares its name."""
         for number in count(1):
-            candidate = replace(kind, name=f"{kind.name}-custom{number if number > 1 else ''}")
+            candidate = replace(
+                device_type, name=f"{device_type.name}-custom{number if number > 1 else ''}"
+            )
             if self._types.get(candidate.name, candidate) == candidate:
                 return candidate
         raise AssertionError("unreachable: count() does not end")
@@ -598,16 +600,16 @@ def _overridden(base: DeviceType, entry: DeviceSpec) -> DeviceType:
     return replace(base, **changed, source=f"{base.source}; cluster file")  # type: ignore[arg-type]
 
 
-def _throttled(kind: DeviceType, quota: float) -> DeviceType:
+def _throttled(device_type: DeviceType, quota: float) -> DeviceType:
     """A core that runs only ``quota`` of the time: everything takes 1 / quota as long."""
     if quota == 1:
-        return kind
+        return device_type
     return replace(
-        kind,
-        name=f"{kind.name}@{quota:g}",
-        peak_flops_per_s={d: p * quota for d, p in kind.peak_flops_per_s.items()},
-        memory_bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s * quota,
-        launch_overhead_s=kind.launch_overhead_s / quota,
+        device_type,
+        name=f"{device_type.name}@{quota:g}",
+        peak_flops_per_s={d: p * quota for d, p in device_type.peak_flops_per_s.items()},
+        memory_bandwidth_bytes_per_s=device_type.memory_bandwidth_bytes_per_s * quota,
+        launch_overhead_s=device_type.launch_overhead_s / quota,
     )
 
 
@@ -773,26 +775,26 @@ def _device_records(cluster: Cluster, host_index: int) -> list[dict[str, Any]]:
     return records
 
 
-def _type_record(kind: DeviceType, quota: float | None) -> str | dict[str, Any]:
+def _type_record(of_type: DeviceType, quota: float | None) -> str | dict[str, Any]:
     """A name of the catalogue where loading it gives exactly this type, else all numbers."""
-    if quota is not None and kind == _throttled(_CPU, quota):
+    if quota is not None and of_type == _throttled(_CPU, quota):
         return _CPU.name
-    is_listed = kind.name in device_type_names() and kind == device_type(kind.name)
-    if is_listed and not (quota is not None and kind == _CPU):
-        return kind.name
+    is_listed = of_type.name in device_type_names() and of_type == device_type(of_type.name)
+    if is_listed and not (quota is not None and of_type == _CPU):
+        return of_type.name
     return {
-        "name": kind.name,
+        "name": of_type.name,
         "peak_flops": {
-            dtype: _text(kind.peak_flops_per_s[dtype], _SPEEDS, parse_flops_per_s)
+            dtype: _text(of_type.peak_flops_per_s[dtype], _SPEEDS, parse_flops_per_s)
             for dtype in DTYPES
-            if dtype in kind.peak_flops_per_s
+            if dtype in of_type.peak_flops_per_s
         },
-        "memory_bandwidth": _text(kind.memory_bandwidth_bytes_per_s, _RATES, parse_bandwidth),
-        "memory": _text(kind.memory_bytes, _SIZES, parse_bytes),
-        "source": kind.source,
-        "compute_efficiency": float(kind.compute_efficiency),
-        "memory_efficiency": float(kind.memory_efficiency),
-        "launch_overhead": _text(kind.launch_overhead_s, _TIMES, parse_seconds),
+        "memory_bandwidth": _text(of_type.memory_bandwidth_bytes_per_s, _RATES, parse_bandwidth),
+        "memory": _text(of_type.memory_bytes, _SIZES, parse_bytes),
+        "source": of_type.source,
+        "compute_efficiency": float(of_type.compute_efficiency),
+        "memory_efficiency": float(of_type.memory_efficiency),
+        "launch_overhead": _text(of_type.launch_overhead_s, _TIMES, parse_seconds),
     }
 
 

@@ -120,9 +120,9 @@ def _type(rng: np.random.Generator, wanted: ClusterRange, number: int) -> Device
     )
 
 
-def _model_seconds(graph: OpGraph, kind: DeviceType) -> float:
+def _model_seconds(graph: OpGraph, device_type: DeviceType) -> float:
     computing = [index for index, op in enumerate(graph.ops) if op.phase != Phase.UPDATE]
-    return float(Roofline().op_seconds(graph, kind, graph.batch_size)[computing].sum())
+    return float(Roofline().op_seconds(graph, device_type, graph.batch_size)[computing].sum())
 
 
 def _memory(

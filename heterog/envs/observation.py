@@ -122,7 +122,10 @@ class Observer:
             part = 1.0 if served else memory.state_part(decision)
             self.state_of[number, list(decision.devices)] = part
         self.whole = np.stack(
-            [self._block_seconds(kind, self.batch) for kind in range(len(cluster.device_types))]
+            [
+                self._block_seconds(type_number, self.batch)
+                for type_number in range(len(cluster.device_types))
+            ]
         )[self.type_of]  # seconds of each block with the whole batch  # [D, G]
         self.bound_s = 1.0 / (1.0 / self.whole.sum(axis=1)).sum()
         self.nic = np.array([

@@ -106,7 +106,7 @@ def toy_cluster(network_gb_per_s: float = 0.05) -> Cluster:
     Args:
         network_gb_per_s: rate of the NICs in 10^9 bytes per second.
     """
-    kind = device_type("V100-16GB")
+    of_type = device_type("V100-16GB")
     hosts = tuple(
         Host(
             name=name,
@@ -116,7 +116,7 @@ def toy_cluster(network_gb_per_s: float = 0.05) -> Cluster:
         for name in ("a", "b")
     )
     devices = tuple(
-        Device(name=f"{host.name}:0", type=kind, host_index=index, usable_memory_bytes=2**33)
+        Device(name=f"{host.name}:0", type=of_type, host_index=index, usable_memory_bytes=2**33)
         for index, host in enumerate(hosts)
     )
     return Cluster(name="toy", hosts=hosts, devices=devices, efficiency=1.0)

@@ -90,7 +90,7 @@ def possible_changes(
 
 
 def _one_more(cluster: Cluster, number: int) -> ChangedCluster:
-    kind = cluster.device_types[number]
+    device_type = cluster.device_types[number]
     hosts = [h for h in range(cluster.num_hosts)
              if any(cluster.type_index[d] == number for d in cluster.host_devices(h))]  # fmt: skip
     model = min(hosts, key=lambda h: (len(cluster.host_devices(h)), h))
@@ -111,7 +111,7 @@ def _one_more(cluster: Cluster, number: int) -> ChangedCluster:
     )
     return ChangedCluster(
         kind=ChangeKind.DEVICE,
-        what=f"one more {kind.name}",
+        what=f"one more {device_type.name}",
         where=where,
         cluster=replace(cluster, hosts=new_hosts, devices=(*cluster.devices, device)),
     )

@@ -157,11 +157,11 @@ def _ops_per_device(
     taken = evaluator.referee(strategy, order).peak_memory_bytes
     ops, shortage = [], []
     for device in range(cluster.num_devices):
-        kind = cluster.device_types[cluster.type_index[device]]
+        device_type = cluster.device_types[cluster.type_index[device]]
         alone = Decision(devices=(device,), shares=(background.batch_size,))
         needed = own.evaluate(uniform_strategy(own, alone), Order.PROGRAM).peak_memory_bytes
         missing = needed[device] + taken[device] - cluster.devices[device].usable_memory_bytes
-        seconds = evaluator.cost_model.op_seconds(background, kind, background.batch_size)
+        seconds = evaluator.cost_model.op_seconds(background, device_type, background.batch_size)
         ops.append(seconds[seconds > 0] if missing <= 0 else np.zeros(0))
         shortage.append("" if missing <= 0 else f"{missing / 2**30:.2f} GiB of memory short")
     return ops, tuple(shortage)

@@ -50,8 +50,9 @@ def device_speeds(evaluator: Evaluator) -> tuple[float, ...]:
     samples = max(graph.batch_size // cluster.num_devices, 1)
     computing = [index for index, op in enumerate(graph.ops) if op.phase != Phase.UPDATE]
     by_type = [
-        samples / float(evaluator.cost_model.op_seconds(graph, kind, samples)[computing].sum())
-        for kind in cluster.device_types
+        samples
+        / float(evaluator.cost_model.op_seconds(graph, device_type, samples)[computing].sum())
+        for device_type in cluster.device_types
     ]
     return tuple(by_type[index] for index in cluster.type_index)
 

@@ -287,13 +287,15 @@ class GroupCosts:
 
     def _group_seconds(self, device: int, samples: int) -> FloatArray:
         """Seconds of each group's ops, updates included, on a device."""
-        kind = self.evaluator.cluster.device_types[self.evaluator.cluster.type_index[device]]
-        key = (kind.name, samples)
+        device_type = self.evaluator.cluster.device_types[
+            self.evaluator.cluster.type_index[device]
+        ]
+        key = (device_type.name, samples)
         if key not in self._compute:
             graph = self.evaluator.graph
-            seconds = self.evaluator.cost_model.op_seconds(graph, kind, samples).copy()
+            seconds = self.evaluator.cost_model.op_seconds(graph, device_type, samples).copy()
             updates = [index for index, op in enumerate(graph.ops) if op.phase == Phase.UPDATE]
-            full = self.evaluator.cost_model.op_seconds(graph, kind, graph.batch_size)
+            full = self.evaluator.cost_model.op_seconds(graph, device_type, graph.batch_size)
             seconds[updates] = full[updates]
             group = group_ops(graph).group
             counted = group >= 0

@@ -285,16 +285,16 @@ class _Enumeration(Enumeration[_Point]):
         samples = max(round(micro / len(devices)), 1)
         rate = np.zeros(self.num_groups)
         for device in devices:
-            kind = cluster.type_index[device]
-            if (kind, samples) not in self.seconds:
+            type_number = cluster.type_index[device]
+            if (type_number, samples) not in self.seconds:
                 op_seconds = evaluator.cost_model.op_seconds(
-                    graph, cluster.device_types[kind], samples
+                    graph, cluster.device_types[type_number], samples
                 )[evaluator.tables.op_id]
                 per_group = np.full(self.num_groups, 1e-9)
                 inside = evaluator.tables.op_group >= 0
                 np.add.at(per_group, evaluator.tables.op_group[inside], op_seconds[inside])
-                self.seconds[kind, samples] = per_group
-            rate += samples / self.seconds[kind, samples]
+                self.seconds[type_number, samples] = per_group
+            rate += samples / self.seconds[type_number, samples]
         self.rates[devices, num_micro] = graph.batch_size / rate
         return self.rates[devices, num_micro]
 

@@ -242,9 +242,9 @@ class _Repair:
             num_bytes = seconds = 0.0
             for device, share in _shares_of(decision):
                 if over[device] and share and not decision.recompute:
-                    kind = self.cluster.type_index[device]
+                    type_number = self.cluster.type_index[device]
                     num_bytes += share * self._saved_per_sample[group]
-                    seconds += share * self._seconds_per_sample[kind][group]
+                    seconds += share * self._seconds_per_sample[type_number][group]
             if num_bytes > 0.0:
                 worth.append((num_bytes / max(seconds, 1e-12), group))
         ranked = [group for _, group in sorted(worth, key=lambda pair: (-pair[0], pair[1]))]
@@ -303,8 +303,10 @@ class _Repair:
         """Seconds of each group's recomputation per sample, by device type.  # [num_groups]"""
         tables, batch = self.evaluator.tables, self.graph.batch_size
         found = []
-        for kind in self.cluster.device_types:
-            row = self.evaluator.cost_model.op_seconds(self.graph, kind, batch)[tables.op_id]
+        for device_type in self.cluster.device_types:
+            row = self.evaluator.cost_model.op_seconds(self.graph, device_type, batch)[
+                tables.op_id
+            ]
             seconds = np.zeros(tables.num_groups)
             for group, ops in self._again():
                 seconds[group] = float(row[ops].sum()) / batch

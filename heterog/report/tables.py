@@ -221,10 +221,10 @@ def _memory_columns(cluster: Cluster) -> tuple[list[str], list[list[int]]]:
     if len(cluster.device_types) > _MAX_MEMORY_COLUMNS:
         return ["peak"], [list(range(cluster.num_devices))]
     members = [
-        [device for device, kind in enumerate(cluster.type_index) if kind == number]
+        [device for device, each in enumerate(cluster.type_index) if each == number]
         for number in range(len(cluster.device_types))
     ]
-    return [kind.name for kind in cluster.device_types], members
+    return [device_type.name for device_type in cluster.device_types], members
 
 
 def _memory_cells(row: MethodRow, members: Sequence[Sequence[int]]) -> list[str]:

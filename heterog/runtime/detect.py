@@ -122,8 +122,8 @@ def catalogue_name(label: str, memory_bytes: int) -> str | None:
     'H100-PCIe'
     """
     found = [
-        (abs(kind.memory_bytes - memory_bytes) / kind.memory_bytes, kind.name)
-        for kind in matching_types(label)
+        (abs(each.memory_bytes - memory_bytes) / each.memory_bytes, each.name)
+        for each in matching_types(label)
     ]
     difference, name = min(found, default=(1.0, ""))
     return name if difference <= _MEMORY_TOLERANCE else None
@@ -182,29 +182,29 @@ def cluster_yaml(found: FoundMachine) -> str:
 
 def _device_lines(device: FoundDevice, count: int) -> list[str]:
     usable = f"usable_memory: {_gib(device.usable_memory_bytes)}"
-    kind = device.type
+    of_type = device.type
     if device.is_listed:
         return [
             f"      # {device.label}",
-            f"      - {{type: {kind.name}, count: {count}, {usable}}}",
+            f"      - {{type: {of_type.name}, count: {count}, {usable}}}",
         ]
     peaks = ", ".join(
-        f"{dtype}: {kind.peak_flops_per_s[dtype] / 1e9:.4g} GFLOP/s"
+        f"{dtype}: {of_type.peak_flops_per_s[dtype] / 1e9:.4g} GFLOP/s"
         for dtype in DTYPES
-        if dtype in kind.peak_flops_per_s
+        if dtype in of_type.peak_flops_per_s
     )
-    bandwidth = kind.memory_bandwidth_bytes_per_s / 1e9
+    bandwidth = of_type.memory_bandwidth_bytes_per_s / 1e9
     return [
         f"      # {device.label}",
         "      # check: measured rates, in the place of a data sheet's",
         "      - type:",
-        f"          name: {json.dumps(kind.name)}",
+        f"          name: {json.dumps(of_type.name)}",
         f"          peak_flops: {{{peaks}}}",
         f"          memory_bandwidth: {bandwidth:.4g} GB/s",
-        f"          memory: {_gib(kind.memory_bytes)}  # check: less where others use it, too",
-        f"          source: {json.dumps(kind.source)}",
-        f"          compute_efficiency: {kind.compute_efficiency:g}",
-        f"          memory_efficiency: {kind.memory_efficiency:g}",
+        f"          memory: {_gib(of_type.memory_bytes)}  # check: less where others use it, too",
+        f"          source: {json.dumps(of_type.source)}",
+        f"          compute_efficiency: {of_type.compute_efficiency:g}",
+        f"          memory_efficiency: {of_type.memory_efficiency:g}",
         f"        count: {count}",
         f"        {usable}",
     ]
@@ -229,10 +229,10 @@ def _cpu(host: str) -> FoundDevice:
     finally:
         torch.set_num_threads(before)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    kind = _measured_type("CPU", host, "one thread", peaks, bandwidth, memory)
+    of_type = _measured_type("CPU", host, "one thread", peaks, bandwidth, memory)
     return FoundDevice(
         label="the processor; one device is one core",
-        type=kind,
+        type=of_type,
         is_listed=False,
         usable_memory_bytes=_usable_bytes(memory),
     )
@@ -245,16 +245,16 @@ def _gpus(host: str) -> list[FoundDevice]:
         label, memory = device_label(index), device_memory_bytes(index)
         name = catalogue_name(label, memory)
         if name is not None:
-            kind = device_type(name)
+            of_type = device_type(name)
         else:
             # Equal cards are one type: measured twice, they would differ by a little.
             key = (label, memory)
-            kind = measured.get(key) or _measured_gpu(host, index, number=len(measured))
-            measured[key] = kind
-        usable = _usable_bytes(min(memory, kind.memory_bytes))
+            of_type = measured.get(key) or _measured_gpu(host, index, number=len(measured))
+            measured[key] = of_type
+        usable = _usable_bytes(min(memory, of_type.memory_bytes))
         found.append(
             FoundDevice(
-                label=label, type=kind, is_listed=name is not None, usable_memory_bytes=usable
+                label=label, type=of_type, is_listed=name is not None, usable_memory_bytes=usable
             )
         )
     return found

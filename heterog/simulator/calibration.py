@@ -783,7 +783,9 @@ def extrapolated_by(
     home_of = {op: home for (op, _, _), home in zip(graph.updates, strategy.homes, strict=True)}
     total = 0.0
     by_kind: dict[str, float] = {}
-    for device, kind in enumerate(cluster.device_types[number] for number in cluster.type_index):
+    for device, device_type in enumerate(
+        cluster.device_types[number] for number in cluster.type_index
+    ):
         local = np.zeros(graph.num_ops, np.int64)
         for op in range(graph.num_ops):
             decision = strategy.decisions[int(group[op])]
@@ -794,7 +796,7 @@ def extrapolated_by(
             elif device in decision.devices:
                 local[op] = decision.shares[decision.devices.index(device)]
         for samples in np.unique(local[local > 0]):
-            seconds, is_far = model._op_seconds(graph, kind, int(samples))
+            seconds, is_far = model._op_seconds(graph, device_type, int(samples))
             chosen = local == samples
             total += float(seconds[chosen].sum())
             for op in np.flatnonzero(chosen & is_far & (seconds > 0)).tolist():

@@ -156,7 +156,7 @@ class ChannelPricer:
     def __init__(self, model: CostModel, cluster: Cluster) -> None:
         self._model = model
         self._cluster = cluster
-        self._names = [kind.name for kind in cluster.device_types]
+        self._names = [device_type.name for device_type in cluster.device_types]
         self._costs: dict[_Way, _Cost] = {}
 
     def seconds(self, channel: Channel) -> ChannelSeconds:

@@ -591,10 +591,10 @@ class Evaluator:
         shares = choice.shares[: len(choice.member)]  # along the batch
         if self._is_priced[types, shares].all():
             return
-        for device, kind in enumerate(types):
+        for device, type_number in enumerate(types):
             for samples in np.unique(shares[:, :, device]):
-                if not self._is_priced[kind, samples]:
-                    self._price(int(kind), int(samples))
+                if not self._is_priced[type_number, samples]:
+                    self._price(int(type_number), int(samples))
 
     def op_seconds(self, kind: int, samples: int) -> FloatArray:
         """Seconds of every compute op of the tables on a device type.  # [num_compute_ops]"""

@@ -59,19 +59,19 @@ from heterog.units import GIB
 def test_numbers_of_the_data_sheets(
     name: str, tflops: float, gb_per_s: float, memory_gib: float
 ) -> None:
-    kind = device_type(name)
-    assert kind.name == name
-    assert kind.peak_flops_per_s["float32"] == pytest.approx(tflops * 1e12)
-    assert kind.memory_bandwidth_bytes_per_s == pytest.approx(gb_per_s * 1e9)
-    assert kind.memory_bytes == memory_gib * GIB
+    of_type = device_type(name)
+    assert of_type.name == name
+    assert of_type.peak_flops_per_s["float32"] == pytest.approx(tflops * 1e12)
+    assert of_type.memory_bandwidth_bytes_per_s == pytest.approx(gb_per_s * 1e9)
+    assert of_type.memory_bytes == memory_gib * GIB
 
 
 def test_every_type_has_a_source_and_the_same_prior() -> None:
     assert len(device_type_names()) == len(set(device_type_names())) > 50
     for name in device_type_names():
-        kind = device_type(name)
-        assert len(kind.source) > 10
-        prior = (kind.compute_efficiency, kind.memory_efficiency, kind.launch_overhead_s)
+        of_type = device_type(name)
+        assert len(of_type.source) > 10
+        prior = (of_type.compute_efficiency, of_type.memory_efficiency, of_type.launch_overhead_s)
         assert prior == (0.6, 0.75, 10e-6)
 
 

@@ -28,10 +28,13 @@ HOST_B = Host(name="B", nic_line_rate_bytes_per_s=5e9, nic_latency_s=50e-6, intr
 
 
 def device(
-    name: str, kind: DeviceType = SLOW, host_index: int = 0, usable_memory_bytes: int = 7 * GB
+    name: str,
+    device_type: DeviceType = SLOW,
+    host_index: int = 0,
+    usable_memory_bytes: int = 7 * GB,
 ) -> Device:
     return Device(
-        name=name, type=kind, host_index=host_index, usable_memory_bytes=usable_memory_bytes
+        name=name, type=device_type, host_index=host_index, usable_memory_bytes=usable_memory_bytes
     )
 
 
@@ -136,7 +139,7 @@ def test_one_device_and_one_host() -> None:
 def test_types_with_equal_values_are_one() -> None:
     twin = DeviceType(**{f.name: getattr(SLOW, f.name) for f in dataclasses.fields(SLOW)})
     cluster = Cluster(
-        name="twins", hosts=(HOST_A,), devices=(device("A:0"), device("A:1", kind=twin))
+        name="twins", hosts=(HOST_A,), devices=(device("A:0"), device("A:1", device_type=twin))
     )
     assert twin is not SLOW
     assert cluster.device_types == (SLOW,)

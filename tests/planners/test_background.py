@@ -49,8 +49,8 @@ def test_a_free_device_trains_the_background_alone() -> None:
     own, decision = on_first_device(evaluator())
     strategy = uniform_strategy(own, decision)
     planned = plan_background(own, strategy, Order.FIFO, graph(8), limit=1.0)
-    kind = own.cluster.device_types[0]
-    alone_s = float(own.cost_model.op_seconds(graph(8), kind, 8).sum())
+    device_type = own.cluster.device_types[0]
+    alone_s = float(own.cost_model.op_seconds(graph(8), device_type, 8).sum())
     # It stops for an op that does not fit before the step's end: at most one per step is missing.
     assert planned.samples_per_s[1] == pytest.approx(8 / alone_s, rel=0.1)
     assert planned.samples_per_s[0] == 0.0, "a chain on one device leaves no gap"

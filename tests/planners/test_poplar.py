@@ -194,13 +194,15 @@ def tight(memory_bytes: int, last_bytes: int) -> Evaluator:
 def test_interpolated_seconds_are_near_the_priced_ones_and_never_fall() -> None:
     evaluator = Evaluator(graph_of(), UNEQUAL)
     computes = [i for i, op in enumerate(graph_of().ops) if op.phase != Phase.UPDATE]
-    for kind in UNEQUAL.device_types:
-        curve = seconds_over_samples(evaluator, kind, 96)
+    for device_type in UNEQUAL.device_types:
+        curve = seconds_over_samples(evaluator, device_type, 96)
         assert len(curve) == 97
         assert curve[0] == 0.0
         assert (np.diff(curve) >= 0.0).all()
         for samples in (1, 3, 11, 50, 96):
-            priced = evaluator.cost_model.op_seconds(graph_of(), kind, samples)[computes].sum()
+            priced = evaluator.cost_model.op_seconds(graph_of(), device_type, samples)[
+                computes
+            ].sum()
             assert curve[samples] == pytest.approx(priced, rel=0.02)
     assert len(seconds_over_samples(evaluator, UNEQUAL.device_types[0], 1)) == 2
     assert len(seconds_over_samples(evaluator, UNEQUAL.device_types[0], 0)) == 1

@@ -22,10 +22,10 @@ from heterog.units import GIB
 
 
 def listed(name: str, count: int) -> tuple[FoundDevice, ...]:
-    kind = device_type(name)
-    usable = kind.memory_bytes - GIB - 12345
+    of_type = device_type(name)
+    usable = of_type.memory_bytes - GIB - 12345
     found = FoundDevice(
-        label=f"NVIDIA {name}", type=kind, is_listed=True, usable_memory_bytes=usable
+        label=f"NVIDIA {name}", type=of_type, is_listed=True, usable_memory_bytes=usable
     )
     return (found,) * count
 

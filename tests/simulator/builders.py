@@ -310,13 +310,13 @@ def cluster_of(
             )
         )
         for number, type_name in enumerate(types):
-            kind: DeviceType = device_type(type_name)
+            of_type: DeviceType = device_type(type_name)
             devices.append(
                 Device(
                     name=f"{name}:{number}",
-                    type=kind,
+                    type=of_type,
                     host_index=index,
-                    usable_memory_bytes=kind.memory_bytes,
+                    usable_memory_bytes=of_type.memory_bytes,
                 )
             )
     return Cluster(
@@ -673,8 +673,13 @@ def random_case(rng: Random) -> tuple[Evaluator, Choice]:
     strategy = random_strategy(rng, graph, cluster)
     cost_model = Roofline()
     if rng.random() < 0.5:
-        drag = {kind.name: rng.choice([0.0, 1e-11, 1e-9]) for kind in cluster.device_types}
-        overhead = {kind.name: rng.choice([0.0, 1e-5, 1e-3]) for kind in cluster.device_types}
+        drag = {
+            device_type.name: rng.choice([0.0, 1e-11, 1e-9])
+            for device_type in cluster.device_types
+        }
+        overhead = {
+            device_type.name: rng.choice([0.0, 1e-5, 1e-3]) for device_type in cluster.device_types
+        }
         cost_model = DraggingRoofline(drag, rng.choice([1.0, 30.0]), overhead)
     evaluator = Evaluator(graph, cluster, cost_model)
     choice = evaluator.encode(strategy)

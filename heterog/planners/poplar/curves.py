@@ -18,7 +18,7 @@ from heterog.strategy.tables import GraphTables
 _KNOTS_PER_OCTAVE = 2
 
 
-def seconds_over_samples(evaluator: Evaluator, kind: DeviceType, most: int) -> FloatArray:
+def seconds_over_samples(evaluator: Evaluator, device_type: DeviceType, most: int) -> FloatArray:
     """Seconds of forward and backward pass on 0 to ``most`` samples at once.
 
     Priced at two micro-batches per octave and interpolated monotonically between them.
@@ -30,7 +30,7 @@ def seconds_over_samples(evaluator: Evaluator, kind: DeviceType, most: int) -> F
     octaves = np.arange(0.0, np.log2(most), 1.0 / _KNOTS_PER_OCTAVE)
     knots = np.unique([*np.rint(2.0**octaves).astype(int), most])
     priced = [
-        float(evaluator.cost_model.op_seconds(graph, kind, int(knot))[computes].sum())
+        float(evaluator.cost_model.op_seconds(graph, device_type, int(knot))[computes].sum())
         for knot in knots
     ]
     # More samples are never faster: measurements may say so, but a device could pad.

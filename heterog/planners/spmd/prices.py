@@ -82,13 +82,13 @@ class Work:
             type_number: which of the cluster's device types.
             part: of each triple.  # [most_triples, num_ops]
         """
-        kind = evaluator.cluster.device_types[type_number]
+        device_type = evaluator.cluster.device_types[type_number]
         flops_fixed, flops, bytes_fixed, num_bytes = self._amounts
         return np.array(
             [
                 evaluator.cost_model.work_seconds(
                     self.theory.graph,
-                    kind,
+                    device_type,
                     flops_fixed[number] + part[number] * flops[number],
                     bytes_fixed[number] + part[number] * num_bytes[number],
                 )
