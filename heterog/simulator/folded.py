@@ -80,8 +80,7 @@ class Folding:
     def _price(self, tape: Tape, fold: Fold, numbers: IntArray) -> ChannelPrices | None:
         """Prices of a fold's channels, ``None`` if twins are unlike or get in each other's way."""
         tasks = tape.tasks[: tape.counts[NUM_TASKS]]
-        used = np.unique(tasks["channel"])
-        used = used[used >= 0]
+        used = np.flatnonzero(np.bincount(tasks["channel"] + 1)[1:])  # what has none says -1
         key = b"".join(part.tobytes() for part in (fold.columns, fold.column_of, numbers, used))
         if key not in self._prices:
             if len(self._prices) >= _MOST_PRICES:

@@ -12,7 +12,7 @@ import numpy as np
 
 from heterog.simulator.engine import Timings
 from heterog.strategy.kernels import helper, kernel
-from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, Tape
+from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_FREE_KIND, FloatArray, IntArray, Program
 
 
@@ -59,18 +59,25 @@ def peak_memory(tape: Tape, timings: Timings, resident: FloatArray, peak: FloatA
         peak: written.  # [num_devices]
     """
     lists = np.zeros((3, len(resident) + 1), np.int32)
-    _memory_kernel(tape, timings, resident, peak, lists)
+    begins = np.empty((int(tape.counts[NUM_TASKS]) + 1, 2), np.int32)
+    _memory_kernel(tape, timings, resident, peak, lists, begins)
 
 
 @kernel
 def _memory_kernel(
-    tape: Tape, timings: Timings, resident: FloatArray, peak: FloatArray, lists: IntArray
-) -> None:
+    tape: Tape, timings: Timings, resident: FloatArray, peak: FloatArray, lists: IntArray,
+    begins: IntArray,
+) -> None:  # fmt: skip
     alive = timings.alive
     alive[: tape.counts[NUM_BUFFERS]] = 0
     for read in range(tape.counts[NUM_READS]):
         alive[tape.reads[read]] += 1
     num_devices = len(resident)
+    # Where each task's buffers and reads begin, close together: devices are followed one by one,
+    # and the records of one device's tasks lie far apart.
+    for task in range(tape.counts[NUM_TASKS] + 1):
+        begins[task, 0] = tape.tasks[task].buffer_start
+        begins[task, 1] = tape.tasks[task].read_start
     _list_events(tape, timings, num_devices, lists)
     touching, touching_start = timings.touching, lists[0]
     for device in range(num_devices):
@@ -101,7 +108,7 @@ def _memory_kernel(
                 task = touching[other] >> 1
                 is_end = touching[other] & 1 == 1
                 other += 1
-            for made in range(tape.tasks[task].buffer_start, tape.tasks[task + 1].buffer_start):
+            for made in range(begins[task, 0], begins[task + 1, 0]):
                 buffer = tape.buffers[made]
                 if buffer.device != device:
                     continue
@@ -111,13 +118,14 @@ def _memory_kernel(
                     gone += buffer.num_bytes
             most = max(most, live)
             if is_end:
-                for read in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
+                for read in range(begins[task, 1], begins[task + 1, 1]):
                     needed = tape.reads[read]
-                    buffer = tape.buffers[needed]
-                    if buffer.device == device:
+                    # An op reads nothing that lies on another device: that it is here need not be
+                    # looked up, which for large programs is what takes the time.
+                    if take_op or tape.buffers[needed].device == device:
                         alive[needed] -= 1
-                        if alive[needed] == 0:
-                            gone += buffer.num_bytes
+                        if alive[needed] == 0 and tape.buffers[needed].device == device:
+                            gone += tape.buffers[needed].num_bytes
             if not is_running:
                 live -= gone
                 gone = 0.0
