@@ -403,28 +403,27 @@ class Evaluator:
         return min(tried, key=lambda result: result.preference)
 
     def _referee_choice(self, choice: Choice, order: Order, limit_s: float) -> Evaluation:
-        lowered = self._lower(choice)
+        lowered = self._fold(choice) or self._lower(choice)
         seconds, is_done = self._run(lowered, order, limit_s * (1.0 + REFEREE_SLACK))
         if not is_done:
             return given_up(seconds, order)
-        seconds, replayed = self._replay(choice, limit_s)
+        seconds, replayed = self._replay(lowered, limit_s)
         if replayed is None or seconds > limit_s:
             return given_up(seconds, order)
         return self._judge(choice, seconds, self._peak(lowered, self._timings, replayed), order)
 
-    def _replay(self, choice: Choice, limit_s: float = math.inf) -> tuple[float, Timings | None]:
-        """(seconds per step, timings) of the choice that was simulated last, by the referee.
+    def _replay(
+        self, lowered: _Lowered, limit_s: float = math.inf
+    ) -> tuple[float, Timings | None]:
+        """(seconds per step, timings) of what was simulated last, by the referee.
 
         No timings and a lower bound of the seconds above the limit.
         """
+        choice, tape, prices, _ = lowered
         end, done, replayed = replay(
-            self._tape,
-            self.prices(choice),
-            self._timings,
-            self.cluster.num_devices,
-            limit_s * choice.num_steps,
+            tape, prices, self._timings, len(prices.type_of_device), limit_s * choice.num_steps
         )
-        num_tasks = int(self._tape.counts[NUM_TASKS])
+        num_tasks = int(tape.counts[NUM_TASKS])
         assert done in (num_tasks, GIVEN_UP), f"only {done} of {num_tasks} tasks can be replayed"
         return end / choice.num_steps, None if done == GIVEN_UP else replayed
 
@@ -638,7 +637,8 @@ class Evaluator:
         self, choice: Choice, order: Order
     ) -> tuple[Program, FloatArray, FloatArray]:
         """Like ``timings``, with the referee's times."""
-        self.simulate(choice, order)
-        _, replayed = self._replay(choice)
+        lowered = self._lower(choice)
+        self._run(lowered, order, math.inf)
+        _, replayed = self._replay(lowered)
         assert replayed is not None
         return self.program(choice), replayed.start, replayed.finish

@@ -75,6 +75,9 @@ def check(evaluator: Evaluator, choice: Choice) -> int:
         # Bytes are added up in another order.
         expected = np.rint(peaks * (1.0 + MEMORY_MARGIN))
         assert np.allclose(found.peak_memory_bytes, expected, rtol=1e-9, atol=1)
+        _, _, finish = evaluator.referee_timings(choice, order)
+        judged = evaluator.referee(choice, order)
+        assert judged.step_time_s == pytest.approx(finish.max() / choice.num_steps, rel=1e-9)
     pricer = ChannelPricer(evaluator.cost_model, evaluator.cluster)
     folding = Folding(evaluator.cluster, pricer, evaluator.channels)
     folded = folding.lower(choice, evaluator.tables_of(choice))
