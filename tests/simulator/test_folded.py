@@ -3,8 +3,10 @@
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from heterog.simulator.cost_model import ChannelPricer
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.simulator.folded import Folding
+from heterog.strategy.folding import fold_choice, folds
 from heterog.strategy.layouts.layout import Layout, Recompute
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.lowering import Choice
@@ -200,3 +203,30 @@ def test_any_strategy_is_folded_truly(seed: int) -> None:
         pytest.skip("no legal strategy was drawn")
     evaluator = Evaluator(graph, cluster)
     check(evaluator, evaluator.encode(strategy))
+
+
+def arrays(value: object, name: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """The arrays of a choice, with their names."""
+    if isinstance(value, np.ndarray):
+        yield name, value
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for field in value._fields:
+            yield from arrays(getattr(value, field), f"{name}.{field}")
+
+
+def test_whatever_a_choice_says_of_devices_is_folded() -> None:
+    cluster = cluster_of(11, 1)
+    evaluator = Evaluator(GRAPH, cluster)
+    decision = Decision(devices=tuple(range(11)), shares=(3,) * 10 + (2,), sync=Sync.ZERO2)
+    capped = PipelineSchedule(in_flight=((1,),) * 11, splits_backward=True)
+    strategy = strategy_of(GRAPH, cluster, decision, micro_batches=((16, 16), *[(0, 0)] * 10))
+    choice = evaluator.encode(replace(strategy, schedule=capped))
+    fold = next(folds(choice, cluster))
+    assert len(fold.columns) == 3  # 2 and 1, 1 and 2, 1 and 1 samples
+    of_devices = {name for name, array in arrays(choice, "choice") if 11 in array.shape}
+    assert len(of_devices) > 15
+    folded, _ = fold_choice(choice, fold)
+    for name, array in arrays(folded, "choice"):
+        assert 11 not in array.shape, f"{name} has a row or column for each device"
+        if name in of_devices:
+            assert 3 in array.shape, name
