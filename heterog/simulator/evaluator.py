@@ -52,8 +52,9 @@ can be gamed by a search; the mean cannot)."""
 MAX_RULE_SETS = 16
 """Rule sets of strategies whose tables are kept."""
 
-LEAST_FOLDED = 16
-"""Devices from which on it pays to look for those that do alike."""
+LEAST_FOLDED = 30_000
+"""Ops on all devices, in all micro-batches and steps, from which on it pays to look for devices
+that do alike: about a millisecond, in which a third of so many ops is lowered and simulated."""
 
 MEMORY_MARGIN = 0.04
 """Added to what tensors and workspaces need: small workspaces, rounding of allocators, gradients
@@ -495,10 +496,11 @@ class Evaluator:
 
     def _fold(self, choice: Choice) -> _Lowered | None:
         """Lower a choice on devices that stand for others, ``None`` where that is not the same."""
-        if self.cluster.num_devices < LEAST_FOLDED:
+        tables, num_devices = self.tables_of(choice), self.cluster.num_devices
+        if len(tables.op_id) * num_devices * choice.num_micro * choice.num_steps < LEAST_FOLDED:
             return None
         self.poll()
-        folded = self._folding.lower(choice, self.tables_of(choice))
+        folded = self._folding.lower(choice, tables)
         if folded is None:
             return None
         prices = self._prices(folded.choice, folded.types, folded.channels)

@@ -89,7 +89,7 @@ def check(evaluator: Evaluator, choice: Choice) -> int:
 
 @pytest.fixture(autouse=True)
 def small_clusters_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heterog.simulator.evaluator.LEAST_FOLDED", 2)
+    monkeypatch.setattr("heterog.simulator.evaluator.LEAST_FOLDED", 0)
 
 
 CLUSTERS = {
