@@ -12,7 +12,7 @@ up micro-batches and teams, and ZeRO is given up where a slice would have severa
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,7 +31,7 @@ from heterog.planners.teams import (
     without_teams,
 )
 from heterog.simulator.engine import Order
-from heterog.strategy.division import split_evenly
+from heterog.strategy.division import is_cut_alike, split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
@@ -169,6 +169,8 @@ class Neighbours:
         if blocks:
             starts = np.array(blocks)
             row = row[starts[np.searchsorted(starts, np.arange(self.num_groups), "right") - 1]]
+        if not self._is_cut_alike(row, micro_batches):
+            micro_batches = self.space.micro_batches(len(micro_batches[0]))
         made = replace(state, row=row, micro_batches=micro_batches, rules=rules, blocks=blocks)
         return replace(made, schedule=self._fitted(made, state.schedule))
 
@@ -296,12 +298,22 @@ class Neighbours:
             cut = tuple(_merged(counts) for counts in cut) if num_micro > 2 else ()
         else:
             cut = tuple(_halved(counts) for counts in cut)
-        return self._with_cut(state, cut) if _is_cut(cut) else state
+        return self._with_cut(state, cut)
 
-    def _with_cut(self, state: State, cut: MicroBatches) -> State:
-        """Other micro-batches, under the same caps."""
-        cut_state = replace(state, micro_batches=cut)
+    def _with_cut(self, state: State, cut: MicroBatches, row: IntArray | None = None) -> State:
+        """Other micro-batches, under the same caps; as it was if groups would cut unlike them."""
+        cut_state = replace(state, micro_batches=cut, row=state.row if row is None else row)
+        if not self._is_cut_alike(cut_state.row, cut):
+            return state
         return replace(cut_state, schedule=self._fitted(cut_state, state.schedule))
+
+    def _is_cut_alike(self, row: IntArray, cut: MicroBatches) -> bool:
+        """Whether all groups have the same samples in each micro-batch, and none is empty."""
+        if not cut:
+            return True
+        used = [self.space.candidates[number].division for number in np.unique(row).tolist()]
+        batch = self.problem.evaluator.graph.batch_size
+        return is_cut_alike(cut, dict.fromkeys(used), batch)
 
     def _rescheduled(self, state: State) -> State:
         """Another cap for one device, for all of them, or weight gradients at another time."""
@@ -323,21 +335,27 @@ class Neighbours:
     def _moved_between_cuts(self, state: State) -> State:
         """Move samples from one device's micro-batch to another one's, for all that follow them.
 
-        Groups whose shares are the sums of the micro-batches keep following them.
+        Groups whose shares are the sums of the micro-batches keep following them. Where each of
+        them has the whole batch on devices of its own, they stay among these, and in theirs.
         """
         cut = np.array(state.micro_batches, np.int32)  # [num_devices, num_micro]
         givers = np.argwhere(cut > 0)
         giver, from_micro = givers[self.rng.integers(len(givers))]
-        taker = int(self.rng.integers(len(cut)))
+        takers: Sequence[int] = range(len(cut))
+        in_stages = cut.sum() != self.problem.evaluator.graph.batch_size
+        if in_stages:
+            used = [self.space.candidates[number].devices for number in np.unique(state.row)]
+            takers = next((devices for devices in used if giver in devices), (giver,))
+        taker = takers[int(self.rng.integers(len(takers)))]
         to_micro = int(self.rng.integers(cut.shape[1]))
+        if in_stages:
+            to_micro = from_micro
         amount = int(self.rng.integers(1, max(1, cut[giver, from_micro] // 4) + 1))
         before = cut.sum(axis=1)
         cut[giver, from_micro] -= amount
         cut[taker, to_micro] += amount
         after = cut.sum(axis=1)
         moved = tuple(tuple(counts) for counts in cut.tolist())
-        if not _is_cut(moved):
-            return state
         row = state.row.copy()
         for number in np.unique(row):
             old = self.space.candidates[number]
@@ -347,7 +365,7 @@ class Neighbours:
             ):
                 changed = replace(old, shares=tuple(after[devices].tolist()))
                 row[state.row == number] = self.space.add(changed)
-        return self._with_cut(replace(state, row=row), moved)
+        return self._with_cut(state, moved, row)
 
     # --- recomputation ---------------------------------------------------------------------------
 
@@ -441,8 +459,3 @@ def _merged(counts: tuple[int, ...]) -> tuple[int, ...]:
 def _halved(counts: tuple[int, ...]) -> tuple[int, ...]:
     """Every micro-batch in two."""
     return tuple(half for count in counts for half in split_evenly(count, 2))
-
-
-def _is_cut(micro_batches: MicroBatches) -> bool:
-    """Whether no micro-batch is empty."""
-    return all(sum(counts) > 0 for counts in zip(*micro_batches, strict=True))

@@ -135,6 +135,25 @@ def micro_sizes(
     return sizes
 
 
+def is_cut_alike(
+    micro_batches: tuple[tuple[int, ...], ...], divisions: Iterable[Division], batch_size: int
+) -> bool:
+    """Whether all divisions have the whole batch and the same samples in each micro-batch."""
+    divisions = tuple(divisions)
+    sizes = micro_sizes(micro_batches, divisions, batch_size)
+    if sum(map(sum, micro_batches)) == batch_size:  # all are cut in the proportions of the table
+        return min(map(min, micro_batches)) >= 0 and min(sizes) >= 1
+    return (
+        sum(sizes) == batch_size
+        and min(map(min, micro_batches)) >= 0
+        and min(sizes) >= 1
+        and all(
+            tuple(micro_shares(division, micro_batches, sizes).sum(axis=1)) == sizes
+            for division in divisions
+        )
+    )
+
+
 def batch_shares(shares: tuple[int, ...], batch_size: int) -> tuple[int, ...]:
     """Samples of each device of a decision, in proportion to its shares on another batch.
 

@@ -16,7 +16,7 @@ from heterog.graph.op_rule import OpRules
 from heterog.strategy.division import (
     Division,
     cut_division,
-    micro_shares,
+    is_cut_alike,
     micro_sizes,
     split_in_proportion,
 )
@@ -311,15 +311,10 @@ class Strategy:
             len(self.micro_batches) != cluster.num_devices
             or len(lengths) != 1
             or 0 in lengths
-            or sum(self.micro_sizes) != graph.batch_size
-            or min(map(min, self.micro_batches)) < 0
-            or min(self.micro_sizes) < 1
-            or any(
-                tuple(rows.sum(axis=1)) != self.micro_sizes
-                for rows in (
-                    micro_shares(decision.division, self.micro_batches, self.micro_sizes)
-                    for decision in dict.fromkeys(self.decisions)
-                )
+            or not is_cut_alike(
+                self.micro_batches,
+                dict.fromkeys(decision.division for decision in self.decisions),
+                graph.batch_size,
             )
         ):
             raise StrategyError(

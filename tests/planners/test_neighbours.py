@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.group_rules import GroupRules
 from heterog.planners.local_search import LocalSearch, _Search
@@ -15,13 +17,24 @@ from heterog.planners.teams import without_needless_rules
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.space import StrategySpace
-from heterog.strategy.strategy import Sync
-from tests.runtime.strategies import cluster, graph_of
+from heterog.strategy.strategy import Decision, Strategy, Sync
+from tests.runtime.strategies import cluster, graph_of, strategy_of
 from tests.runtime.walks import all_sharded, decoded, everywhere, moves_of, start
 from tests.simulator.builders import cluster_of
 
 UNEVEN = ((2, 1, 1), (0, 2, 0), (1, 0, 1))
 """Micro-batches of three devices for a batch of 8."""
+
+
+def in_stages(graph: OpGraph) -> Strategy:
+    """A pipeline that says of each device which samples it takes: two have the whole batch."""
+    num_groups = group_ops(graph).num_groups
+    stages = [
+        Decision(devices=(0,), shares=(8,)),
+        Decision(devices=(1, 2), shares=(5, 3), sync=Sync.RING),
+    ]
+    decisions = [stages[2 * group >= num_groups] for group in range(num_groups)]
+    return replace(strategy_of(graph, decisions), micro_batches=((3, 3, 2), (2, 2, 1), (1, 1, 1)))
 
 
 def check_point(moves: Neighbours, state: State) -> None:
@@ -45,13 +58,14 @@ def check_point(moves: Neighbours, state: State) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "moe"])
-@pytest.mark.parametrize("beginning", ["plain", "zero", "uneven", "sharded"])
+@pytest.mark.parametrize("beginning", ["plain", "zero", "uneven", "stages", "sharded"])
 def test_every_point_of_a_walk_is_legal(name: str, beginning: str) -> None:
     graph = graph_of(name)
     strategy = {
         "plain": everywhere(graph),
         "zero": everywhere(graph, Sync.ZERO1),
         "uneven": replace(everywhere(graph), micro_batches=UNEVEN),
+        "stages": in_stages(graph),
         "sharded": all_sharded(graph),
     }[beginning]
     moves = moves_of(graph)
