@@ -284,14 +284,14 @@ def test_random_strategies_of_a_captured_step(captured: OpGraph) -> None:
     assert one_pass >= waiting * (1.0 - 1e-6)
     evaluator = Evaluator(captured, cluster)
     random = np.random.default_rng(0)
-    for _ in range(60):
+    for _ in range(100):
         strategy = random_strategy(captured, cluster, random)
         least = max(bound.seconds, waiting if strategy.micro_batches else one_pass)
         assert evaluator.evaluate(strategy).step_time_s >= least
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_strategies_of_random_graphs(seed: int) -> None:
     rng = Random(seed)
     graph, cluster = builders.random_graph(rng), builders.random_cluster(rng)
