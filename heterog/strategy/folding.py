@@ -104,23 +104,27 @@ def folds(choice: Choice, cluster: Cluster) -> Iterator[Fold]:
     says = _Signatures(choice, cluster, grids)
     num_lanes, num_positions = grids[0].shape
     lanes = _twins([says.of_lane(lane) for lane in range(num_lanes)])
-    # Lanes that share hosts set each other apart: two of one host keep to the two of another.
-    ranked = _twins([(int(lanes[lane]), *says.rank(lanes, lane)) for lane in range(num_lanes)])
     positions = _twins([says.of_position(position) for position in range(num_positions)])
-    every_lane = np.arange(num_lanes, dtype=np.int32)
-    every_position = np.arange(num_positions, dtype=np.int32)
     seen = {num_lanes * num_positions}
-    for lane_twin, position_twin in (
-        (lanes, positions),
-        (ranked, positions),
-        (lanes, every_position),
-        (ranked, every_position),
-        (every_lane, positions),
-    ):
+    for lane_twin, position_twin in _pairs(says, lanes, positions):
         size = len(set(lane_twin)) * len(set(position_twin))
         if size not in seen:
             seen.add(size)
             yield _fold(cluster.num_devices, grids, lane_twin, position_twin)
+
+
+def _pairs(
+    says: "_Signatures", lanes: IntArray, positions: IntArray
+) -> Iterator[tuple[IntArray, IntArray]]:
+    """Twins of lanes and positions that may be folded together; most need the first alone."""
+    yield lanes, positions
+    # Lanes that share hosts set each other apart: two of one host keep to the two of another.
+    ranked = _twins([(int(twin), *says.rank(lanes, lane)) for lane, twin in enumerate(lanes)])
+    yield ranked, positions
+    apart = np.arange(len(positions), dtype=np.int32)
+    yield lanes, apart
+    yield ranked, apart
+    yield np.arange(len(lanes), dtype=np.int32), positions
 
 
 def fold_choice(choice: Choice, fold: Fold) -> tuple[Choice, IntArray]:
@@ -199,6 +203,8 @@ class _Signatures:
         self._cluster = cluster
         self._devices = np.stack(grids)  # [num_grids, num_lanes, num_positions]
         self._host = np.array(cluster.host_of)[self._devices]
+        # Members of its team on each device's host.  # [num_grids, num_lanes, num_positions]
+        self._beside = (self._host[..., :, None] == self._host[..., None, :]).sum(axis=-1)
         self._hosts = [
             (host.intra, host.nic_line_rate_bytes_per_s, host.nic_latency_s)
             for host in cluster.hosts
@@ -213,11 +219,8 @@ class _Signatures:
         return pattern, *(self._of_device(int(device)) for device in devices)
 
     def of_position(self, position: int) -> tuple[object, ...]:
-        """What is said of the members at a position, and which other members are on their host."""
-        devices, hosts = self._devices[..., position].ravel(), self._host[..., position]
-        beside = self._host == hosts[..., None]  # [num_grids, num_lanes, num_positions]
-        if not beside.all():
-            beside = np.sort(beside, axis=-1)
+        """What is said of the members at a position, and how many are on their hosts."""
+        devices, beside = self._devices[..., position].ravel(), self._beside[..., position]
         return beside.tobytes(), *(self._of_device(int(device)) for device in devices)
 
     def rank(self, lanes: IntArray, lane: int) -> tuple[int, ...]:

@@ -41,12 +41,10 @@ SEED = int(os.environ.get("HETEROG_SEED", "7"))
 NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "40"))
 
 
-def cluster_of(
-    hosts: int, devices: int, *, intra: str = "nvlink_a100", nics: int = 1, kind: str = "A100-80GB"
-) -> Cluster:
+def cluster_of(hosts: int, devices: int, *, intra: str = "nvlink_a100", nics: int = 1) -> Cluster:
     text = "".join(
         f"  - name: h{number}\n"
-        f"    devices: [{{type: {kind}, count: {devices}}}]\n"
+        f"    devices: [{{type: A100-80GB, count: {devices}}}]\n"
         f"    intra: {intra}\n"
         f"    nic: {{line_rate: 10 Gbit/s, count: {nics}}}\n"
         for number in range(hosts)
