@@ -28,33 +28,43 @@ class Pending:
         work: the communication, ``None`` if there is nothing to wait for.
         finish: makes the tensor once the communication is done.
         waited: called after the wait with its begin and its end, seconds of the process's clock.
+        forgotten: called with ``work`` and ``finish`` if this is let go before anybody has waited
+            for it. The communication goes on, and writes into tensors that ``finish`` keeps.
     """
 
-    __slots__ = ("_finish", "_value", "_waited", "_work")
+    __slots__ = ("_finish", "_forgotten", "_value", "_waited", "_work")
 
     def __init__(
         self,
         work: "dist.Work | _Works | None",
         finish: Callable[[], Tensor],
         waited: Callable[[float, float], None] | None = None,
+        forgotten: "Callable[[dist.Work | _Works, Callable[[], Tensor]], None] | None" = None,
     ) -> None:
         self._work = work
         self._waited = waited
+        self._forgotten = forgotten
         self._finish: Callable[[], Tensor] | None = finish
         self._value: Tensor | None = None
 
     def wait(self) -> Tensor:
         """The tensor; may be called any number of times."""
         if self._finish is not None:
-            if self._work is not None:
+            work, finish = self._work, self._finish
+            self._work = self._finish = None  # waited for once, also if it fails
+            if work is not None:
                 begin = time.perf_counter()
-                self._work.wait()
+                work.wait()
                 if self._waited is not None:
                     self._waited(begin, time.perf_counter())
-            self._value = self._finish()
-            self._work = self._finish = None
-        assert self._value is not None
+            self._value = finish()
+        if self._value is None:
+            raise RuntimeError("what this rank waits for was lost before; start the ranks again.")
         return self._value
+
+    def __del__(self) -> None:
+        if self._work is not None and self._finish is not None and self._forgotten is not None:
+            self._forgotten(self._work, self._finish)
 
 
 class Sending:
@@ -181,7 +191,7 @@ class Communicator:
         self.open(device_sets)
         self._sending: dict[int, Sending] = {}  # by destination
         self._sent: dict[int, tuple[Sending, int]] = {}  # by tag
-        self._unread: list[Pending] = []
+        self._forgotten: list[tuple[dist.Work | _Works, Callable[[], Tensor]]] = []
 
     def open(self, device_sets: Iterable[tuple[int, ...]]) -> None:
         """Make the process groups of device sets that have none yet; every rank has to call it."""
@@ -415,20 +425,22 @@ class Communicator:
         return Sending()
 
     def _pending(self, work: "dist.Work | _Works | None", finish: Callable[[], Tensor]) -> Pending:
-        return Pending(work, finish, self.recorder.waiting() if self.recorder else None)
+        waited = self.recorder.waiting() if self.recorder else None
+        return Pending(work, finish, waited, self._keep_forgotten)
 
-    def hold(self, pending: Pending) -> None:
-        """Keep a receive that no task of this rank reads, until ``flush``.
+    def _keep_forgotten(self, work: "dist.Work | _Works", finish: Callable[[], Tensor]) -> None:
+        """Keep what is under way and what it writes into until ``flush``.
 
         gloo's connection hangs if the memory of a receive that is under way is let go.
         """
-        self._unread.append(pending)
+        self._forgotten.append((work, finish))
 
     def flush(self) -> None:
-        """Wait for everything that was sent, and for receives that no task reads."""
-        for pending in self._unread:
-            pending.wait()
-        self._unread.clear()
+        """Wait for everything that was sent, and for what nobody on this rank has waited for."""
+        while self._forgotten:  # what finishes one may be the last to hold another
+            work, finish = self._forgotten.pop()
+            work.wait()
+            del finish
         self._sent.clear()
         for sending in self._sending.values():
             sending.flush()

@@ -219,13 +219,9 @@ class Conversions:
             return _joined(shaped, place)
 
         pending = self._communicator.all_gather(local, devices, counts, whole)
-        is_read = False
         for buffer in part.made(task):
             if part.program.buffer_device[buffer] == part.rank:
                 self._values.held[buffer] = Held(pending, *made)
-                is_read = is_read or self._values.is_read(buffer)
-        if not is_read:
-            self._communicator.hold(pending)
 
 
 def _overlap(one: Span, other: Span) -> Span:

@@ -189,10 +189,10 @@ class StepExecutor:
             batch: the global batch by tensor id.
         """
         self._before, self._open = self._open, None
-        if self._before is not None:
-            # What is sent must not change on its way, and a parameter may at the next update.
-            self._communicator.flush()
         self._values.begin(batch)
+        # What is sent must not change on its way, and a parameter may at the next update. What was
+        # received and not read is let go.
+        self._communicator.flush()
         self._counted.clear()
         self._losses.begin()
         gradients = Gradients(

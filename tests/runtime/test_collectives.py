@@ -1,0 +1,38 @@
+"""Communication that nobody waits for does not disturb any other."""
+
+import time
+
+import pytest
+import torch
+
+from heterog.runtime.collectives import Communicator
+from tests.runtime.ranks import Ranks
+
+SIZE = 1 << 18
+NUM_ROUNDS = 20
+
+
+def forget_what_comes(rank: int) -> list[float]:
+    """What rank 0 receives from rank 1 beside messages that it has let go of unread."""
+    communicator = Communicator(rank, [(0, 1)])
+    arrived = []
+    for number in range(NUM_ROUNDS):
+        like = torch.full((SIZE,), float(number))
+        if rank == 0:
+            communicator.receive(torch.zeros_like(like), 1, tag=3 * number)  # and forget it
+            communicator.all_gather(like, (0, 1), [SIZE] * 2, lambda parts: parts[1])
+            kept = communicator.receive(torch.zeros_like(like), 1, tag=3 * number + 1)
+            arrived.append(float(kept.wait().mean()))
+        elif rank == 1:
+            time.sleep(0.01)
+            communicator.send(like, 0, tag=3 * number)
+            communicator.all_gather(like, (0, 1), [SIZE] * 2, lambda parts: parts[1])
+            communicator.send(like, 0, tag=3 * number + 1)
+        communicator.flush()
+    return arrived
+
+
+@pytest.mark.distributed
+def test_a_receive_that_nobody_reads_is_held_until_it_is_done(two_ranks: Ranks) -> None:
+    arrived = two_ranks.run(forget_what_comes)[0]
+    assert arrived == [float(number) for number in range(NUM_ROUNDS)]
