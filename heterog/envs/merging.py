@@ -189,6 +189,7 @@ class _Merger:
             "op_id": fine.op_id[first_op],
             "op_group": fine.op_group[first_op],
             "op_axis": fine.op_axis[first_op],
+            "op_scatters": np.zeros(num_ops, np.int32),
             "value_start": self.value_start,
             "read_start": _starts([len(entries) for entries in reads]),
             "read_value": _ints([value for entries in reads for value, _ in entries]),
@@ -230,6 +231,7 @@ class _Merger:
         return {
             "value_op": self.made_by,
             "value_tensor": fine.value_tensor[first],
+            "value_axis": np.zeros(num_values, np.int32),
             "value_kind": kinds,
             "value_bytes": sizes,
             "value_bytes_per_unit": per_sample,

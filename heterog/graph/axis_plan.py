@@ -5,7 +5,7 @@ The batch plan says what each op does when only the batch is shared out. Rules o
 in program order says what every tensor then is, and where a reader needs something else.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,8 +15,8 @@ from heterog.errors import StrategyError
 from heterog.graph.batch_plan import BatchPlan, batch_plan, counts_known_labels, op_work
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
-from heterog.graph.op_rule import OpRule, OpRules
-from heterog.graph.placement import Placement, R, S
+from heterog.graph.op_rule import OpRule, OpRules, Scatter
+from heterog.graph.placement import P, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, Special, propagate
 
 BATCH_AXIS = 0
@@ -33,12 +33,14 @@ class AxisPlan:
 
     Attributes:
         batch: placements along the batch; for ops with rules those between teams of devices.
-        placements: of each tensor, as its producer leaves it.  # [num_tensors]
+        placements: of each tensor, as its readers find it.  # [num_tensors]
         needed: of each input of each op.  # [num_ops][num_inputs]
         specials: how each op must change to stay exact on a part.  # [num_ops]
         axes: units of each axis; the batch comes first.
         op_axis: axis whose shares say how much each op does, and on which devices.  # [num_ops]
         tensor_axis: axis along which each tensor lies.  # [num_tensors]
+        scattered: tensors that their ops make as parts of a sum, and that a reduce-scatter right
+            behind them turns into slices.
         sharded: parameters of which each device holds its own slice only.
         flops_fixed: FLOPs that every device does, whatever its share.  # [num_ops]
         flops_per_unit: FLOPs per unit of the local share.  # [num_ops]
@@ -55,6 +57,7 @@ class AxisPlan:
     axes: tuple[int, ...]
     op_axis: IntArray
     tensor_axis: IntArray
+    scattered: frozenset[int]
     sharded: frozenset[int]
     flops_fixed: FloatArray
     flops_per_unit: FloatArray
@@ -65,6 +68,10 @@ class AxisPlan:
     def units(self, op: int) -> int:
         """Units of the axis that an op runs along."""
         return self.axes[int(self.op_axis[op])]
+
+    def made(self, tensor: int) -> Placement:
+        """How a tensor lies when its op is done, before it is scattered."""
+        return P if tensor in self.scattered else self.placements[tensor]
 
     def is_whole_needed(self, tensor: int, needed: Placement, axis: int) -> bool:
         """Whether a reader along ``axis`` needs the whole of a tensor that is not whole."""
@@ -99,13 +106,10 @@ class AxisPlan:
         Its units are neither inside the samples (positions) nor are samples inside them: it has no
         part of a part of the batch.
         """
+        batch_size = self.axes[BATCH_AXIS]
         for op in np.flatnonzero(self.op_axis != BATCH_AXIS).tolist():
-            units = max(self.units(op), 1)
             for place, along in zip(self.needed[op], self.batch.needed[op], strict=True):
-                if place.kind != "S" or along.kind != "S" or place.dim != along.dim:
-                    continue
-                inside = place.outer % (along.outer * self.axes[BATCH_AXIS]) == 0
-                if not inside and along.outer % (place.outer * units):
+                if crosses(place, max(self.units(op), 1), along, batch_size):
                     return int(op)
         return None
 
@@ -144,6 +148,7 @@ def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
             axes=(graph.batch_size,),
             op_axis=np.zeros(graph.num_ops, np.int32),
             tensor_axis=np.zeros(len(graph.tensors), np.int32),
+            scattered=frozenset(),
             sharded=frozenset(),
             flops_fixed=batch.flops_fixed,
             flops_per_unit=batch.flops_per_sample,
@@ -172,11 +177,14 @@ class _Propagation:
             op: (size, size == graph.batch_size and self._is_along_batch(op))
             for op, size in units.items()
         }
-        axes = dict.fromkeys([(graph.batch_size, True), *self.own_axis.values()])
+        scatters = (rule.scatter for rule, _ in self.rules.values())
+        slices = [(scatter.units, False) for scatter in scatters if scatter is not None]
+        axes = dict.fromkeys([(graph.batch_size, True), *self.own_axis.values(), *slices])
         self.axes = tuple(size for size, _ in axes)
         self.axis_of = {key: axis for axis, key in enumerate(axes)}
         self.placements = list(graph.batch_placements)
         self.tensor_axis = [BATCH_AXIS] * graph.num_inputs
+        self.scattered: set[int] = set()
         self.needed: list[tuple[Placement, ...]] = []
         self.specials: list[str | None] = []
         self.op_axis: list[int] = []
@@ -197,12 +205,19 @@ class _Propagation:
                 rule, result = self.rules[index]
                 axis = self.axis_of[self.own_axis[index]]
                 self._add(rule.inputs, rule.outputs, result.special, axis)
+                if rule.scatter is not None:
+                    self.scattered.add(len(self.placements) - 1)
+                    self.placements[-1] = rule.scatter.place
+                    self.tensor_axis[-1] = self.axis_of[rule.scatter.units, False]
             else:
                 self._add_as_in_batch(index)
             self._check_local_statistics(index, given)
+        made = list(self.placements)
+        for tensor in self.scattered:
+            made[tensor] = P
         work = np.array(
             [
-                op_work(graph, index, self.placements, self.needed[index], self._units(index))
+                op_work(graph, index, made, self.needed[index], self._units(index))
                 for index in range(graph.num_ops)
             ],
             np.float64,
@@ -215,21 +230,27 @@ class _Propagation:
             axes=self.axes,
             op_axis=np.array(self.op_axis, np.int32),
             tensor_axis=np.array(self.tensor_axis, np.int32),
+            scattered=frozenset(self.scattered),
             sharded=frozenset(sharded),
             flops_fixed=work[:, 0],
             flops_per_unit=work[:, 1],
             bytes_fixed=work[:, 2],
             bytes_per_unit=work[:, 3],
-            follows_batch=np.array(list(map(self._follows_batch, range(graph.num_ops)))),
+            follows_batch=np.array([self._follows_batch(op, made) for op in range(graph.num_ops)]),
         )
 
-    def _follows_batch(self, op: int) -> tuple[float, float, float]:
-        """Of an op with a rule, the parts of its work that grow with the samples of the batch."""
+    def _follows_batch(self, op: int, made: Sequence[Placement]) -> tuple[float, float, float]:
+        """Of an op with a rule, the parts of its work that grow with the samples of the batch.
+
+        Args:
+            op: the op.
+            made: how each tensor lies when its op is done.
+        """
         graph = self.graph
         if self.op_axis[op] == BATCH_AXIS or graph.is_view[op]:
             return 0.0, 0.0, 0.0
         tensors = (*graph.ops[op].inputs, *graph.outputs(op))
-        places = (*self.needed[op], *(self.placements[tensor] for tensor in graph.outputs(op)))
+        places = (*self.needed[op], *(made[tensor] for tensor in graph.outputs(op)))
         in_batch = (
             *self.batch.needed[op],
             *(self.batch.placements[tensor] for tensor in graph.outputs(op)),
@@ -424,6 +445,23 @@ class _Propagation:
         return self._placed(gradient, {storage: made}, units)
 
 
+def crosses(place: Placement, units: int, along: Placement, batch_size: int) -> bool:
+    """Whether a split of a tensor goes across its samples.
+
+    Its units are neither inside the samples (positions) nor are samples inside them.
+
+    Args:
+        place: the split.
+        units: of its axis.
+        along: how the tensor lies along the batch.
+        batch_size: samples.
+    """
+    if place.kind != "S" or along.kind != "S" or place.dim != along.dim:
+        return False
+    is_inside = place.outer % (along.outer * batch_size) == 0
+    return not is_inside and along.outer % (place.outer * units) != 0
+
+
 def _axis_units(rule: OpRule) -> int:
     """Units of the axis that a rule runs along."""
     splits = any(place.kind == "S" for place in (*rule.inputs, *rule.outputs))
@@ -488,7 +526,43 @@ def _checked(graph: OpGraph, op: int, rule: OpRule) -> RuleResult:
         )
     if any(place.kind == "L" for place in places):
         raise StrategyError(f"{name}: local statistics follow the batch and need no rule.")
+    if rule.scatter is not None:
+        _check_scatter(graph, op, rule, rule.scatter)
     return result
+
+
+def _check_scatter(graph: OpGraph, op: int, rule: OpRule, scatter: Scatter) -> None:
+    """Refuse what cannot be added up in slices.
+
+    Raises:
+        StrategyError: it is no sum over a team, or cannot be cut so.
+    """
+    name, place = _name(graph, op), scatter.place
+    if rule.outputs != (P,):
+        raise StrategyError(
+            f"{name} leaves {', '.join(map(str, rule.outputs))}: only an op with one output, a "
+            "part of a sum (P), can be followed by a reduce-scatter."
+        )
+    (tensor,) = graph.outputs(op)
+    shape, along = graph.tensors[tensor].shape, batch_plan(graph).placements[tensor]
+    if along.kind != "S":
+        raise StrategyError(
+            f"{name} makes a value that does not follow the batch; it cannot be scattered."
+        )
+    if (
+        place.kind != "S"
+        or place.dim >= len(shape)
+        or scatter.units < 1
+        or shape[place.dim] % (place.outer * scatter.units)
+    ):
+        raise StrategyError(
+            f"{name} makes a tensor of shape {shape}, which cannot be cut into {scatter.units} "
+            f"units by {place}."
+        )
+    if crosses(place, scatter.units, along, graph.batch_size):
+        raise StrategyError(
+            f"{name}: {place} over {scatter.units} units goes across the samples of its result."
+        )
 
 
 def _pair(result: RuleResult) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:

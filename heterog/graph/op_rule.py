@@ -6,6 +6,19 @@ from heterog.graph.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scatter:
+    """How the parts of a sum over a team are added up: in slices, by a reduce-scatter.
+
+    Attributes:
+        place: how the sum then lies over the members of the team.
+        units: of the axis that ``place`` splits; another one than the rule's own.
+    """
+
+    place: Placement
+    units: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpRule:
     """How one op runs on its group's devices along one axis of ``units`` units.
 
@@ -25,16 +38,23 @@ class OpRule:
     the value is converted: a slice of what is whole is free, everything else goes through the
     whole value. A rule without any ``S`` runs on all devices with samples.
 
+    Parts of a sum need not become the whole: with ``scatter`` they are added up in slices as soon
+    as the op is done, and readers find these. Sequence parallelism (Korthikanti et al. 2022,
+    section 4.2) splits what lies between two matrix products along the positions in this way.
+
     Attributes:
         inputs: needed placement of each tensor input of the op.
         outputs: placement of each output.
         units: units of the axis that ``S`` means here; the batch size means the batch split; any
             number if nothing is ``S``.
+        scatter: for an op with one output, a part of a sum: how it is added up in slices;
+            ``None``: readers get parts of the sum, or the whole, as they need it.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     units: int
+    scatter: Scatter | None = None
 
 
 OpRules = tuple[tuple[int, OpRule], ...]

@@ -8,7 +8,7 @@ from torch import Tensor
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM
 from heterog.graph.placement import Placement, R
 from heterog.graph.sharding_rules import local_shape
-from heterog.runtime.collectives import Communicator
+from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.local_op import LocalOp
 from heterog.runtime.losses import Losses
 from heterog.runtime.placed import cut, join, nested
@@ -66,9 +66,9 @@ class Conversions:
         return int(self._part.tables.value_tensor[self._part.tables.slot_value[slot]])
 
     def _maker(self, slot: int) -> Spans:
-        """Spans of the op that makes a slot's value, along its axis."""
+        """Spans of the op that makes a slot's value, along the value's axis."""
         part = self._part
-        spans = part.spans_of_op(part.maker(int(part.tables.slot_value[slot])))
+        spans = part.spans_of_value(int(part.tables.slot_value[slot]))
         assert spans is not None
         return spans
 
@@ -222,6 +222,37 @@ class Conversions:
         for buffer in part.made(task):
             if part.program.buffer_device[buffer] == part.rank:
                 self._values.held[buffer] = Held(pending, *made)
+
+    def scatter(self, task: int, value: int, micro: int) -> None:
+        """Add up what members of a team have just made, each its own slice."""
+        part = self._part
+        tensor = int(part.tables.value_tensor[value])
+        along = part.spans_of_value(value)
+        assert along is not None
+        devices, batch = part.channel(task).devices, part.graph.batch_size
+        samples = along.team_samples(micro, part.rank)
+        in_batch = part.plan.batch_placement(tensor)
+        place = nested(part.plan.placements[tensor], in_batch, batch, samples[1])
+        whole = local_shape(part.graph.tensors[tensor].shape, in_batch, samples[1], batch)
+        shapes = [local_shape(whole, place, along.units_of(d)[1], along.units) for d in devices]
+        flat = None
+        for buffer in part.reads(task):
+            if buffer in self._values.held:
+                made = self._values.held[buffer].tensor()
+                pieces = [cut(made, place, along.units, *along.units_of(d)) for d in devices]
+                flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        own = shapes[devices.index(part.rank)]
+        pending = self._communicator.reduce_scatter_slices(
+            flat,
+            devices,
+            [torch.Size(shape).numel() for shape in shapes],
+            sorted({int(part.program.buffer_device[buffer]) for buffer in part.reads(task)}),
+            like=self._values.zeros(tensor, (0,)),
+        )
+        for buffer in part.made(task):
+            if part.program.buffer_device[buffer] == part.rank:
+                summed = Pending(None, lambda: pending.wait().view(own))
+                self._values.held[buffer] = Held(summed, samples, along.units_of(part.rank))
 
 
 def _overlap(one: Span, other: Span) -> Span:

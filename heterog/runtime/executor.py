@@ -31,7 +31,7 @@ from heterog.runtime.random_stream import RandomStream
 from heterog.runtime.rank_program import Near, RankProgram
 from heterog.runtime.recorder import Recorder as Recorder
 from heterog.runtime.slices import Slices
-from heterog.runtime.spans import Spans
+from heterog.runtime.spans import Span, Spans
 from heterog.runtime.step_order import LOSS, NORM, DueTask, StepOrder
 from heterog.runtime.values import Held, Reader, Values
 from heterog.strategy.program import Program, TaskKind
@@ -52,6 +52,7 @@ class _Call(NamedTuple):
     near: Near
     inputs: list[tuple[int, int, int]]
     made: range
+    units: Span  # of what it makes
     draws_for: int | None
     steps_buffers: tuple[int, ...]
     counts_steps: bool
@@ -308,6 +309,9 @@ class StepExecutor:
                 self._convert,
             ),
             TaskKind.GATHER_VALUE: self._gather_value,
+            TaskKind.SCATTER_VALUE: lambda task, value, micro, _: self._conversions.scatter(
+                task, value, micro
+            ),
         }
 
     def _synchronise(self, task: int, bucket: int, micro: int, step: StepUpdates) -> None:
@@ -372,7 +376,7 @@ class StepExecutor:
                 outputs[1] = weight
         made = made[: len(outputs)]  # a token may follow, which only orders tasks
         for buffer, output in zip(made, outputs, strict=True):
-            values.held[buffer] = Held(output, reader.samples, reader.units)
+            values.held[buffer] = Held(output, reader.samples, call.units)
         if not is_again:
             for position in call.steps_buffers:
                 values.put_back(op, position, inputs[position], reader)
@@ -413,11 +417,20 @@ class StepExecutor:
                 for position, tensor in enumerate(self.graph.ops[op].inputs)
             ],
             made=part.made(task),
+            units=self._units_made(row, reader),
             draws_for=self._draws_for(local_op, spans, micro),
             steps_buffers=self._steps_buffers(op, local_op),
             # A counter of steps: other micro-batches of one would count it again.
             counts_steps=spans is None and local_op.call.kind == "copy_.default",
         )
+
+    def _units_made(self, row: int, reader: Reader) -> Span:
+        """Units of what an op makes: its own, or all where parts of a sum will be scattered."""
+        if not self._part.tables.op_scatters[row]:
+            return reader.units
+        along = self._part.spans_of_value(int(self._part.tables.value_start[row]))
+        assert along is not None
+        return 0, along.units
 
     def _steps_buffers(self, op: int, local_op: LocalOp) -> tuple[int, ...]:
         """Positions of the running statistics that an op steps units of, in a copy of them."""

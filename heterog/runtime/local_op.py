@@ -65,7 +65,7 @@ class LocalOp:
         special = plan.specials[index]
         own = RuleResult(
             inputs=plan.needed[index],
-            outputs=tuple(plan.placements[tensor] for tensor in outputs),
+            outputs=tuple(map(plan.made, outputs)),
             special=Special(special) if special else None,
         )
         if is_ruled:

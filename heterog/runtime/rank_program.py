@@ -182,13 +182,18 @@ class RankProgram:
         group = int(self._group[op])
         return self._spans[int(self.plan.op_axis[op])][group] if group >= 0 else None
 
+    def spans_of_value(self, value: int) -> Spans | None:
+        """Spans of a value's group along the axis that it lies along; ``None`` for constants."""
+        group = int(self._group[self.maker(value)])
+        return self._spans[int(self.tables.value_axis[value])][group] if group >= 0 else None
+
     def target_of_slot(self, slot: int) -> tuple[Spans, Spans]:
         """Spans of the group that a slot brings its value to.
 
-        Along the axis of the op that makes the value, and along that of the reader.
+        Along the axis of the value, and along that of the reader.
         """
         tables, group = self.tables, int(self.tables.slot_group[slot])
-        made = int(tables.op_axis[tables.value_op[tables.slot_value[slot]]])
+        made = int(tables.value_axis[tables.slot_value[slot]])
         return self._spans[made][group], self._spans[int(tables.slot_axis[slot])][group]
 
     def owners(self, row: int) -> list[int]:
@@ -383,6 +388,8 @@ class RankProgram:
             value = int(self.tables.value_start[subject]) + buffer - first
             is_token = value >= int(self.tables.value_start[subject + 1])
             return (-1 if is_token else value), AS_MADE
+        if kind is TaskKind.SCATTER_VALUE:
+            return subject, AS_MADE
         if kind in CONVERSIONS:
             return int(self.tables.slot_value[subject]), int(self.tables.slot_whole[subject])
         if kind == TaskKind.GATHER_PARAMETERS and self.program.buffer_device[buffer] >= 0:

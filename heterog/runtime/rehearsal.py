@@ -253,6 +253,9 @@ class _Stage:
         if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
             op = graph.ops[int(tables.op_id[subject])]
             what = f"op '{op.kind}' in module '{op.module or '(root)'}'"
+        elif kind == TaskKind.SCATTER_VALUE:
+            op = graph.ops[int(tables.op_id[tables.value_op[subject]])]
+            what += f" of what '{op.kind}' in module '{op.module or '(root)'}' makes"
         elif kind in _OF_SLOTS:
             maker = int(tables.op_id[tables.value_op[tables.slot_value[subject]]])
             op = graph.ops[maker]

@@ -17,7 +17,7 @@ from heterog.runtime.rank_program import CONVERSIONS, Near, RankProgram, gathere
 from heterog.runtime.spans import EVERY, Span, Spans
 from heterog.strategy.program import TaskKind
 
-_READS_VALUES = CONVERSIONS | {TaskKind.COMPUTE, TaskKind.RECOMPUTE}
+_READS_VALUES = CONVERSIONS | {TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.SCATTER_VALUE}
 
 
 @dataclass(slots=True)

@@ -41,6 +41,7 @@ _VERBS = {
     TaskKind.REDUCE_SCATTER: "reduce-scatter",
     TaskKind.ALL_GATHER: "all-gather",
     TaskKind.GATHER_PARAMETERS: "gather parameters",
+    TaskKind.SCATTER_VALUE: "reduce-scatter",
 }
 _OP_KINDS = (TaskKind.COMPUTE, TaskKind.RECOMPUTE)
 _VALUE_KINDS = (
@@ -224,7 +225,7 @@ class Timeline:
         kind, subject = TaskKind(self._kind[task]), self._subject[task]
         if kind in _OP_KINDS:
             return f"{self._op_name(self._op(task))} {self.kind(task)}"
-        if kind in _VALUE_KINDS:
+        if kind in _VALUE_KINDS or kind == TaskKind.SCATTER_VALUE:
             words = f"{_VERBS[kind]} {self._op_name(self._op(task))}"
         elif kind in _BUCKET_KINDS and self._bucket_size[subject] > 1:
             words = f"{_VERBS[kind]} {self._bucket_size[subject]} tensors"
@@ -265,6 +266,8 @@ class Timeline:
             return int(self._tables.op_id[subject])
         if kind in _VALUE_KINDS:
             return int(self._tables.op_id[self._tables.value_op[self._tables.slot_value[subject]]])
+        if kind == TaskKind.SCATTER_VALUE:
+            return int(self._tables.op_id[self._tables.value_op[subject]])
         return self.graph.updates[subject][0]
 
     def _op_name(self, op: int) -> str:

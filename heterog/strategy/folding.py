@@ -139,7 +139,8 @@ def fold_choice(choice: Choice, fold: Fold) -> tuple[Choice, IntArray]:
     transfers = (columns[:, None] * num_devices + columns[None, :]).ravel()
     teams, rings = _folded_teams(choice.teams, columns), _folded_rings(choice.rings, fold)
     named = [choice.reduce_channel, choice.gather_channel, teams.reduce_channel.ravel()]
-    named += [teams.gather_channel.ravel(), rings.first_channel, rings.second_channel]
+    named += [teams.gather_channel.ravel(), teams.scatter_channel.ravel()]
+    named += [rings.first_channel, rings.second_channel]
     collectives = np.unique(np.concatenate(named))
     collectives = collectives[collectives >= 0]
 
@@ -153,6 +154,7 @@ def fold_choice(choice: Choice, fold: Fold) -> tuple[Choice, IntArray]:
         teams=teams._replace(
             reduce_channel=renumbered(teams.reduce_channel),
             gather_channel=renumbered(teams.gather_channel),
+            scatter_channel=renumbered(teams.scatter_channel),
         ),
         rings=rings._replace(
             first_channel=renumbered(rings.first_channel),

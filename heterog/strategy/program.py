@@ -46,6 +46,7 @@ class TaskKind(IntEnum):
     REDUCE_SCATTER = 14  # subject: bucket
     ALL_GATHER = 15  # of a gradient; subject: bucket
     GATHER_PARAMETERS = 16  # all-gather of the parameters of a bucket, under ZeRO
+    SCATTER_VALUE = 17  # reduce-scatter of a partial value, right behind its op; subject: value
 
 
 FIRST_LINK_KIND = int(TaskKind.SEND)

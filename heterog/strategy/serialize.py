@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from heterog.errors import InputFileError, StrategyError
+from heterog.graph.op_rule import Scatter
 from heterog.graph.placement import L, P, Placement, R, S
 from heterog.names import shown
 from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, parse_record
@@ -54,6 +55,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
                 "outputs": [str(place) for place in rule.outputs],
                 "units": rule.units,
             }
+            | _scatter_to_dict(rule.scatter)
             for rule in rules
         ],
         "op_rules": ops,
@@ -77,10 +79,16 @@ class _DecisionRecord(Record):
     parts: Many[Int32] = Field(default_factory=list)
 
 
+class _ScatterRecord(Record):
+    place: str
+    units: Count
+
+
 class _RuleRecord(Record):
     inputs: list[str]
     outputs: list[str]
     units: Count
+    scatter: _ScatterRecord | None = None
 
 
 _Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
@@ -127,6 +135,7 @@ def strategy_from_dict(record: object) -> Strategy:
             inputs=tuple(map(_placement, each.inputs)),
             outputs=tuple(map(_placement, each.outputs)),
             units=each.units,
+            scatter=_scatter(each.scatter),
         )
         for each in found.rules
     ]
@@ -145,6 +154,16 @@ def strategy_from_dict(record: object) -> Strategy:
         schedule=_schedule(found.schedule),
         blocks=tuple(found.blocks),
     )
+
+
+def _scatter_to_dict(scatter: Scatter | None) -> dict[str, Any]:
+    if scatter is None:
+        return {}
+    return {"scatter": {"place": str(scatter.place), "units": scatter.units}}
+
+
+def _scatter(record: _ScatterRecord | None) -> Scatter | None:
+    return None if record is None else Scatter(place=_placement(record.place), units=record.units)
 
 
 def _schedule(record: _ScheduleRecord) -> PipelineSchedule:

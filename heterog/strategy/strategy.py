@@ -13,6 +13,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS, OpGraph
 from heterog.graph.op_rule import OpRule as OpRule
 from heterog.graph.op_rule import OpRules
+from heterog.graph.resized_rules import resized_rules
 from heterog.strategy.division import (
     Division,
     cut_division,
@@ -169,7 +170,11 @@ class Strategy:
         """The same decisions for the same step on another batch; see ``lower_resized``.
 
         Its micro-batches have the proportions of this one's, but none is empty. Shares stay as
-        they are: they say in which proportions samples are shared out.
+        they are: they say in which proportions samples are shared out. Rules of ops keep their
+        units.
+
+        Args:
+            graph: the step on the other batch, ``grouped_like`` the one of this strategy.
         """
         sizes = self.micro_sizes
         counts = split_in_proportion(graph.batch_size, sizes) if sizes else ()
@@ -179,7 +184,14 @@ class Strategy:
         schedule = self.schedule
         if len(micro) != len(self.micro_batches) or len(counts) != self.num_micro_batches:
             schedule = replace(schedule, turns=())  # they name micro-batches that are gone
-        return replace(self, graph=graph.fingerprint, micro_batches=micro, schedule=schedule)
+        rules, planned = self.op_rules, graph.grouped_like
+        return replace(
+            self,
+            graph=graph.fingerprint,
+            micro_batches=micro,
+            schedule=schedule,
+            op_rules=resized_rules(rules, planned, graph) if planned is not None else rules,
+        )
 
     def check(self, graph: OpGraph, cluster: Cluster) -> None:
         """Refuse a graph or cluster that the strategy was not made for, or an illegal strategy.

@@ -55,6 +55,7 @@ class GraphTables(NamedTuple):
     op_id: IntArray  # graph op of each compute op
     op_group: IntArray  # CONSTANT_GROUP for constants
     op_axis: IntArray
+    op_scatters: IntArray  # 1: a reduce-scatter follows it, of the one value that it makes
     value_start: IntArray  # values made by each compute op  # [num_compute_ops + 1]
     read_start: IntArray  # value reads of each compute op  # [num_compute_ops + 1]
     read_value: IntArray
@@ -72,9 +73,10 @@ class GraphTables(NamedTuple):
     # Values.
     value_op: IntArray
     value_tensor: IntArray  # graph tensor of each value
+    value_axis: IntArray  # along which it lies: its op's, or the one that it is scattered along
     value_kind: IntArray  # KIND_NUMBER of the placement
     value_bytes: FloatArray  # size where it does not depend on the share
-    value_bytes_per_unit: FloatArray  # of its op's axis
+    value_bytes_per_unit: FloatArray  # of its axis
     value_moved_fraction: FloatArray  # part of the value that other groups read
     value_batch_kind: IntArray  # KIND_NUMBER along the batch: between teams if a rule made it
     value_is_outermost: IntArray  # 1 if units are contiguous in memory
@@ -206,7 +208,7 @@ class _Builder:
         )
 
     def _op_tables(self) -> dict[str, Any]:
-        graph = self.graph
+        graph, scattered = self.graph, self.plan.scattered
         finished: list[list[int]] = [[] for _ in self.ops]
         for row in range(len(graph.updates)):
             finished[self._last_op(row)].append(row)
@@ -214,6 +216,9 @@ class _Builder:
             "op_id": _ints(self.ops),
             "op_group": _ints(self.op_group),
             "op_axis": _ints([int(self.plan.op_axis[index]) for index in self.ops]),
+            "op_scatters": _ints(
+                [int(bool(scattered.intersection(graph.outputs(index)))) for index in self.ops]
+            ),
             "value_start": _starts([graph.ops[index].num_outputs for index in self.ops]),
             "read_start": _starts([len(entries) for entries in self.reads]),
             "read_value": _ints([value for entries in self.reads for value, _ in entries]),
@@ -234,7 +239,12 @@ class _Builder:
             [self.block[group] if group >= 0 else group for group in self.op_group],
             self.is_backward,
             [
-                [self.value_op[value] for value, slot in entries if slot is None]
+                [
+                    self.value_op[value]
+                    for value, slot in entries
+                    # No sum over a team is made twice: what was added up is kept.
+                    if slot is None and self.values[value] not in self.plan.scattered
+                ]
                 for entries in self.reads
             ],
             [self.value_op[value] for value in self.gradient_values],
@@ -261,6 +271,7 @@ class _Builder:
         return {
             "value_op": _ints(self.value_op),
             "value_tensor": _ints(values),
+            "value_axis": _ints([int(plan.tensor_axis[tensor]) for tensor in values]),
             "value_kind": _ints(kinds),
             "value_bytes": np.where(split, 0.0, sizes),
             "value_bytes_per_unit": np.where(split, sizes / units, 0.0),
@@ -380,13 +391,12 @@ class _Builder:
             if storage not in self.value_of:
                 continue
             value = self.value_of[storage]
-            producer = int(graph.producer[storage])
-            maker = int(self.grouping.group[producer])
+            maker = int(self.grouping.group[int(graph.producer[storage])])
             whole = max(self.gathered[tensor], plan.whole_needed(index, position, tensor))
             is_near = maker != CONSTANT_GROUP and self.block[maker] == self.block[group]
             if maker != CONSTANT_GROUP and not is_near:
                 self.outside.setdefault(storage, set()).add(tensor)
-            as_made = is_near and whole == AS_MADE and plan.op_axis[producer] == axis
+            as_made = is_near and whole == AS_MADE and plan.tensor_axis[storage] == axis
             if maker == CONSTANT_GROUP or as_made:
                 entries.setdefault((value, None))
             else:

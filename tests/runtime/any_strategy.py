@@ -29,6 +29,7 @@ from tests.simulator.builders import (
     random_composition,
     random_rules,
     with_random_blocks,
+    with_random_scatters,
     within_samples,
 )
 
@@ -94,6 +95,7 @@ def features(graph: OpGraph, strategy: Strategy) -> list[str]:
         "unlike teams": any(len({len(team) for team in each.teams}) > 1 for each in decisions),
         "stages": len({each.devices for each in decisions}) > 1,
         "rules": bool(strategy.op_rules),
+        "sums added up in slices": bool(plan.scattered),
         "sharded parameters": bool(plan.sharded),
         "micro-batches": strategy.num_micro_batches > 1,
         "a table of micro-batches": sum(map(any, strategy.micro_batches)) > 1,
@@ -275,7 +277,7 @@ def _rules(rng: Random, graph: OpGraph, divisions: list[_Division]) -> OpRules:
             parts.append(done_by_all(graph, groups))
     if rng.random() < 0.2:
         parts.append(random_rules(rng, graph))
-    return merge_rules(*parts)
+    return with_random_scatters(rng, graph, merge_rules(*parts))
 
 
 # --- when ---------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ import numpy as np
 
 from heterog.cluster import Cluster, Device, DeviceType, Host, Link, device_type
 from heterog.cluster.topology import Sends
-from heterog.graph.axis_plan import axis_plan
+from heterog.graph.axis_plan import axis_plan, crosses
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
-from heterog.graph.op_rule import OpRule, OpRules
+from heterog.graph.op_rule import OpRule, OpRules, Scatter
 from heterog.graph.placement import Arg, L, P, Placement, R, S, TensorRef
 from heterog.graph.sharding_rules import legal_rules
 from heterog.planners.plan import Plan, plan_from_rows
@@ -479,7 +479,36 @@ def random_rules(rng: Random, graph: OpGraph) -> OpRules:
         if options:
             rule = rng.choice(options)
             rules.append((op, OpRule(inputs=rule.inputs, outputs=rule.outputs, units=units)))
-    return tuple(rules)
+    return with_random_scatters(rng, graph, tuple(rules))
+
+
+def with_random_scatters(rng: Random, graph: OpGraph, rules: OpRules) -> OpRules:
+    """Some of the sums that the rules leave in parts are added up in slices, of any kind."""
+    return tuple(
+        (op, replace(rule, scatter=random_scatter(rng, graph, op)))
+        if rule.outputs == (P,) and rng.random() < 0.6
+        else (op, rule)
+        for op, rule in rules
+    )
+
+
+def random_scatter(rng: Random, graph: OpGraph, op: int) -> Scatter | None:
+    """Any way to add up the parts of a sum in slices, if there is one."""
+    (tensor,) = graph.outputs(op)
+    along = axis_plan(graph).placements[tensor]
+    if along.kind != "S":
+        return None
+    shape = graph.tensors[tensor].shape
+    options = [
+        Scatter(place=S(dim, outer), units=size // (outer * inner))
+        for dim, size in enumerate(shape)
+        for outer in range(1, size + 1)
+        if size % outer == 0
+        for inner in range(1, size // outer + 1)
+        if (size // outer) % inner == 0
+        and not crosses(S(dim, outer), size // (outer * inner), along, graph.batch_size)
+    ]
+    return rng.choice(options)
 
 
 def with_rules(

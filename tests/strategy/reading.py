@@ -55,6 +55,7 @@ class Reading:
     def __init__(self, graph: OpGraph, op_rules: OpRules, blocks: tuple[int, ...] = ()) -> None:
         self.graph = graph
         self.plan = axis_plan(graph, op_rules)
+        self.op_rules = dict(op_rules)
         self.batch = batch_plan(graph)
         self.has_axes = len(self.plan.axes) > 1
         self.group = [int(group) for group in group_ops(graph).group]
@@ -89,6 +90,19 @@ class Reading:
     def axis(self, op: int) -> int:
         """The axis that an op runs along."""
         return int(self.plan.op_axis[op])
+
+    def value_axis(self, value: int) -> int:
+        """The axis that a value lies along: its op's, or the one that its sum is cut along."""
+        return int(self.plan.tensor_axis[value])
+
+    def is_scattered(self, value: int) -> bool:
+        """Whether the members of a team add up a value in slices as soon as it is made."""
+        return self.scatter_of(self.maker[value])
+
+    def scatter_of(self, op: int) -> bool:
+        """Whether the result of an op is added up in slices."""
+        rule = self.op_rules.get(op)
+        return rule is not None and rule.scatter is not None
 
     def block_of(self, op: int) -> int:
         """The block of groups that an op belongs to."""
@@ -146,7 +160,7 @@ class Reading:
             maker = self.maker[value]
             whole = self.whole_needed(op, position)
             is_near = self.block_of(maker) == self.block_of(op)
-            as_made = is_near and self.axis(maker) == self.axis(op) and whole == AS_MADE
+            as_made = is_near and self.value_axis(value) == self.axis(op) and whole == AS_MADE
             if self.group[maker] == CONSTANT_GROUP or as_made:
                 found[value, None] = None
             else:
@@ -167,7 +181,7 @@ class Reading:
 
     def all_units(self, value: int) -> range:
         """Units of the axis of the op that makes a value; none without a rule."""
-        axis = self.axis(self.maker[value])
+        axis = self.value_axis(value)
         return range(0 if axis == BATCH else self.plan.axes[axis])
 
     def moved_fraction(self, value: int) -> float:
@@ -290,7 +304,11 @@ class Reading:
         """What each block runs again if it recomputes, by the op before which that happens."""
         row = {op: number for number, op in enumerate(self.ops)}
         own_reads = [
-            [row[self.maker[value]] for value, need in self.reads[op] if need is None]
+            [
+                row[self.maker[value]]
+                for value, need in self.reads[op]
+                if need is None and not self.is_scattered(value)  # what is added up is kept
+            ]
             for op in self.ops
         ]
         makers = [row[self.maker[self.gradient(p)]] for p in self.parameter.values()]

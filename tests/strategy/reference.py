@@ -186,6 +186,8 @@ class Walk:
         self.compute(op, TaskKind.COMPUTE, self.permits(op))
         if gathers:
             self.note_first_reader(op)
+        if reading.scatter_of(op):
+            self.scatter_value(op)
         for parameter in reading.finished[op]:
             self.note_last_readers(parameter)
             self.finish(parameter)
@@ -257,10 +259,33 @@ class Walk:
             reads += (more or {}).get(device, [])
             task = self.add(kind, op, device, reads=reads, micro=self.micro, part=part)
             for value, where in made.items():
-                where[device] = task.make(device, self.reading.bytes_of(value, part))
+                size = self.reading.bytes_of(value, part)
+                if self.reading.scatter_of(op):  # afterwards; this is a part of the whole sum
+                    size = self.reading.bytes_of(value, self.all_of(value, part.samples))
+                where[device] = task.make(device, size)
             if kind == TaskKind.COMPUTE:
                 self.make_tokens(op, task)
         self.values |= made
+
+    def scatter_value(self, op: int) -> None:
+        """Add up the parts that the members of each team have made, each member a slice."""
+        (value,) = self.reading.graph.outputs(op)
+        layout = self.shares.layouts[self.reading.group[op]]
+        lies = self.values[value]
+        slices = self.shares.boxes(layout, self.reading.value_axis(value), self.micro)
+        for team, samples in self.shares.team_samples(layout, self.micro).items():
+            if len(team) == 1:
+                continue
+            parts = {device: slices[device].part for device in team if device in slices}
+            sizes = {d: self.reading.bytes_of(value, part) for d, part in parts.items()}
+            task = self.add(
+                TaskKind.SCATTER_VALUE, value, reads=[lies.get(device) for device in team],
+                micro=self.micro, part=self.all_of(value, len(samples)),
+                num_bytes=len(team) * max(sizes.values()),
+                route=_collective(ChannelKind.REDUCE_SCATTER, tuple(sorted(team))),
+            )  # fmt: skip
+            for device in team:
+                lies[device] = task.make(device, sizes.get(device, 0.0))
 
     def recompute(self, reader: int, ops: list[int]) -> None:
         """Forward ops of a block once more, just before its first backward op, the reader.
@@ -292,7 +317,7 @@ class Walk:
     def convert(self, need: Need) -> Where:
         """Make a value available the way a group's ops need it."""
         maker = self.reading.maker[need.value]
-        axis = self.reading.axis(maker)
+        axis = self.reading.value_axis(need.value)
         over, along = self.reading.kinds(need.value)
         source = self.shares.layouts[self.reading.group[maker]]
         target = self.shares.layouts[need.group]
@@ -334,7 +359,7 @@ class Walk:
 
     def convert_split(self, need: Need, lies: Where, source: Layout, target: Layout) -> Where:
         """A value that is split over the batch: between devices, or under a rule between teams."""
-        axis = self.reading.axis(self.reading.maker[need.value])
+        axis = self.reading.value_axis(need.value)
         _, along = self.reading.kinds(need.value)
         # One team has every sample.
         whole = min(need.whole, IN_TEAM) if len(target.teams) == 1 else need.whole
@@ -367,7 +392,7 @@ class Walk:
         A reader that needs parts of a sum, too, takes the sum as such a part where it cannot have
         the parts: one device, or one team, has all of it and the others have nothing.
         """
-        axis = self.reading.axis(self.reading.maker[need.value])
+        axis = self.reading.value_axis(need.value)
         _, along = self.reading.kinds(need.value)
         readers = set(self.shares.boxes(target, need.axis, self.micro))
         if source == target:
@@ -401,7 +426,7 @@ class Walk:
 
     def convert_whole(self, need: Need, lies: Where, source: Layout, target: Layout) -> Where:
         """A value that does not depend on who has which samples, or that one team has."""
-        axis = self.reading.axis(self.reading.maker[need.value])
+        axis = self.reading.value_axis(need.value)
         _, along = self.reading.kinds(need.value)
         owners = set(self.shares.boxes(source, axis, self.micro))
         readers = set(self.shares.boxes(target, need.axis, self.micro))

@@ -14,7 +14,8 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.placement import L, R, S
+from heterog.graph.op_rule import OpRules, Scatter
+from heterog.graph.placement import L, P, Placement, R, S
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
@@ -87,6 +88,62 @@ def test_columns_then_rows_by_hand() -> None:
         assert program.resident_bytes[device] == 2 * (sharded * share / 16 + whole) + batch
     first = [t for t in tasks(TaskKind.COMPUTE) if tables.op_id[program.subject[t]] == 1]
     assert program.units[first].tolist() == [10, 4, 2]
+
+
+def scattered(rules: OpRules, place: Placement, units: int) -> OpRules:
+    """The rules, with the sums that they leave in parts added up in slices."""
+    scatter = Scatter(place=place, units=units)
+    return tuple(
+        (op, replace(rule, scatter=scatter) if rule.outputs == (P,) else rule)
+        for op, rule in rules
+    )
+
+
+def test_a_sum_is_added_up_in_slices_by_hand() -> None:
+    """The second layer's 8 x 16 results: 16 columns shared out as 10, 4 and 2."""
+    graph, strategy = sharded_mlp()
+    strategy = replace(strategy, op_rules=scattered(strategy.op_rules, S(1), 16))
+    program = lower(graph, THREE, strategy)
+    (scatter,) = np.flatnonzero(program.kind == TaskKind.SCATTER_VALUE)
+    assert not (program.kind == TaskKind.REDUCE_VALUE).any()
+    assert program.num_bytes[scatter] == 3 * 8 * 10 * 4  # padded to the largest slice
+    assert (program.samples[scatter], program.units[scatter]) == (8, 16)
+    reads = program.read_buffer[program.read_start[scatter] : program.read_start[scatter + 1]]
+    made = slice(program.buffer_start[scatter], program.buffer_start[scatter + 1])
+    assert program.buffer_bytes[reads].tolist() == [8 * 16 * 4] * 3  # each has a part of all
+    assert program.buffer_bytes[made].tolist() == [8 * 4 * units for units in (10, 4, 2)]
+    assert program.buffer_device[made].tolist() == [0, 1, 2]
+    # Who reads the whole gathers the slices, and nothing is summed again.
+    (first, *_) = np.flatnonzero(program.kind == TaskKind.GATHER_VALUE)
+    assert program.num_bytes[first] == 3 * 8 * 10 * 4
+    record = json.loads(json.dumps(strategy_to_dict(strategy)))
+    assert strategy_from_dict(record) == strategy
+
+
+@pytest.mark.parametrize(
+    ("place", "units", "what"),
+    [
+        (S(1), 5, "cannot be cut into 5 units"),
+        (S(2), 4, "cannot be cut into 4 units"),
+        (P, 4, "cannot be cut into 4 units by P"),
+        (S(0, 2), 2, "goes across the samples"),
+    ],
+)
+def test_what_cannot_be_added_up_in_slices_is_refused(
+    place: Placement, units: int, what: str
+) -> None:
+    graph, strategy = sharded_mlp()
+    strategy = replace(strategy, op_rules=scattered(strategy.op_rules, place, units))
+    with pytest.raises(StrategyError, match=what):
+        strategy.check(graph, THREE)
+
+
+def test_only_sums_are_added_up_in_slices() -> None:
+    graph, strategy = sharded_mlp()
+    scatter = Scatter(place=S(1), units=16)
+    rules = tuple((op, replace(rule, scatter=scatter)) for op, rule in strategy.op_rules)
+    with pytest.raises(StrategyError, match="only an op with one output, a part of a sum"):
+        replace(strategy, op_rules=rules).check(graph, THREE)
 
 
 def test_the_cost_of_a_part_is_that_of_its_columns() -> None:
@@ -230,7 +287,7 @@ class _Follower:
         tensor = int(self.tables.value_tensor[value])
         kind = self.plan.placements[tensor].kind
         op = int(self.tables.value_op[value])
-        group, axis = int(self.tables.op_group[op]), int(self.tables.op_axis[op])
+        group, axis = int(self.tables.op_group[op]), int(self.tables.value_axis[value])
         if kind == "S":
             return frozenset(range(self.plan.axes[axis]))
         if kind == "P":
@@ -260,6 +317,20 @@ class _Follower:
                 assert is_early or parts == self.whole(value)
                 for buffer in made:
                     self.held[buffer] = value, self.whole(value)
+            elif kind == TaskKind.SCATTER_VALUE:
+                value = int(program.subject[task])
+                row = int(self.tables.value_op[value])
+                group, axis = int(self.tables.op_group[row]), int(self.tables.op_axis[row])
+                makers = {
+                    device
+                    for device in self.strategy.decisions[group].devices
+                    if len(self.units(group, axis, device))
+                }
+                assert set().union(*(parts for _, parts in known)) == makers
+                for buffer in made:
+                    device = int(program.buffer_device[buffer])
+                    own = self.units(group, int(self.tables.value_axis[value]), device)
+                    self.held[buffer] = value, frozenset(own)
         for (op, value, _), terms in self.terms.items():
             together = [term for each in terms for term in each]
             assert sorted(together) == sorted(self.whole(value)), f"a sum at op {op}"
@@ -290,6 +361,9 @@ class _Follower:
             placement = plan.placements[int(self.tables.value_tensor[number])]
             part = {"S": frozenset(own), "P": frozenset({device})}.get(placement.kind)
             buffer = int(program.buffer_start[task]) + number - int(self.tables.value_start[row])
+            if self.tables.op_scatters[row]:
+                is_alone = len(self.strategy.decisions[group].devices) == 1
+                part = self.whole(number) if is_alone else frozenset({device})
             self.held[buffer] = number, frozenset({0}) if part is None else part
 
     def is_whole(self, tensor: int) -> bool:

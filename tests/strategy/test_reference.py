@@ -80,6 +80,8 @@ def subject_of(tables: GraphTables, kind: TaskKind, subject: int) -> Subject:
     """What a task is about: a graph op, a parameter or a need."""
     if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
         return int(tables.op_id[subject])
+    if kind == TaskKind.SCATTER_VALUE:
+        return int(tables.value_tensor[subject])
     about_slots = {
         TaskKind.SPLIT,
         TaskKind.CONCAT,

@@ -41,6 +41,7 @@ class Teams(NamedTuple):
     unit_begin: IntArray  # first of them
     reduce_channel: IntArray  # all-reduce in a team, -1 if alone  # [num_divisions, num_devices]
     gather_channel: IntArray  # all-gather in a team  # [num_divisions, num_devices]
+    scatter_channel: IntArray  # reduce-scatter in a team  # [num_divisions, num_devices]
 
 
 class Rings(NamedTuple):
@@ -95,6 +96,7 @@ class DivisionRows(NamedTuple):
     gather_channel: int
     team_reduce: IntArray  # [num_devices]
     team_gather: IntArray  # [num_devices]
+    team_scatter: IntArray  # [num_devices]
 
 
 class RingRows(NamedTuple):
@@ -122,6 +124,7 @@ class Encoder:
         self._tables = tables
         self._channels = channels
         self._num_devices = channels.cluster.num_devices
+        self._has_scatters = bool(tables.op_scatters.any())
         self._axes = tuple(int(units) for units in tables.axis_units[1:])
         self._rings: dict[tuple[Division, Sync, tuple[int, ...]], RingRows] = {}
         self._rows: dict[MicroBatches, dict[Division, DivisionRows]] = {}
@@ -204,6 +207,7 @@ class Encoder:
             unit_begin=np.stack(unit_begin),
             reduce_channel=np.stack([row.team_reduce for row in rows]),
             gather_channel=np.stack([row.team_gather for row in rows]),
+            scatter_channel=np.stack([row.team_scatter for row in rows]),
         )
 
     def _class(self, decision: Decision) -> int:
@@ -221,6 +225,7 @@ class Encoder:
         size = np.zeros(num_devices, np.int32)
         team_reduce = np.full(num_devices, -1, np.int32)
         team_gather = np.full(num_devices, -1, np.int32)
+        team_scatter = np.full(num_devices, -1, np.int32)
         for team in division.all_teams:
             members = list(team)
             size[members] = len(team)
@@ -228,6 +233,8 @@ class Encoder:
                 ordered = tuple(sorted(team))
                 team_reduce[members] = channels.value_reduce(ordered)
                 team_gather[members] = channels.all_gather(ordered, ())
+                if self._has_scatters:
+                    team_scatter[members] = channels.reduce_scatter(ordered, ())
         for axis, total in enumerate(self._axes):
             for team, counts in zip(division.all_teams, division.units(total), strict=True):
                 units[axis, list(team)] = counts
@@ -243,6 +250,7 @@ class Encoder:
             gather_channel=channels.all_gather(division.devices, ()) if several else -1,
             team_reduce=team_reduce,
             team_gather=team_gather,
+            team_scatter=team_scatter,
         )
 
     def _constants(self, rows: Sequence[DivisionRows]) -> DivisionRows:
@@ -265,6 +273,7 @@ class Encoder:
             gather_channel=-1,
             team_reduce=none,
             team_gather=none,
+            team_scatter=none,
         )
 
     def _all_rings(self, decisions: Sequence[Decision], of_group: IntArray) -> Rings:

@@ -38,6 +38,8 @@ def compute_op(
     num_reads = last_read - first_read + last_ready - first_ready
     if not _has_room(tape, num_devices, num_devices * num_reads, last_value - first_value):
         return
+    is_scattered = tables.op_scatters[op] == 1
+    units = tables.axis_units[tables.value_axis[first_value]] if is_scattered else 0
     for device in range(num_devices):
         share = choice.shares[division, micro, device]
         if share == 0:
@@ -77,6 +79,8 @@ def compute_op(
             buffer.maker = number
             buffer.device = device
             size = tables.value_bytes[value] + tables.value_bytes_per_unit[value] * share
+            if is_scattered:  # afterwards; this is a part of the whole sum
+                size = tables.value_bytes_per_unit[value] * units
             if axis > 0 and tables.value_batch_kind[value] == _S:
                 size *= part
             buffer.num_bytes = size

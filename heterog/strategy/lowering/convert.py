@@ -5,6 +5,9 @@ an interval of units of the axis of the rule that made it, and it may be a part 
 conversion makes the value whole inside teams where it has to (a gather, a reduction), then brings
 boxes from where they lie to where they are needed, piece by piece from the nearest that has it,
 and gathers or reduces over all devices what is needed whole.
+
+One conversion belongs to the maker and not to readers: parts of a sum that a rule says to add up
+in slices (``scatter_in_teams``).
 """
 
 from heterog.graph.axis_plan import AS_MADE, EVERYTHING, IN_TEAM
@@ -32,6 +35,7 @@ _CONCAT = int(TaskKind.CONCAT)
 _SEND = int(TaskKind.SEND)
 _REDUCE_VALUE = int(TaskKind.REDUCE_VALUE)
 _GATHER_VALUE = int(TaskKind.GATHER_VALUE)
+_SCATTER_VALUE = int(TaskKind.SCATTER_VALUE)
 _BACKWARD = int(Pass.BACKWARD)
 _WEIGHTS = int(Pass.WEIGHTS)
 _S, _P = KIND_NUMBER["S"], KIND_NUMBER["P"]
@@ -58,15 +62,14 @@ def convert(
 ) -> None:
     """Make a value available the way a slot needs it."""
     value = tables.slot_value[slot]
-    maker = tables.value_op[value]
-    source = choice.division[tables.op_group[maker]]
+    source = choice.division[tables.op_group[tables.value_op[value]]]
     target = choice.division[tables.slot_group[slot]]
     scratch.slot_done[slot] = 1
     if _is_there(tables, choice, scratch, slot, source, target, micro):
         return
     for device in range(choice.member.shape[1]):
         scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
-    if tables.op_axis[maker] == 0:
+    if tables.value_axis[value] == 0:
         _convert_along_batch(tables, choice, scratch, tape, slot, source, target, micro)
     else:
         _convert_ruled(tables, choice, scratch, tape, slot, source, target, micro)
@@ -156,7 +159,7 @@ def _convert_ruled(
     """
     value = tables.slot_value[slot]
     kind = tables.value_kind[value]
-    row = source + len(choice.member) * tables.op_axis[tables.value_op[value]]
+    row = source + len(choice.member) * tables.value_axis[value]
     if kind == _P:
         if _convert_parts(tables, choice, scratch, tape, slot, source, row, target, micro):
             return
@@ -307,11 +310,11 @@ def _bytes_of(tables: GraphTables, value: int, samples: int, units: int) -> floa
         samples: of the batch.
         units: of the axis of the rule that made it; -1 for all of them.
     """
-    if tables.op_axis[tables.value_op[value]] == 0:
+    if tables.value_axis[value] == 0:
         return float(samples * tables.value_bytes_per_unit[value])
     per_unit = tables.value_bytes_per_unit[value]
     if units < 0:
-        units = tables.axis_units[tables.op_axis[tables.value_op[value]]]
+        units = tables.axis_units[tables.value_axis[value]]
     return float((tables.value_bytes[value] + units * per_unit) * samples / tables.batch_size)
 
 
@@ -394,7 +397,7 @@ def _bring_whole(
     """
     value = tables.slot_value[slot]
     num_devices = choice.member.shape[1]
-    axis = tables.op_axis[tables.value_op[value]]
+    axis = tables.value_axis[value]
     from_division = source - axis * len(choice.member)
     teams = choice.teams
     fraction = tables.value_moved_fraction[value]
@@ -479,7 +482,7 @@ def _send(
     maker = tables.value_op[value]
     turns = choice.turns
     size = _bytes_of(tables, value, overlap, units) * fraction
-    if tables.op_axis[maker] == 0:
+    if tables.value_axis[value] == 0:
         contiguous = tables.value_is_outermost[value] == 1
     elif units == owned_units:
         contiguous = tables.value_batch_is_outermost[value] == 1
@@ -636,10 +639,7 @@ def _reduce(
     value = tables.slot_value[slot]
     size = tables.value_bytes[value]
     if tables.value_kind[value] == _S:
-        size = (
-            tables.value_bytes_per_unit[value]
-            * tables.axis_units[tables.op_axis[tables.value_op[value]]]
-        )
+        size = tables.value_bytes_per_unit[value] * tables.axis_units[tables.value_axis[value]]
     num_devices = choice.member.shape[1]
     write_task(tape, _REDUCE_VALUE, slot, -1, micro, 0, channel, size)
     for device in range(num_devices):
@@ -678,6 +678,49 @@ def _reduce_in_teams(
 
 
 @helper
+def scatter_in_teams(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, value: int, row: int,
+    micro: int,
+) -> None:  # fmt: skip
+    """P to S inside each team, along the axis of the value: a padded reduce-scatter.
+
+    Args:
+        tables: of the graph.
+        choice: the strategy.
+        scratch: its ``value_buffer`` is written.
+        tape: is written.
+        value: just made.
+        row: of its op; it says who has a part.
+        micro: the micro-batch.
+    """
+    teams, num_devices = choice.teams, choice.member.shape[1]
+    division, axis = row % len(choice.member), tables.value_axis[value]
+    slices = division + axis * len(choice.member)
+    for first in range(num_devices):
+        channel = teams.scatter_channel[division, first]
+        samples = teams.samples[division, micro, first]
+        if teams.position[division, first] != 0 or channel < 0 or samples == 0:
+            continue
+        number = teams.number[division, first]
+        largest = 0
+        for device in range(num_devices):
+            if teams.number[division, device] == number:
+                largest = max(largest, choice.shares[slices, micro, device])
+        per_unit = tables.value_bytes_per_unit[value] * samples / tables.batch_size
+        size = teams.size[division, first] * largest * per_unit
+        write_task(tape, _SCATTER_VALUE, value, -1, micro, samples, channel, size)
+        set_units(tape, tables.axis_units[axis])
+        for device in range(num_devices):
+            is_member = teams.number[division, device] == number
+            if is_member and choice.shares[row, micro, device] > 0:
+                write_read(tape, scratch.value_buffer[value, device])
+        for device in range(num_devices):
+            if teams.number[division, device] == number:
+                own = choice.shares[slices, micro, device] * per_unit
+                scratch.value_buffer[value, device] = write_buffer(tape, device, own)
+
+
+@helper
 def _copy_whole(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int, who: int,
@@ -688,7 +731,7 @@ def _copy_whole(
     seen as a partial sum.
     """
     value = tables.slot_value[slot]
-    axis = tables.op_axis[tables.value_op[value]]
+    axis = tables.value_axis[value]
     size = tables.value_bytes[value] + (
         tables.value_bytes_per_unit[value] * tables.axis_units[axis]
     )

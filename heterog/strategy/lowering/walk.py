@@ -3,7 +3,7 @@
 from heterog.strategy.kernels import helper, kernel, part
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.compute import compute_op
-from heterog.strategy.lowering.convert import convert
+from heterog.strategy.lowering.convert import convert, scatter_in_teams
 from heterog.strategy.lowering.gradients import (
     accumulate,
     fresh_gradient,
@@ -105,6 +105,8 @@ def _lower_op(
     compute_op(tables, choice, scratch, tape, op, division, micro)
     if gathers and tables.value_start[op] < tables.value_start[op + 1]:
         note_reader(choice, scratch, tables.value_start[op], division, micro)
+    if tables.op_scatters[op] == 1:
+        scatter_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
     for entry in range(tables.finished_start[op], tables.finished_start[op + 1]):
         parameter = tables.finished_parameter[entry]
         _note_last_readers(tables, scratch, parameter)
@@ -138,8 +140,8 @@ def _bring_inputs(
         if slot < 0 or scratch.slot_done[slot] == 1:
             continue
         value = tables.slot_value[slot]
-        maker = tables.value_op[value]
-        source = choice.division[tables.op_group[maker]] + num_divisions * tables.op_axis[maker]
+        source = choice.division[tables.op_group[tables.value_op[value]]]
+        source += num_divisions * tables.value_axis[value]
         if source == division and tables.slot_whole[slot] == 0:
             scratch.slot_done[slot] = 1
             for device in range(choice.member.shape[1]):
