@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
 from heterog.runtime.executor import batch_by_tensor
 from heterog.strategy.division import batch_shares
+from heterog.strategy.layouts.tensor import team_rules
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import SGD, batch_of, captured_once, deployed, workload_of
 from tests.runtime.ranks import Ranks
@@ -140,6 +142,20 @@ def test_lengths(ranks: Ranks, tmp_path: Path, case: str) -> None:
     decisions = [SYNCS[case]] * group_ops(graph).num_groups
     strategy = strategy_of(graph, decisions, homes=homes_of(graph, case))
     check(ranks, tmp_path, "language", strategy, lengths("language"))
+
+
+@pytest.mark.distributed
+def test_rules_over_positions_take_other_sizes_and_lengths(ranks: Ranks, tmp_path: Path) -> None:
+    """Positions lie behind the batch in one dimension, and there are as many as the text has."""
+    graph = graph_of("gpt")
+    decision = Decision(devices=ALL, shares=(5, 2, 1), sync=Sync.RING)
+    groups = group_ops(graph).num_groups
+    plain = strategy_of(graph, [decision] * groups)
+    rules = team_rules(graph, tuple(range(groups)), sequence_parallel=True).op_rules
+    plan = axis_plan(graph, rules)
+    assert plan.scattered
+    strategy = with_rules(graph, plain, rules)
+    check(ranks, tmp_path, "gpt", strategy, batches("gpt", (8, 5, 11)))
 
 
 FEW = 2

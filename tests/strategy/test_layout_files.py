@@ -81,7 +81,13 @@ def read(folder: Path, name: str, text: str) -> LayoutFile:
 def test_torchtitan(tmp_path: Path) -> None:
     found = read(tmp_path, "llama3.toml", TORCHTITAN)
     assert found.layout == Layout(
-        tp=8, pp=4, micro_batch=2, zero=3, recompute=Recompute.FULL, schedule="interleaved"
+        tp=8,
+        pp=4,
+        micro_batch=2,
+        zero=3,
+        recompute=Recompute.FULL,
+        schedule="interleaved",
+        sequence_parallel=True,
     )
     assert found.batch_size == 256
     assert found.remarks == ("Not used from the file: training.seq_len.",)
@@ -121,8 +127,8 @@ def test_accelerate(tmp_path: Path) -> None:
     assert found.layout == Layout(dp=8, zero=3, recompute=Recompute.FULL)
     assert not found.remarks
     found = read(tmp_path, "megatron.yml", MEGATRON)
-    assert found.layout == Layout(tp=2, pp=2, dp=2, num_micro=2, zero=1)
-    assert len(found.remarks) == 2
+    assert found.layout == Layout(tp=2, pp=2, dp=2, num_micro=2, zero=1, sequence_parallel=True)
+    assert len(found.remarks) == 1
     mesh = FSDP + "parallelism_config:\n  parallelism_config_tp_size: 2\n"
     mesh += "  parallelism_config_dp_shard_size: 4\n"
     found = read(tmp_path, "mesh.yaml", mesh)

@@ -119,7 +119,7 @@ def test_a_layout_is_read_in_every_vocabulary_and_written_back() -> None:
         ("fsdp=hybrid_shard", "replicas between them cannot be said"),
         ("fsdp=fullshard", "did you mean 'full_shard'"),
         ("cp=2", "context parallelism cannot be said yet"),
-        ("sequence_parallel=true", "kept whole by every member"),
+        ("sequence_parallel=perhaps", "write true or false"),
         ("vocabulary_parallel=perhaps", "write true or false"),
         ("x" * 20_000, "characters; at most"),
     ],
@@ -229,6 +229,8 @@ def test_a_layout_does_what_it_says() -> None:
         "tp=2,pp=2,micro_batch=2,schedule=interleaved",
         "tp=2,pp=2,schedule=zero_bubble_v",
         "tp=2,pp=2,dp=1,vocabulary_parallel=false",
+        "tp=2,pp=2,micro_batch=2,sp=true",
+        "tp=4,sp=true,recompute=full,zero=1",
     ],
 )
 def test_every_kind_of_layout_can_be_simulated(text: str) -> None:
@@ -308,3 +310,21 @@ def test_differences_name_what_a_plan_does_otherwise() -> None:
     assert found["micro-batches"].ours == "none"
     assert "ZeRO-1" in found["gradients"].ours
     assert not differences(before, before, GRAPH, CLUSTER)
+
+
+def test_positions_are_shared_out_between_matrix_products() -> None:
+    """As many bytes over the links, and nothing whole is summed inside the layers."""
+    programs, peaks = {}, {}
+    for name in ("tp=2,dp=4,micro_batch=4", "tp=2,dp=4,micro_batch=4,sp=true"):
+        strategy = placed(name).strategy
+        programs[name] = lower(GRAPH, CLUSTER, strategy)
+        peaks[name] = Evaluator(GRAPH, CLUSTER).referee(strategy).peak_memory_bytes
+    plain, split = programs.values()
+    sums = split.kind == TaskKind.REDUCE_VALUE
+    assert not (split.num_bytes[sums] > 1000.0).any(), "only the loss and its label counts"
+    scatters = split.kind == TaskKind.SCATTER_VALUE
+    large = (plain.kind == TaskKind.REDUCE_VALUE) & (plain.num_bytes > 1000.0)
+    # Each sum becomes a reduce-scatter of as many bytes; two members have half of them each.
+    assert scatters.sum() == large.sum()
+    assert split.num_bytes[scatters].sum() == pytest.approx(plain.num_bytes[large].sum())
+    assert max(peaks["tp=2,dp=4,micro_batch=4,sp=true"]) < max(peaks["tp=2,dp=4,micro_batch=4"])

@@ -227,6 +227,7 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
         if (degree := fields.number(at, name, 1)) > 1:
             raise LayoutError(f"{name} is {degree}; it cannot be said yet, only 1.")
     keeps = fields.word(at, "fsdp_reshard_after_forward", "default") == "never"
+    tp = fields.number(at, "tensor_parallel_degree", 1)
     pp = fields.number(at, "pipeline_parallel_degree", 1)
     split = fields.words(at, "pipeline_parallel_split_points")
     fields.skip(
@@ -245,12 +246,14 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
     schedule = fields.word(at, "pipeline_parallel_schedule", "1F1B") if pp > 1 else ""
     fields.skip(at, "pipeline_parallel_schedule")
     said = {
-        "tp": str(fields.number(at, "tensor_parallel_degree", 1)),
+        "tp": str(tp),
         "pp": str(pp),
         "dp": str(replicas if replicas > 1 else max(shards, 0)),
         "micro_batch": str(micro),
         "zero": "0" if replicas > 1 or shards == 1 else ("2" if keeps else "3"),
         "recompute": _torchtitan_checkpoints(fields),
+        # Its tensor parallelism always splits what lies between along the sequence.
+        "sequence_parallel": str(tp > 1),
     }
     if schedule:
         said["schedule"] = schedule
@@ -435,11 +438,6 @@ def _accelerate_deepspeed(fields: _Fields) -> Layout:
 
 def _accelerate_megatron(fields: _Fields) -> Layout:
     at, name = "megatron_lm_config", "megatron_lm_"
-    if fields.flag(at, f"{name}sequence_parallelism"):
-        fields.remark(
-            "Sequence parallelism is not modelled: every member of a team keeps the activations "
-            "between its matrix products whole; the bytes on the links are the same."
-        )
     if fields.flag(at, f"{name}recompute_activations"):
         fields.remark(
             "Selective recomputation is taken for none: groups of ops recompute as a whole."
@@ -451,6 +449,7 @@ def _accelerate_megatron(fields: _Fields) -> Layout:
         pp=fields.number(at, f"{name}pp_degree", 1),
         num_micro=fields.number(at, f"{name}num_micro_batches", 0),
         zero=1 if sliced else 0,
+        sequence_parallel=fields.flag(at, f"{name}sequence_parallelism"),
     )
 
 

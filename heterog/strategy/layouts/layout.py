@@ -58,6 +58,8 @@ class Layout:
         layers: repeated layers of each stage, in the order of the model; empty for equal numbers.
         split: module at which each stage but the first one begins, instead of ``layers``.
         vocabulary_parallel: whether the embedding and the head are split over the team as well.
+        sequence_parallel: whether members of a team keep what lies between their matrix products
+            for their own positions only, instead of whole.
     """
 
     tp: int = 1
@@ -72,6 +74,7 @@ class Layout:
     layers: tuple[int, ...] = ()
     split: tuple[str, ...] = ()
     vocabulary_parallel: bool = True
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         least_of = {"tp": 1, "pp": 1, "dp": 0, "micro_batch": 0, "num_micro": 0, "chunks": 0}
@@ -143,7 +146,7 @@ class Layout:
                 continue
             if isinstance(value, tuple):
                 value = ("-" if field.name == "layers" else "+").join(map(str, value))
-            said.append(f"{field.name}={str(value).lower() if value is False else value}")
+            said.append(f"{field.name}={str(value).lower() if isinstance(value, bool) else value}")
         return ",".join(said)
 
 
@@ -191,7 +194,7 @@ def layout_of_words(said: Mapping[str, str]) -> Layout:
             found[name] = tuple(_number(name, each) for each in value.split("-"))
         elif name == "split":
             found[name] = tuple(each.strip() for each in value.split("+") if each.strip())
-        elif name == "vocabulary_parallel":
+        elif name in ("vocabulary_parallel", "sequence_parallel"):
             found[name] = _yes_or_no(name, value)
         else:
             found[name] = _number(name, value)
@@ -217,6 +220,7 @@ _KEY_WORDS: Mapping[str, str] = MappingProxyType({
     "zero_stage": "zero", "recompute_granularity": "recompute",
     "activation_checkpoint": "recompute", "pipeline_schedule": "schedule",
     "virtual_pipeline_model_parallel_size": "chunks", "split_points": "split",
+    "sp": "sequence_parallel", "sequence_parallelism": "sequence_parallel",
 })  # fmt: skip
 """Keys as other programs call them."""
 FSDP_STAGES: Mapping[str, int] = MappingProxyType(
@@ -246,14 +250,6 @@ def _own_word(key: str, value: str) -> tuple[str, str]:
 
 
 _UNSAID: Mapping[str, str] = MappingProxyType({
-    "sequence_parallel": (
-        "activations between tensor-parallel regions are kept whole by every member of a team; "
-        "leave it out (the bytes on the links are the same, memory is more)."
-    ),
-    "sp": (
-        "activations between tensor-parallel regions are kept whole by every member of a team; "
-        "leave it out (the bytes on the links are the same, memory is more)."
-    ),
     "cp": "context parallelism cannot be said yet; leave it out.",
     "context_parallel": "context parallelism cannot be said yet; leave it out.",
     "context_parallel_size": "context parallelism cannot be said yet; leave it out.",

@@ -51,6 +51,7 @@ class Manner:
         num_chunks: stages of each rank.
         keeps_turns: whether the schedule states every turn; otherwise 1F1B is its caps.
         vocabulary_parallel: whether teams split what is outside of the layers, too.
+        sequence_parallel: whether they split what is between matrix products along positions.
         step_barrier: whether a step ends with all updates.
     """
 
@@ -60,6 +61,7 @@ class Manner:
     num_chunks: int = 1
     keeps_turns: bool = True
     vocabulary_parallel: bool = True
+    sequence_parallel: bool = False
     step_barrier: bool = True
 
 
@@ -138,7 +140,12 @@ def rules_of_teams(
     groups = tuple(group for group, size in enumerate(sizes) if size > 1)
     if not groups:
         return None
-    rules = team_rules(graph, groups, vocabulary_parallel=manner.vocabulary_parallel)
+    rules = team_rules(
+        graph,
+        groups,
+        vocabulary_parallel=manner.vocabulary_parallel,
+        sequence_parallel=manner.sequence_parallel,
+    )
     if rules.least_units < max(sizes):
         raise LayoutError(
             f"a team of {max(sizes)} devices cannot share {rules.least_units} units (heads, say): "

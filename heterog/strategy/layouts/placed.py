@@ -152,17 +152,7 @@ def place_layout(
         ),
         micro_batches=(sizes.micro_batch * sizes.dp,) * sizes.num_micro,
     )
-    # Inside a turn a shared weight waits for later stages, and sliced gradients for replicas.
-    waits = layout.schedule_name == "1f1b" and (bool(shared) or layout.zero >= 2)
-    manner = Manner(
-        zero=layout.zero,
-        recompute=layout.recompute,
-        schedule=layout.schedule_name,
-        num_chunks=layout.num_chunks,
-        keeps_turns=not waits,
-        vocabulary_parallel=layout.vocabulary_parallel,
-        step_barrier=step_barrier,
-    )
+    manner = _manner(layout, has_shared=bool(shared), step_barrier=step_barrier)
     rules = rules_of_teams(graph, (pipeline,), manner)
     teams = [team for rank in pipeline.teams for team in rank]
     return Given(
@@ -174,6 +164,21 @@ def place_layout(
             *(rules.remarks if rules is not None else ()),
             *_across_hosts(teams, cluster),
         ),
+    )
+
+
+def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
+    # Inside a turn a shared weight waits for later stages, and sliced gradients for replicas.
+    waits = layout.schedule_name == "1f1b" and (has_shared or layout.zero >= 2)
+    return Manner(
+        zero=layout.zero,
+        recompute=layout.recompute,
+        schedule=layout.schedule_name,
+        num_chunks=layout.num_chunks,
+        keeps_turns=not waits,
+        vocabulary_parallel=layout.vocabulary_parallel,
+        sequence_parallel=layout.sequence_parallel,
+        step_barrier=step_barrier,
     )
 
 

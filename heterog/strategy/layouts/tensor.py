@@ -1,11 +1,11 @@
 """Which rules the ops of a team's groups have: tensor parallelism as Megatron-LM does it.
 
 Inside a team the first weight of a feed-forward block is split by columns and the second by rows,
-attention by heads, and everything between them is done by every member on all samples of the team
-(Shoeybi et al. 2019, section 3). Which weights these are is found by following splits
-(``tensor_parallel.shardings``), not by the names of modules. The embedding is split by the columns
-of its table and gathered (Megatron-LM splits rows and sums, which a look-up has no rule for), the
-head by the vocabulary.
+attention by heads (Shoeybi et al. 2019, section 3). Everything between them is done by every member
+on all samples of the team, or on its own positions (``positions``). Which weights these are is
+found by following splits (``tensor_parallel.shardings``), not by the names of modules. The
+embedding is split by the columns of its table and gathered (Megatron-LM splits rows and sums, which
+a look-up has no rule for), the head by the vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,6 +18,7 @@ from heterog.graph.op_rule import OpRule, OpRules
 from heterog.graph.placement import P, R
 from heterog.graph.sharding_rules import propagate
 from heterog.strategy.layouts.layout import LayoutError
+from heterog.strategy.layouts.positions import along_positions
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of
 from heterog.strategy.tensor_parallel import follow_split, ops_of_groups, shardings
 
@@ -39,7 +40,11 @@ class TeamRules:
 
 @lru_cache(maxsize=16)
 def team_rules(
-    graph: OpGraph, groups: tuple[int, ...], *, vocabulary_parallel: bool = True
+    graph: OpGraph,
+    groups: tuple[int, ...],
+    *,
+    vocabulary_parallel: bool = True,
+    sequence_parallel: bool = False,
 ) -> TeamRules:
     """Rules of the ops of groups whose teams have several members.
 
@@ -47,6 +52,7 @@ def team_rules(
         graph: one training step.
         groups: ascending.
         vocabulary_parallel: whether groups outside of the repeated layers are split, too.
+        sequence_parallel: whether what lies between split ops is split along positions.
 
     Raises:
         LayoutError: nothing can be split.
@@ -67,11 +73,20 @@ def team_rules(
             "tp has nothing to split: no matrix product of these layers can be divided into "
             "columns, rows or heads; take tp=1."
         )
+    least_units = min(rule.units for rule in split.values() if _has_split(rule))
+    remarks = tuple(_gathered(graph, split))
     split |= _added_in_parts(graph, groups, split)
+    if sequence_parallel:
+        split = along_positions(graph, groups, split)
+        if all(rule.scatter is None for rule in split.values()):
+            remarks += (
+                "No sum over a team follows the positions of a sequence: sequence_parallel "
+                "changes nothing.",
+            )
     return TeamRules(
         op_rules=tuple(sorted((split | _done_by_all(graph, groups, split)).items())),
-        least_units=min(rule.units for rule in split.values() if _has_split(rule)),
-        remarks=tuple(_gathered(graph, split)),
+        least_units=least_units,
+        remarks=remarks,
     )
 
 

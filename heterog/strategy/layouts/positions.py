@@ -1,0 +1,98 @@
+"""Sequence parallelism: what lies between two split matrix products is split along positions.
+
+Megatron-LM's form of it (Korthikanti et al. 2022, section 4.2): where a team would add up parts of
+a sum on all its members, each member gets the sum for its own positions alone (a reduce-scatter),
+and norms, dropouts and residuals work on these. The next matrix product gathers them. That sends
+as many bytes as before, and keeps less of everything in between.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph, Phase
+from heterog.graph.op_rule import OpRule, Scatter
+from heterog.graph.placement import P, Placement, R, S
+from heterog.graph.sharding_rules import propagate
+
+
+def along_positions(
+    graph: OpGraph, groups: Sequence[int], rules: dict[int, OpRule]
+) -> dict[int, OpRule]:
+    """Rules with sums over teams added up in slices of positions, and of the ops that follow.
+
+    Args:
+        graph: one training step.
+        groups: whose teams do this.
+        rules: of the ops of these groups that are split.
+    """
+    found = dict(rules)
+    group, chosen = group_ops(graph).group, set(groups)
+    lies: dict[int, Scatter] = {}  # tensors that are split along positions
+    for index, op in enumerate(graph.ops):
+        if int(group[index]) not in chosen or op.phase == Phase.UPDATE:
+            continue
+        if index in found:
+            slices = _slices_of_sum(graph, index, found)
+            if slices is not None:
+                found[index] = replace(found[index], scatter=slices)
+                lies[graph.outputs(index)[0]] = slices
+            continue
+        units = {lies[tensor].units for tensor in op.inputs if tensor in lies}
+        if len(units) != 1:
+            continue
+        (size,) = units
+        given = tuple(lies[tensor].place if tensor in lies else R for tensor in op.inputs)
+        result = propagate(graph.call(index), given, size)
+        if result is None or not _goes_on(given, result.inputs):
+            continue
+        if not graph.is_view[index]:
+            found[index] = OpRule(inputs=result.inputs, outputs=result.outputs, units=size)
+        for tensor, place in zip(graph.outputs(index), result.outputs, strict=True):
+            if place.kind == "S":
+                lies[tensor] = Scatter(place=place, units=size)
+    return found
+
+
+def _goes_on(given: Sequence[Placement], wanted: Sequence[Placement]) -> bool:
+    """Whether an op takes what is split as it lies, and slices of what is whole."""
+    return all(
+        have == want or (have == R and want.kind == "S")
+        for have, want in zip(given, wanted, strict=True)
+    )
+
+
+def _slices_of_sum(graph: OpGraph, op: int, rules: dict[int, OpRule]) -> Scatter | None:
+    """How the parts of a sum that an op leaves are added up by positions, if they are."""
+    if rules[op].outputs != (P,):
+        return None
+    (tensor,) = graph.outputs(op)
+    if _is_read_in_parts(graph, tensor, rules):
+        return None
+    shape, along = graph.tensors[tensor].shape, batch_plan(graph).placements[tensor]
+    batch = graph.batch_size
+    if along.kind != "S" or len(shape) not in (2, 3):
+        return None
+    if len(shape) == 3 and along.outer == 1 and along.dim < 2 and shape[along.dim] == batch:
+        place, units = S(1 - along.dim), shape[1 - along.dim]  # (batch, positions, ...) or turned
+    elif len(shape) == 2 and along == S(0):
+        place, units = S(0, batch), shape[0] // batch  # positions inside samples
+    elif len(shape) == 2 and along.dim == 0 and shape[0] == along.outer * batch:
+        place, units = S(0), along.outer  # samples inside positions
+    else:
+        return None
+    return Scatter(place=place, units=units) if units > 1 else None
+
+
+def _is_read_in_parts(graph: OpGraph, tensor: int, rules: dict[int, OpRule]) -> bool:
+    """Whether an op takes parts of a sum as they are, to add others to them."""
+    for reader in graph.consumers[tensor]:
+        if graph.is_view[reader]:
+            if any(_is_read_in_parts(graph, each, rules) for each in graph.outputs(reader)):
+                return True
+        elif reader in rules:
+            places = zip(graph.ops[reader].inputs, rules[reader].inputs, strict=True)
+            if any(read == tensor and place == P for read, place in places):
+                return True
+    return False
