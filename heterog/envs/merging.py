@@ -268,6 +268,7 @@ class _Merger:
             "slot_group": _ints([group for _, group, _ in self.slots]),
             "slot_whole": _ints([needs_whole for _, _, needs_whole in self.slots]),
             "slot_axis": np.zeros(len(self.slots), np.int32),
+            "slot_pass": np.zeros(len(self.slots), np.int32),
         }
 
     def _parameter_rows(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ in program order says what every tensor then is, and where a reader needs someth
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -27,7 +27,7 @@ AS_MADE, IN_TEAM, EVERYTHING = 0, 1, 2
 together, or all of it. With one team of all devices the last two are the same."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class AxisPlan:
     """Placements along the batch and other axes, and the work that follows from them.
 
@@ -72,6 +72,11 @@ class AxisPlan:
     def made(self, tensor: int) -> Placement:
         """How a tensor lies when its op is done, before it is scattered."""
         return P if tensor in self.scattered else self.placements[tensor]
+
+    @cached_property
+    def scatter_axes(self) -> frozenset[int]:
+        """Axes along which sums are added up in slices."""
+        return frozenset(int(self.tensor_axis[tensor]) for tensor in self.scattered)
 
     def is_whole_needed(self, tensor: int, needed: Placement, axis: int) -> bool:
         """Whether a reader along ``axis`` needs the whole of a tensor that is not whole."""

@@ -205,7 +205,9 @@ class Conversions:
         samples, units = boxes[part.rank]
         is_empty = counts[devices.index(part.rank)] == 0
         for buffer in part.reads(task):
-            if not is_empty and buffer in self._values.held:
+            # In the backward pass it also waits for a gradient.
+            is_value = part.value_in(buffer)[0] == int(part.tables.slot_value[slot])
+            if is_value and not is_empty and buffer in self._values.held:
                 held = self._values.held[buffer]
                 local = self._piece(slot, held, samples, units).reshape(-1)
         by_units = int(part.program.units[task] > 0)

@@ -29,6 +29,12 @@ FloatArray = npt.NDArray[np.float64]
 KIND_NUMBER = {"R": 0, "S": 1, "P": 2, "L": 3}
 
 
+ANY_PASS, FORWARD_PASS, BACKWARD_PASS = 0, 1, 2
+"""Readers of a slot: all; or those of one pass, where a team gathers what lies in slices of sums.
+The backward pass then gathers it again, so that nobody keeps the whole in between (Korthikanti et
+al. 2022, section 4.2.2)."""
+
+
 class Domain(IntEnum):
     """Over which devices the gradients of a parameter are added up."""
 
@@ -88,6 +94,7 @@ class GraphTables(NamedTuple):
     slot_group: IntArray
     slot_whole: IntArray  # AS_MADE, IN_TEAM or EVERYTHING
     slot_axis: IntArray  # of the reader
+    slot_pass: IntArray  # whose readers it is for; see ``ANY_PASS``
     # Parameters, in the order of OpGraph.updates.
     parameter_group: IntArray
     parameter_bytes: FloatArray
@@ -126,8 +133,8 @@ def graph_tables(
     return _Builder(graph, axis_plan(graph, op_rules), group_ops(graph), blocks).build()
 
 
-_Slot = tuple[int, int, int, int]
-"""(value, reading group, how much of it is needed, the reader's axis)."""
+_Slot = tuple[int, int, int, int, int]
+"""(value, reading group, how much of it is needed, the reader's axis, the readers' pass)."""
 
 
 class _Builder:
@@ -283,14 +290,15 @@ class _Builder:
         }
 
     def _slot_tables(self) -> dict[str, Any]:
-        values = [value for value, _, _, _ in self.slots]
+        values = [value for value, *_ in self.slots]
         starts = np.searchsorted(values, np.arange(len(self.values) + 1))
         return {
             "value_slot_start": starts.astype(np.int32),
             "slot_value": _ints(values),
-            "slot_group": _ints([group for _, group, _, _ in self.slots]),
-            "slot_whole": _ints([whole for _, _, whole, _ in self.slots]),
-            "slot_axis": _ints([axis for _, _, _, axis in self.slots]),
+            "slot_group": _ints([group for _, group, _, _, _ in self.slots]),
+            "slot_whole": _ints([whole for _, _, whole, _, _ in self.slots]),
+            "slot_axis": _ints([axis for _, _, _, axis, _ in self.slots]),
+            "slot_pass": _ints([readers for _, _, _, _, readers in self.slots]),
         }
 
     def _parameter_tables(self) -> dict[str, Any]:
@@ -400,8 +408,20 @@ class _Builder:
             if maker == CONSTANT_GROUP or as_made:
                 entries.setdefault((value, None))
             else:
-                entries.setdefault((value, (value, group, whole, axis)))
+                readers = self._pass_of_readers(index, storage, whole)
+                entries.setdefault((value, (value, group, whole, axis, readers)))
         return list(entries), list(parameters)
+
+    def _pass_of_readers(self, reader: int, storage: int, whole: int) -> int:
+        """Which readers take what is made of a value for one of them."""
+        graph, plan = self.graph, self.plan
+        is_gathered = whole == IN_TEAM and plan.placements[storage].kind == "S"
+        if not is_gathered or int(plan.tensor_axis[storage]) not in plan.scatter_axes:
+            return ANY_PASS
+        if graph.ops[int(graph.producer[storage])].phase == Phase.BACKWARD:
+            return ANY_PASS
+        is_backward = graph.ops[reader].phase == Phase.BACKWARD
+        return BACKWARD_PASS if is_backward else FORWARD_PASS
 
     def _makes_weights_only(self) -> list[int]:
         """Ops of the backward pass whose results lead to gradients of their own group alone."""
@@ -431,7 +451,7 @@ class _Builder:
         maker = int(self.graph.producer[storage])
         group, axis = int(self.grouping.group[maker]), int(self.plan.op_axis[maker])
         whole = EVERYTHING if axis == BATCH_AXIS else IN_TEAM
-        return self.value_of[storage], group, whole, axis
+        return self.value_of[storage], group, whole, axis, ANY_PASS
 
     def _domain(self, value: int, parameter_axis: int) -> int:
         """The ``Domain`` of a gradient, by the value that holds it."""

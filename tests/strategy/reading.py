@@ -21,6 +21,8 @@ from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 BATCH = 0
 """The axis of ops that follow the batch."""
+ANY_PASS, FORWARD_PASS, BACKWARD_PASS = 0, 1, 2
+"""Who shares what was gathered: all readers, or those of one pass."""
 AS_MADE, IN_TEAM, EVERY_SAMPLE = 0, 1, 2
 """What a reader needs of a value: the part that it would have made itself; all samples of its
 team, whole along the axis; all samples of the micro-batch."""
@@ -33,6 +35,7 @@ class Need(NamedTuple):
     group: int
     whole: int  # AS_MADE, IN_TEAM or EVERY_SAMPLE
     axis: int  # along which the reader runs
+    readers: int = 0  # ANY_PASS, FORWARD_PASS or BACKWARD_PASS
 
 
 class Part(NamedTuple):
@@ -164,8 +167,24 @@ class Reading:
             if self.group[maker] == CONSTANT_GROUP or as_made:
                 found[value, None] = None
             else:
-                found[value, Need(value, self.group[op], whole, self.axis(op))] = None
+                readers = self._pass_of_readers(op, value, whole)
+                need = Need(value, self.group[op], whole, self.axis(op), readers)
+                found[value, need] = None
         return found
+
+    def _pass_of_readers(self, op: int, value: int, whole: int) -> int:
+        """Slices of a sum are gathered by each pass for itself: nobody keeps the whole."""
+        scattered = {
+            int(self.plan.tensor_axis[made])
+            for maker, rule in self.op_rules.items()
+            if rule.scatter is not None
+            for made in self.graph.outputs(maker)
+        }
+        _, along = self.kinds(value)
+        is_slices = along == "S" and self.value_axis(value) in scattered
+        if whole != IN_TEAM or not is_slices or self.is_backward(self.maker[value]):
+            return ANY_PASS
+        return BACKWARD_PASS if self.is_backward(op) else FORWARD_PASS
 
     # Values.
 

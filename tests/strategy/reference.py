@@ -20,9 +20,12 @@ from heterog.strategy.pipeline_schedule import Pass, device_chunks
 from heterog.strategy.program import FIRST_FREE_KIND, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.strategy.reading import (
+    ANY_PASS,
     AS_MADE,
+    BACKWARD_PASS,
     BATCH,
     EVERY_SAMPLE,
+    FORWARD_PASS,
     IN_TEAM,
     Box,
     Layout,
@@ -143,6 +146,8 @@ class Walk:
         # What lies where in this micro-batch.
         self.values: dict[int, Where] = {}
         self.converted: dict[Need, Where] = {}
+        self.gathered_again: set[Need] = set()  # for recomputation
+        self.awaits: int | None = None  # a backward op: what is gathered waits for its gradients
         # Of each parameter in this step.
         parameters = range(len(graph.updates))
         self.arrived: list[Where] = [{} for _ in parameters]
@@ -167,6 +172,7 @@ class Walk:
         self.begin_slices()
         for micro in range(self.num_micro):
             self.micro, self.values, self.converted = micro, {}, {}
+            self.gathered_again = set()
             for op in self.reading.ops:
                 self.run(op)
         self.work = None
@@ -179,6 +185,7 @@ class Walk:
         self.group, self.work = reading.group[op], self.pass_of(op)
         for _, need in reading.reads[op]:
             if need is not None and need not in self.converted:
+                self.awaits = op if need.readers == BACKWARD_PASS else None
                 self.converted[need] = self.convert(need)
         gathers = self.gather_parameters(op, self.work != Pass.FORWARD)
         if op in reading.again and self.strategy.decisions[self.group].recompute:
@@ -295,6 +302,7 @@ class Walk:
         """
         work, self.work = self.work, Pass.BACKWARD
         for op in ops:
+            self.gather_again(op, reader)
             gathers = self.gather_parameters(op, True)
             awaited: dict[int, list[Buffer]] = {}
             if op == ops[0]:
@@ -311,6 +319,37 @@ class Walk:
             if gathers:
                 self.note_first_reader(op)
         self.work = work
+
+    def gather_again(self, op: int, reader: int) -> None:
+        """What teams gathered for an op and did not keep is gathered for its second run."""
+        for _, need in self.reading.reads[op]:
+            if need is None or need.readers != FORWARD_PASS or need in self.gathered_again:
+                continue
+            maker = self.reading.group[self.reading.maker[need.value]]
+            if self.shares.layouts[maker] != self.shares.layouts[need.group]:
+                continue  # it has come from other devices, and is kept
+            for other in list(self.converted):
+                if other[0] == need.value and other.readers == FORWARD_PASS:
+                    if other not in self.gathered_again:
+                        del self.converted[other]
+            self.awaits = reader
+            self.converted[need] = self.convert(need)
+            self.gathered_again.add(need)
+
+    def awaited(self, team: Sequence[int]) -> list[Buffer | None]:
+        """On each device of a team, a gradient that the backward op reads for which it gathers."""
+        if self.awaits is None:
+            return []
+        found = []
+        runs = self.shares.of_op(self.awaits, self.micro)
+        for device in team:
+            for value, need in self.reading.reads[self.awaits] if device in runs else ():
+                is_backward = self.reading.is_backward(self.reading.maker[value])
+                if is_backward and (need is None or need in self.converted):
+                    lies = self.values.get(value, {}) if need is None else self.converted[need]
+                    found.append(lies.get(device))
+                    break
+        return found
 
     # --- conversions ----------------------------------------------------------------------------
 
@@ -339,6 +378,7 @@ class Walk:
                 and min(other.whole, most) == min(need.whole, most)
                 and self.shares.layouts[other.group] == target
                 and (is_for_all or other.axis == need.axis or self.serves(other, need))
+                and (other.readers == need.readers or source != target)
             ):
                 return where
         if over == "S":
@@ -597,8 +637,9 @@ class Walk:
         if len(members) == 1:
             return {device: lies[device] for device in members}
         largest = max(self.reading.bytes_of(need.value, part) for part in parts.values())
+        awaited = self.awaited(members) if need.readers != ANY_PASS else []
         task = self.add(
-            TaskKind.GATHER_VALUE, need, reads=[lies[device] for device in parts],
+            TaskKind.GATHER_VALUE, need, reads=[*awaited, *(lies[device] for device in parts)],
             micro=self.micro, part=said, num_bytes=len(members) * largest,
             route=_collective(ChannelKind.ALL_GATHER, tuple(sorted(members))),
         )  # fmt: skip

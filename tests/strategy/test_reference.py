@@ -16,9 +16,11 @@ import pytest
 from heterog.cluster import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.capture import capture
+from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.strategy.division import micro_shares
+from heterog.strategy.layouts.tensor import team_rules
 from heterog.strategy.lowering import lower, lower_resized
 from heterog.strategy.pipeline_schedule import Pass, Turn, device_chunks
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, Program, TaskKind
@@ -96,6 +98,7 @@ def subject_of(tables: GraphTables, kind: TaskKind, subject: int) -> Subject:
         group=int(tables.slot_group[subject]),
         whole=int(tables.slot_whole[subject]),
         axis=int(tables.slot_axis[subject]),
+        readers=int(tables.slot_pass[subject]),
     )
 
 
@@ -297,6 +300,16 @@ def random_case_of(kind: str, rng: Random, number: int) -> Case:
 def test_under_rules_and_in_teams(kind: str, number: int) -> None:
     rng = Random(f"{SEED} {kind} {number}")
     assert_lowered_alike(random_case_of(kind, rng, number))
+
+
+@pytest.mark.parametrize("number", range(NUM_RANDOM // 4))
+def test_along_positions(number: int) -> None:
+    """Sums in slices, which each pass gathers for itself, also where it recomputes."""
+    rng = Random(f"{SEED} positions {number}")
+    graph = model_of(("gpt", "encoder and decoder")[number % 2])
+    groups = tuple(range(group_ops(graph).num_groups))
+    rules = team_rules(graph, groups, sequence_parallel=True).op_rules
+    assert_lowered_alike(random_strategy_of(rng, graph, rules, in_teams=number % 3 > 0))
 
 
 @pytest.mark.parametrize("number", range(NUM_RANDOM // 2))

@@ -1,11 +1,11 @@
 """Which rules the ops of a team's groups have: tensor parallelism as Megatron-LM does it.
 
 Inside a team the first weight of a feed-forward block is split by columns and the second by rows,
-attention by heads (Shoeybi et al. 2019, section 3). Everything between them is done by every member
+attention by heads (Shoeybi et al. 2019, section 3). What is between them is done by every member
 on all samples of the team, or on its own positions (``positions``). Which weights these are is
 found by following splits (``tensor_parallel.shardings``), not by the names of modules. The
-embedding is split by the columns of its table and gathered (Megatron-LM splits rows and sums, which
-a look-up has no rule for), the head by the vocabulary.
+embedding is split by the columns of its table and gathered (Megatron-LM splits rows and sums,
+which a look-up has no rule for), the head by the vocabulary.
 """
 
 from collections.abc import Iterable, Sequence

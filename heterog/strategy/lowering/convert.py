@@ -27,7 +27,7 @@ from heterog.strategy.lowering.tape import (
 from heterog.strategy.lowering.turns import BY_MICRO_BATCH, turn_of, work_of
 from heterog.strategy.pipeline_schedule import Pass
 from heterog.strategy.program import TaskKind
-from heterog.strategy.tables import KIND_NUMBER, GraphTables
+from heterog.strategy.tables import ANY_PASS, FORWARD_PASS, KIND_NUMBER, GraphTables
 
 # Plain integers, because numba freezes enum members into slow objects.
 _SPLIT = int(TaskKind.SPLIT)
@@ -76,6 +76,50 @@ def convert(
 
 
 @helper
+def wait_for_gradients(
+    tables: GraphTables, choice: Choice, scratch: Scratch, reader: int, micro: int
+) -> None:
+    """What is gathered for a backward op waits, where that runs, for a gradient that it reads.
+
+    Otherwise it would be gathered as soon as it is made, and kept whole until then.
+    """
+    row = choice.division[tables.op_group[reader]]
+    row += len(choice.member) * tables.op_axis[reader]
+    for device in range(len(scratch.awaited)):
+        scratch.awaited[device] = -1
+        if choice.shares[row, micro, device] == 0:
+            continue
+        for entry in range(tables.read_start[reader], tables.read_start[reader + 1]):
+            if tables.op_is_backward[tables.value_op[tables.read_value[entry]]] == 1:
+                slot = tables.read_slot[entry]
+                if slot < 0 or scratch.slot_done[slot] > 0:
+                    scratch.awaited[device] = needed_buffer(tables, scratch, entry, device)
+                    break
+
+
+@helper
+def gather_again(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, reader: int,
+    micro: int,
+) -> None:  # fmt: skip
+    """Gather what an op read, before it runs once more for a backward op, the ``reader``."""
+    for entry in range(tables.read_start[op], tables.read_start[op + 1]):
+        slot = tables.read_slot[entry]
+        if slot < 0 or tables.slot_pass[slot] != FORWARD_PASS or scratch.slot_done[slot] != 1:
+            continue
+        value = tables.slot_value[slot]
+        source = choice.division[tables.op_group[tables.value_op[value]]]
+        if source != choice.division[tables.slot_group[slot]]:
+            continue  # it has come from other devices, and is kept
+        for other in range(tables.value_slot_start[value], tables.value_slot_start[value + 1]):
+            if tables.slot_pass[other] == FORWARD_PASS and scratch.slot_done[other] == 1:
+                scratch.slot_done[other] = 0
+        wait_for_gradients(tables, choice, scratch, reader, micro)
+        convert(tables, choice, scratch, tape, slot, micro)
+        scratch.slot_done[slot] = 2
+
+
+@helper
 def _is_there(
     tables: GraphTables, choice: Choice, scratch: Scratch, slot: int, source: int, target: int,
     micro: int,
@@ -96,7 +140,8 @@ def _is_there(
     for other in range(tables.value_slot_start[value], tables.value_slot_start[value + 1]):
         if (
             other != slot
-            and scratch.slot_done[other] == 1
+            and scratch.slot_done[other] > 0
+            and (tables.slot_pass[other] == tables.slot_pass[slot] or source != target)
             and min(tables.slot_whole[other], most) == whole
             and choice.division[tables.slot_group[other]] == target
             and (
@@ -597,6 +642,10 @@ def _gather_in_teams(
             samples = 0
         write_task(tape, _GATHER_VALUE, slot, -1, micro, samples, channel, size)
         set_units(tape, max(units, 0))
+        if tables.slot_pass[slot] != ANY_PASS:
+            for device in range(num_devices):
+                if teams.number[division, device] == number:
+                    write_read(tape, scratch.awaited[device])
         _meet(choice, scratch, tape, slot, division, row, micro, number, whole)
 
 

@@ -2,7 +2,7 @@
 
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
-from heterog.strategy.lowering.convert import needed_buffer
+from heterog.strategy.lowering.convert import gather_again, needed_buffer
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.slices import gather_parameters, note_reader
 from heterog.strategy.lowering.tape import Tape, set_units, write_buffer, write_read, write_task
@@ -40,6 +40,7 @@ def recompute_group(
     for position in range(first, last):
         op = tables.recompute_op[position]
         division = choice.division[group] + num_divisions * tables.op_axis[op]
+        gather_again(tables, choice, scratch, tape, op, reader, micro)
         gathers = False
         if choice.sharded[group] == _PARAMETERS:
             gathers = gather_parameters(tables, choice, scratch, tape, op, division, micro, 1)

@@ -3,7 +3,7 @@
 from heterog.strategy.kernels import helper, kernel, part
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.compute import compute_op
-from heterog.strategy.lowering.convert import convert, scatter_in_teams
+from heterog.strategy.lowering.convert import convert, scatter_in_teams, wait_for_gradients
 from heterog.strategy.lowering.gradients import (
     accumulate,
     fresh_gradient,
@@ -31,7 +31,7 @@ from heterog.strategy.lowering.turns import (
     work_of,
 )
 from heterog.strategy.sync import Sharded
-from heterog.strategy.tables import GraphTables
+from heterog.strategy.tables import BACKWARD_PASS, GraphTables
 
 # Plain integers, because numba freezes enum members into slow objects.
 _STATE = int(Sharded.STATE)
@@ -62,6 +62,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
         for micro in range(choice.num_micro):
             scratch.value_buffer[:] = -1
             scratch.slot_done[:] = 0
+            scratch.awaited[:] = -1
             tape.turn[:] = micro
             for op in range(len(tables.op_id)):
                 group = tables.op_group[op]
@@ -137,7 +138,7 @@ def _bring_inputs(
     num_divisions = len(choice.member)
     for read in range(tables.read_start[op], tables.read_start[op + 1]):
         slot = tables.read_slot[read]
-        if slot < 0 or scratch.slot_done[slot] == 1:
+        if slot < 0 or scratch.slot_done[slot] > 0:
             continue
         value = tables.slot_value[slot]
         source = choice.division[tables.op_group[tables.value_op[value]]]
@@ -147,6 +148,8 @@ def _bring_inputs(
             for device in range(choice.member.shape[1]):
                 scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
         else:
+            if tables.slot_pass[slot] == BACKWARD_PASS:
+                wait_for_gradients(tables, choice, scratch, op, micro)
             convert(tables, choice, scratch, tape, slot, micro)
 
 
