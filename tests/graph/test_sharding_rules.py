@@ -1065,9 +1065,10 @@ def test_propagation_of_samples(sample: Sample, axis_size: int, given: str, expe
     assert expected in propagated_call(sample.call, given, axis_size)
 
 
-def test_grouped_query_attention_splits_the_batch_only() -> None:
+def test_grouped_query_attention_splits_by_heads_of_keys() -> None:
     sample = next(s for s in SAMPLES["attention"] if s.call.inputs[1].shape[1] == 2)
     assert propagated_call(sample.call, "S1 R R", 4) == "R R R -> R R"
+    assert propagated_call(sample.call, "S1 R R", 2) == "S1 S1 S1 -> S1 S1"
     assert propagated_call(sample.call, "S0 S0 S0", 3) == "S0 S0 S0 -> S0 S0"
 
 

@@ -24,6 +24,7 @@ from heterog.runtime.resized import Signature, signature
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
 from heterog.zoo.moe import MixtureOfExperts
+from tests.runtime.llama import TinyLlama
 from tests.runtime.translation import PADDING, TinyT5
 
 BATCH = 8
@@ -286,8 +287,9 @@ OWN_LOSS: dict[str, Any] = {
     "penalty": (Penalty, None),
 }
 TRANSLATION: dict[str, Any] = {"translation": (TinyT5, token_loss)}
+LLAMA: dict[str, Any] = {"llama": (TinyLlama, token_loss)}
 ENCODED: dict[str, Any] = {"encodings": (RepeatedEncodings, token_loss)}
-EVERY = MODELS | TRANSLATION | ENCODED | NORMALISED | GATHERED | OWN_LOSS
+EVERY = MODELS | TRANSLATION | LLAMA | ENCODED | NORMALISED | GATHERED | OWN_LOSS
 IMAGES = ("residual", *NORMALISED)
 
 

@@ -290,7 +290,7 @@ def test_a_team_has_no_more_members_than_units() -> None:
     graph = capture(
         Workload(Narrow, (batch, batch), nn.functional.mse_loss, torch.optim.SGD, {"lr": 0.1})
     )
-    with pytest.raises(LayoutError, match="cannot share 3 units"):
+    with pytest.raises(LayoutError, match="more members than the 3 units"):
         placed("tp=8", graph)
 
 

@@ -49,15 +49,16 @@ def _attention_backward(
 def _independent(call: OpCall) -> Iterator[tuple[int, Entry, Entry]]:
     """Splittable dims of the query, with where keys and the mask carry them.
 
-    Heads split only where each has its own keys (grouped-query attention shares them), queries
-    only without a causal mask, which depends on their position.
+    Neighbouring heads share keys in grouped-query attention: they split into as many units as
+    there are heads of keys, or fewer. Queries split only without a causal mask, which depends on
+    their position.
     """
     query, key = shape_of(call, "query"), shape_of(call, "key")
     scores = (*query[:3], key[2])
     ref = call.args.get("attn_mask")
     mask = call.inputs[ref.index].shape if isinstance(ref, TensorRef) else ()
     yield 0, 0, aligned(mask, scores, 0)
-    if query[1] == key[1]:
+    if key[1] and query[1] % key[1] == 0:
         yield 1, 1, aligned(mask, scores, 1)
     if call.args["is_causal"] is not True:
         yield 2, R, aligned(mask, scores, 2)

@@ -9,7 +9,7 @@ from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.division import split_evenly
-from heterog.strategy.layouts.layout import LayoutError, Recompute
+from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.layouts.stages import NO_LAYER, layer_blocks, layers_of
 from heterog.strategy.layouts.tensor import TeamRules, team_rules
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
@@ -140,18 +140,13 @@ def rules_of_teams(
     groups = tuple(group for group, size in enumerate(sizes) if size > 1)
     if not groups:
         return None
-    rules = team_rules(
+    return team_rules(
         graph,
         groups,
+        members=max(sizes),
         vocabulary_parallel=manner.vocabulary_parallel,
         sequence_parallel=manner.sequence_parallel,
     )
-    if rules.least_units < max(sizes):
-        raise LayoutError(
-            f"a team of {max(sizes)} devices cannot share {rules.least_units} units (heads, say): "
-            f"take tp={rules.least_units} or less."
-        )
-    return rules
 
 
 def _decisions(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, alike_groups, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules
@@ -21,6 +22,10 @@ from heterog.strategy.layouts.layout import LayoutError
 from heterog.strategy.layouts.positions import along_positions
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of
 from heterog.strategy.tensor_parallel import follow_split, ops_of_groups, shardings
+
+_LEAST_OF_BEST = 16.0
+_MOST_WAYS = 24
+"""Ways of a layer among which the best are found together; each weight has a few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,7 @@ def team_rules(
     graph: OpGraph,
     groups: tuple[int, ...],
     *,
+    members: int = 2,
     vocabulary_parallel: bool = True,
     sequence_parallel: bool = False,
 ) -> TeamRules:
@@ -51,6 +57,8 @@ def team_rules(
     Args:
         graph: one training step.
         groups: ascending.
+        members: of the largest team; what has fewer units (heads of keys, say) is split another
+            way, or not.
         vocabulary_parallel: whether groups outside of the repeated layers are split, too.
         sequence_parallel: whether what lies between split ops is split along positions.
 
@@ -58,6 +66,7 @@ def team_rules(
         LayoutError: nothing can be split.
     """
     split: dict[int, OpRule] = {}
+    of_sum = 1.0 if sequence_parallel else 2.0  # of a ring's all-reduce; half is a reduce-scatter
     runs = [run for run in _runs(graph, groups) if vocabulary_parallel or run.is_layer]
     known: dict[tuple[tuple[int, ...], bool], tuple[tuple[int, int, OpRule], ...]] = {}
     ops = _ops_of_groups(graph)
@@ -65,14 +74,11 @@ def team_rules(
     for run in runs:
         key = tuple(int(kinds[group]) for group in run.groups), run.is_layer
         if key not in known:
-            known[key] = _placed(_splits(graph, run.groups), run.groups, ops)
+            known[key] = _placed(_splits(graph, run, members, of_sum), run.groups, ops)
         for offset, position, rule in known[key]:
             split[ops[run.groups[offset]][position]] = rule
     if not split:
-        raise LayoutError(
-            "tp has nothing to split: no matrix product of these layers can be divided into "
-            "columns, rows or heads; take tp=1."
-        )
+        raise LayoutError(_nothing_to_split(graph, runs))
     least_units = min(rule.units for rule in split.values() if _has_split(rule))
     remarks = tuple(_gathered(graph, split))
     split |= _added_in_parts(graph, groups, split)
@@ -120,12 +126,39 @@ def _ops_of_groups(graph: OpGraph) -> list[list[int]]:
     return ops
 
 
-def _splits(graph: OpGraph, groups: Sequence[int]) -> dict[int, OpRule]:
-    """Rules that split the most work, of ways that have no op in common.
+def _nothing_to_split(graph: OpGraph, runs: Sequence[_Run]) -> str:
+    """Why a team cannot share anything."""
+    most = max(
+        (rule.units for run in runs for rule in _splits(graph, run, 2, 2.0).values()), default=0
+    )
+    if most > 1:
+        return f"a team has more members than the {most} units there are; take tp={most} or less."
+    return (
+        "tp has nothing to split: no matrix product of these layers can be divided into columns, "
+        "rows or heads; take tp=1."
+    )
+
+
+def _splits(graph: OpGraph, run: _Run, members: int, of_sum: float) -> dict[int, OpRule]:
+    """Rules of ways to split that have no op in common, that split much and send little.
+
+    A norm that is written out lets a split of one product run on through the residual and make
+    every product behind it a sum. Outside of layers what is left over is split, too, for the
+    memory of its weights (an embedding, which works little).
+    """
+    ways = [way for way in _ways(graph, run.groups) if way[0][1].units >= members]
+    chosen = dict(pair for way in _best_together(graph, ways, of_sum) for pair in way)
+    for way in () if run.is_layer else ways:
+        if chosen.keys().isdisjoint(op for op, _ in way):
+            chosen.update(way)
+    return chosen
+
+
+def _ways(graph: OpGraph, groups: Sequence[int]) -> Iterable[OpRules]:
+    """Ways to split some groups, the one that splits the most work first.
 
     As many units as the batch has samples would mean the batch: then two are taken as one.
     """
-    chosen: dict[int, OpRule] = {}
     for way in shardings(graph, groups):
         rules = way.op_rules
         if way.units == graph.batch_size:
@@ -133,9 +166,74 @@ def _splits(graph: OpGraph, groups: Sequence[int]) -> dict[int, OpRule]:
             rules = follow_split(graph, ops_of_groups(graph, groups), split, way.units // 2)
             if way.units % 2 or {op for op, _ in rules} != {op for op, _ in way.op_rules}:
                 continue
-        if chosen.keys().isdisjoint(op for op, _ in rules):
-            chosen.update(rules)
-    return chosen
+        yield rules
+
+
+def _best_together(graph: OpGraph, ways: Sequence[OpRules], of_sum: float) -> list[OpRules]:
+    """Ways without a common op that split the most work less what they send.
+
+    A byte weighs as much as ``1 / _LEAST_OF_BEST`` of the work that the best way splits for each
+    byte that it sends, whatever the sizes: on any device a way that is so much worse than another
+    one is left out.
+    """
+    work = [float(sum(graph.ops[op].flops for op, _ in way)) for way in ways]
+    sent = [_sent_bytes(graph, way, of_sum) for way in ways]
+    best = max((w / s for w, s in zip(work, sent, strict=True) if s > 0.0), default=0.0)
+    worth = [w - s * best / _LEAST_OF_BEST for w, s in zip(work, sent, strict=True)]
+    order = sorted((number for number, gain in enumerate(worth) if gain > 0.0),
+                   key=lambda number: -worth[number])[:_MOST_WAYS]  # fmt: skip
+    ops = [frozenset(op for op, _ in way) for way in ways]
+    rest = [sum(worth[number] for number in order[place:]) for place in range(len(order) + 1)]
+    found: tuple[float, list[int]] = (0.0, [])
+
+    def choose(place: int, taken: list[int], gain: float) -> None:
+        nonlocal found
+        if gain > found[0]:
+            found = gain, list(taken)
+        if place == len(order) or gain + rest[place] <= found[0]:
+            return
+        number = order[place]
+        if all(ops[number].isdisjoint(ops[other]) for other in taken):
+            choose(place + 1, [*taken, number], gain + worth[number])
+        choose(place + 1, taken, gain)
+
+    choose(0, [], 0.0)
+    return [ways[number] for number in found[1]]
+
+
+def _sent_bytes(graph: OpGraph, way: OpRules, of_sum: float) -> float:
+    """Bytes that go over links because members add up or gather values of a way to split.
+
+    Of what follows the batch: gradients of parameters are added up anyway.
+
+    Args:
+        graph: one training step.
+        way: rules of the ops that are split.
+        of_sum: what a byte of a sum sends; a byte that is gathered sends 1.
+    """
+    rules = dict(way)
+    follows = batch_plan(graph).placements
+    total = 0.0
+    for op, rule in way:
+        for tensor, place in zip(graph.outputs(op), rule.outputs, strict=True):
+            if follows[tensor].kind != "S":
+                continue
+            if place == P:
+                total += of_sum * float(graph.tensor_bytes[tensor])
+            elif place.kind == "S" and _is_read_outside(graph, tensor, rules):
+                total += float(graph.tensor_bytes[tensor])
+    return total
+
+
+def _is_read_outside(graph: OpGraph, tensor: int, rules: dict[int, OpRule]) -> bool:
+    """Whether an op that is not split reads a tensor, also through views."""
+    for reader in graph.consumers[tensor]:
+        if graph.is_view[reader]:
+            if any(_is_read_outside(graph, each, rules) for each in graph.outputs(reader)):
+                return True
+        elif reader not in rules:
+            return True
+    return False
 
 
 def _placed(
