@@ -312,7 +312,8 @@ class _Follower:
                     self.held[buffer] = value, parts
             elif kind in (TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE):
                 value = int(self.tables.slot_value[program.subject[task]])
-                parts = frozenset().union(*(parts for _, parts in known))
+                # A gather in the backward pass also waits for a gradient.
+                parts = frozenset().union(*(p for each, p in known if each == value))
                 is_early = self.tables.value_is_early[value]
                 assert is_early or parts == self.whole(value)
                 for buffer in made:
