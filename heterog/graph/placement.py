@@ -12,7 +12,7 @@ A placement says which part of a tensor a device holds when an axis (the batch, 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +44,14 @@ ITEM_BYTES: Mapping[str, int] = {
     "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex128": 16,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "uint64": 8, "uint16": 2,
 }  # fmt: skip
+
+
+def needs_no_transfer(given: Sequence[Placement], wanted: Sequence[Placement]) -> bool:
+    """Whether an op reads its inputs where they lie: as they are, or slices of what is whole."""
+    return all(
+        have == want or (have == R and want.kind == "S")
+        for have, want in zip(given, wanted, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)

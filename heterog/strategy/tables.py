@@ -28,7 +28,6 @@ FloatArray = npt.NDArray[np.float64]
 
 KIND_NUMBER = {"R": 0, "S": 1, "P": 2, "L": 3}
 
-
 ANY_PASS, FORWARD_PASS, BACKWARD_PASS = 0, 1, 2
 """Readers of a slot: all; or those of one pass, where a team gathers what lies in slices of sums.
 The backward pass then gathers it again, so that nobody keeps the whole in between (Korthikanti et

@@ -16,7 +16,7 @@ from itertools import product
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules
-from heterog.graph.placement import Placement, R, S
+from heterog.graph.placement import Placement, R, S, needs_no_transfer
 from heterog.graph.sharding_rules import RuleResult, legal_rules, propagate
 
 _MOST_ROUNDS = 8
@@ -255,10 +255,8 @@ def _legal_rules(graph: OpGraph, op: int, units: int, outer: int) -> tuple[RuleR
 
 def _keeps(given: tuple[Placement, ...], result: RuleResult) -> bool:
     """Whether a rule converts nothing but whole tensors, by slices."""
-    return any(place.kind == "S" for place in result.inputs) and all(
-        have == want or (have == R and want.kind == "S")
-        for have, want in zip(given, result.inputs, strict=True)
-    )
+    split = any(place.kind == "S" for place in result.inputs)
+    return split and needs_no_transfer(given, result.inputs)
 
 
 def _splits(shape: tuple[int, ...], units: int) -> list[Placement]:

@@ -13,7 +13,7 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule, Scatter
-from heterog.graph.placement import P, Placement, R, S
+from heterog.graph.placement import P, R, S, needs_no_transfer
 from heterog.graph.sharding_rules import propagate
 
 
@@ -45,7 +45,7 @@ def along_positions(
         (size,) = units
         given = tuple(lies[tensor].place if tensor in lies else R for tensor in op.inputs)
         result = propagate(graph.call(index), given, size)
-        if result is None or not _goes_on(given, result.inputs):
+        if result is None or not needs_no_transfer(given, result.inputs):
             continue
         if not graph.is_view[index]:
             found[index] = OpRule(inputs=result.inputs, outputs=result.outputs, units=size)
@@ -53,14 +53,6 @@ def along_positions(
             if place.kind == "S":
                 lies[tensor] = Scatter(place=place, units=size)
     return found
-
-
-def _goes_on(given: Sequence[Placement], wanted: Sequence[Placement]) -> bool:
-    """Whether an op takes what is split as it lies, and slices of what is whole."""
-    return all(
-        have == want or (have == R and want.kind == "S")
-        for have, want in zip(given, wanted, strict=True)
-    )
 
 
 def _slices_of_sum(graph: OpGraph, op: int, rules: dict[int, OpRule]) -> Scatter | None:
@@ -87,12 +79,9 @@ def _slices_of_sum(graph: OpGraph, op: int, rules: dict[int, OpRule]) -> Scatter
 
 def _is_read_in_parts(graph: OpGraph, tensor: int, rules: dict[int, OpRule]) -> bool:
     """Whether an op takes parts of a sum as they are, to add others to them."""
-    for reader in graph.consumers[tensor]:
-        if graph.is_view[reader]:
-            if any(_is_read_in_parts(graph, each, rules) for each in graph.outputs(reader)):
-                return True
-        elif reader in rules:
-            places = zip(graph.ops[reader].inputs, rules[reader].inputs, strict=True)
-            if any(read == tensor and place == P for read, place in places):
-                return True
-    return False
+    return any(
+        read == P and graph.storage[each] == graph.storage[tensor]
+        for reader in graph.readers(tensor)
+        if reader in rules
+        for each, read in zip(graph.ops[reader].inputs, rules[reader].inputs, strict=True)
+    )

@@ -24,6 +24,7 @@ from heterog.strategy.layouts.stages import NO_LAYER, layers_of
 from heterog.strategy.tensor_parallel import follow_split, ops_of_groups, shardings
 
 _LEAST_OF_BEST = 16.0
+"""A way to split that sends this much more per work than the best one is not worth it."""
 _MOST_WAYS = 24
 """Ways of a layer among which the best are found together; each weight has a few."""
 
@@ -180,8 +181,8 @@ def _best_together(graph: OpGraph, ways: Sequence[OpRules], of_sum: float) -> li
     sent = [_sent_bytes(graph, way, of_sum) for way in ways]
     best = max((w / s for w, s in zip(work, sent, strict=True) if s > 0.0), default=0.0)
     worth = [w - s * best / _LEAST_OF_BEST for w, s in zip(work, sent, strict=True)]
-    order = sorted((number for number, gain in enumerate(worth) if gain > 0.0),
-                   key=lambda number: -worth[number])[:_MOST_WAYS]  # fmt: skip
+    gainful = [number for number, gain in enumerate(worth) if gain > 0.0]
+    order = sorted(gainful, key=lambda number: -worth[number])[:_MOST_WAYS]
     ops = [frozenset(op for op, _ in way) for way in ways]
     rest = [sum(worth[number] for number in order[place:]) for place in range(len(order) + 1)]
     found: tuple[float, list[int]] = (0.0, [])
@@ -220,20 +221,11 @@ def _sent_bytes(graph: OpGraph, way: OpRules, of_sum: float) -> float:
                 continue
             if place == P:
                 total += of_sum * float(graph.tensor_bytes[tensor])
-            elif place.kind == "S" and _is_read_outside(graph, tensor, rules):
+            elif place.kind == "S" and any(
+                reader not in rules for reader in graph.readers(tensor)
+            ):
                 total += float(graph.tensor_bytes[tensor])
     return total
-
-
-def _is_read_outside(graph: OpGraph, tensor: int, rules: dict[int, OpRule]) -> bool:
-    """Whether an op that is not split reads a tensor, also through views."""
-    for reader in graph.consumers[tensor]:
-        if graph.is_view[reader]:
-            if any(_is_read_outside(graph, each, rules) for each in graph.outputs(reader)):
-                return True
-        elif reader not in rules:
-            return True
-    return False
 
 
 def _placed(

@@ -625,10 +625,7 @@ def _gather_in_teams(
         number = teams.number[division, first]
         # All of the team's, also where a member stands for others.
         total = samples if row == division else tables.axis_units[row // len(choice.member)]
-        largest = 0
-        for device in range(num_devices):
-            if teams.number[division, device] == number:
-                largest = max(largest, choice.shares[row, micro, device])
+        largest = _largest_share(choice, row, micro, number)
         units = -1 if row == division else total
         if row == division:
             whole = _bytes_of(tables, value, total, -1)
@@ -647,6 +644,16 @@ def _gather_in_teams(
                 if teams.number[division, device] == number:
                     write_read(tape, scratch.awaited[device])
         _meet(choice, scratch, tape, slot, division, row, micro, number, whole)
+
+
+@helper
+def _largest_share(choice: Choice, row: int, micro: int, team: int) -> int:
+    """The most samples or units that one member of a team has: what padding brings all to."""
+    division, largest = row % len(choice.member), 0
+    for device in range(choice.member.shape[1]):
+        if choice.teams.number[division, device] == team:
+            largest = max(largest, choice.shares[row, micro, device])
+    return largest
 
 
 @helper
@@ -751,10 +758,7 @@ def scatter_in_teams(
         if teams.position[division, first] != 0 or channel < 0 or samples == 0:
             continue
         number = teams.number[division, first]
-        largest = 0
-        for device in range(num_devices):
-            if teams.number[division, device] == number:
-                largest = max(largest, choice.shares[slices, micro, device])
+        largest = _largest_share(choice, slices, micro, number)
         per_unit = tables.value_bytes_per_unit[value] * samples / tables.batch_size
         size = teams.size[division, first] * largest * per_unit
         write_task(tape, _SCATTER_VALUE, value, -1, micro, samples, channel, size)
