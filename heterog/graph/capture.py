@@ -354,8 +354,31 @@ def _trace(
         # fx.Interpreter keeps the node metadata in the second trace; calling the module would
         # drop it.
         traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
+    _merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()
     return traced
+
+
+def _merge_equal_constants(graph: fx.Graph) -> None:
+    """Compute once what several ops make of the same constants: the mask of each layer, say.
+
+    A mask of all samples and pairs of positions is the largest tensor of many language models, and
+    what is kept for each layer is as many of them.
+    """
+    constant: set[fx.Node] = set()
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        is_random = torch.Tag.nondeterministic_seeded in node.target.tags
+        if is_random or not all(source in constant for source in node.all_input_nodes):
+            continue
+        constant.add(node)
+        same = known.setdefault(repr((node.target, node.args, node.kwargs)), node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            constant.discard(node)
+            graph.erase_node(node)
 
 
 def _as_added_up(workload: Workload, gradient: Tensor | None) -> Tensor | None:

@@ -490,6 +490,32 @@ def test_optimizer_state(optimizer: Any, options: dict[str, Any], ratio: float) 
     assert optimizer_state_ratio(optimizer, options) == ratio
 
 
+class Masked(nn.Module):
+    """A layer that makes the mask of its positions itself, and drops values at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(len(x), 5, 5, dtype=torch.bool).tril()
+        noise = torch.rand(5, 4)
+        return torch.where(mask, 0.5, 0.0) @ self.linear(x) + noise
+
+
+def test_constants_that_several_layers_make_alike_are_made_once_and_noise_is_not() -> None:
+    def made(layers: int) -> tuple[int, int]:
+        data = torch.zeros(8, 5, 4)
+        graph = capture(
+            workload(lambda: nn.Sequential(*(Masked() for _ in range(layers))), data, data)
+        )
+        kinds = [op.kind for op in graph.ops]
+        return kinds.count("tril.default"), kinds.count("rand.default")
+
+    assert made(1) == (1, 1)
+    assert made(3) == (1, 3)
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     with pytest.raises(CaptureError, match="LBFGS needs a closure"):
         optimizer_state_ratio(torch.optim.LBFGS, {})
