@@ -38,6 +38,11 @@ class ListedType:
         tf32_flops_per_s: peak of float32 matrix products with TF32, where the hardware has it. Not
             used by itself: for training with ``torch.backends.cuda.matmul.allow_tf32`` give the
             devices of a cluster file ``peak_flops: {float32: ...}``.
+        matrix_flops_per_s: peak of float32 matrix products on units for them, which the vendor's
+            library uses without being asked.
+        multiprocessors: how many units work on tiles of their own (streaming multiprocessors,
+            compute units); 0 for the CPU.
+        cache_mib: of the last cache before the memory.
     """
 
     type: DeviceType
@@ -46,6 +51,9 @@ class ListedType:
     sheet_gb: float
     aliases: tuple[str, ...]
     tf32_flops_per_s: float | None
+    matrix_flops_per_s: float | None
+    multiprocessors: int
+    cache_mib: float
 
     @property
     def model(self) -> str:
@@ -78,11 +86,12 @@ def _gpu(
     form: str = "",
     sheet_gb: float = 0.0,
     aliases: tuple[str, ...] = (),
+    matrix: float | None = None,
     **tflops: Unpack[_Peaks],
 ) -> ListedType:
     tf32 = tflops.get("tf32")
     peaks = {dtype: peak for dtype, peak in tflops.items() if dtype != "tf32"}
-
+    multiprocessors, cache_mib = _CHIPS[name]
     return ListedType(
         type=DeviceType(
             name=name,
@@ -96,6 +105,9 @@ def _gpu(
         sheet_gb=sheet_gb or memory_gib,
         aliases=aliases,
         tf32_flops_per_s=None if tf32 is None else tf32 * _TERA,
+        matrix_flops_per_s=None if matrix is None else matrix * _TERA,
+        multiprocessors=multiprocessors,
+        cache_mib=cache_mib,
     )
 
 
@@ -103,6 +115,25 @@ def _both(tflops: float) -> _Half:
     """float16 and bfloat16 at the same rate."""
     return {"float16": tflops, "bfloat16": tflops}
 
+
+_CHIPS = {
+    "V100-16GB": (80, 6), "V100-32GB": (80, 6), "V100-PCIe-16GB": (80, 6),
+    "V100-PCIe-32GB": (80, 6), "V100S-32GB": (80, 6), "P100-12GB": (56, 3), "P100-16GB": (56, 4),
+    "P100-SXM2-16GB": (56, 4), "P40": (30, 3), "P4": (20, 2), "GTX-1080-Ti": (28, 2.75),
+    "T4": (40, 4), "RTX-2080-Ti": (68, 5.5), "Titan-RTX": (72, 6), "Quadro-RTX-6000": (72, 6),
+    "Quadro-RTX-8000": (72, 6), "RTX-3070": (46, 4), "RTX-3080": (68, 5), "RTX-3090": (82, 6),
+    "RTX-4080": (76, 64), "RTX-4090": (128, 72), "RTX-5080": (84, 64), "RTX-5090": (170, 96),
+    "RTX-A5000": (64, 6), "RTX-A6000": (84, 6), "RTX-6000-Ada": (142, 96), "A10": (72, 6),
+    "A10G": (80, 6), "A30": (56, 24), "A40": (84, 6), "A100-40GB": (108, 40),
+    "A100-80GB": (108, 40), "A100-PCIe-40GB": (108, 40), "A100-PCIe-80GB": (108, 40),
+    "A800-80GB": (108, 40), "L4": (58, 48), "L20": (92, 96), "L40": (142, 96), "L40S": (142, 96),
+    "H20": (78, 60), "H100": (132, 50), "H100-PCIe": (114, 50), "H100-NVL": (132, 50),
+    "H800": (132, 50), "H200": (132, 50), "H200-NVL": (132, 50), "GH200": (132, 50),
+    "B200": (148, 126), "GB200": (148, 126), "MI100": (120, 8), "MI210": (104, 8),
+    "MI250-GCD": (104, 8), "MI250X-GCD": (110, 8), "MI300X": (304, 256), "MI325X": (304, 256),
+    "CPU": (0, 0),
+}  # fmt: skip
+"""(multiprocessors, MiB of the last cache), from the same white papers and data sheets."""
 
 _V100 = "NVIDIA Tesla V100 data sheet, SXM2"
 _V100_PCIE = "NVIDIA Tesla V100 data sheet, PCIe"
@@ -160,6 +191,16 @@ _LISTED = (
         float64=0.375,
         float32=12.0,
         float16=0.188,
+    ),
+    _gpu(
+        "P4",
+        f"NVIDIA Tesla P4 data sheet; {_PASCAL_PEAKS}; 15/16 of 8 GB with ECC",
+        7.5,
+        192,
+        sheet_gb=8,
+        float64=0.172,
+        float32=5.5,
+        float16=0.086,
     ),
     _gpu(
         "GTX-1080-Ti",
@@ -469,6 +510,7 @@ _LISTED = (
         vendor="AMD",
         float64=11.5,
         float32=23.1,
+        matrix=46.1,
         float16=184.6,
         bfloat16=92.3,
     ),
@@ -480,6 +522,7 @@ _LISTED = (
         vendor="AMD",
         float64=22.6,
         float32=22.6,
+        matrix=45.3,
         **_both(181.0),
     ),
     _gpu(
@@ -491,6 +534,7 @@ _LISTED = (
         aliases=("mi250", "mi250xmi250"),
         float64=22.65,
         float32=22.65,
+        matrix=45.25,
         **_both(181.05),
     ),
     _gpu(
@@ -502,6 +546,7 @@ _LISTED = (
         aliases=("mi250x",),
         float64=23.95,
         float32=23.95,
+        matrix=47.85,
         **_both(191.5),
     ),
     _gpu("MI300X", "AMD Instinct MI300X data sheet", 192, 5300, vendor="AMD", **_CDNA3),
@@ -585,6 +630,11 @@ def _read(name: str) -> _Words:
 def listed_types() -> tuple[ListedType, ...]:
     """The whole catalogue."""
     return _LISTED
+
+
+def listed_type(name: str) -> ListedType | None:
+    """The entry of exactly this name, if there is one."""
+    return _BY_NAME.get(name)
 
 
 def device_type_names() -> tuple[str, ...]:

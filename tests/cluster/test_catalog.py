@@ -78,7 +78,7 @@ def test_every_type_has_a_source_and_the_same_prior() -> None:
 @pytest.mark.parametrize("each", listed_types(), ids=lambda each: each.type.name)
 def test_peaks_are_dense_and_in_the_order_that_hardware_has_them(each: ListedType) -> None:
     peaks = each.type.peak_flops_per_s
-    slow = {"P40", "GTX-1080-Ti"}  # Pascal's float16 is for compatibility only
+    slow = {"P4", "P40", "GTX-1080-Ti"}  # Pascal's float16 is for compatibility only
     if "float16" in peaks and each.type.name not in slow:
         # Tensor cores without sparsity: 2 to 34 times float32 in every generation so far.
         assert 2 * 0.99 <= peaks["float16"] / peaks["float32"] <= 34
@@ -90,12 +90,22 @@ def test_peaks_are_dense_and_in_the_order_that_hardware_has_them(each: ListedTyp
     assert each.type.memory_bytes <= each.sheet_gb * GIB
 
 
+@pytest.mark.parametrize("each", listed_types(), ids=lambda each: each.type.name)
+def test_multiprocessors_make_the_peak_at_a_clock_that_chips_have(each: ListedType) -> None:
+    if each.type.name == "CPU":
+        return
+    by_one = each.type.peak_flops_per_s["float32"] / each.multiprocessors
+    # 64 or 128 lanes, two FLOPs each.
+    assert any(0.9e9 <= by_one / (2 * lanes) <= 2.7e9 for lanes in (64, 128))
+    assert 1.0 <= each.cache_mib <= 256.0
+
+
 def test_bfloat16_only_where_the_hardware_has_it() -> None:
     without = {n for n in device_type_names() if "bfloat16" not in device_type(n).peak_flops_per_s}
     assert without == {
         "V100-16GB", "V100-32GB", "V100-PCIe-16GB", "V100-PCIe-32GB", "V100S-32GB", "P100-12GB",
-        "P100-16GB", "P100-SXM2-16GB", "P40", "GTX-1080-Ti", "T4", "RTX-2080-Ti", "Titan-RTX",
-        "Quadro-RTX-6000", "Quadro-RTX-8000", "CPU",
+        "P100-16GB", "P100-SXM2-16GB", "P40", "P4", "GTX-1080-Ti", "T4", "RTX-2080-Ti",
+        "Titan-RTX", "Quadro-RTX-6000", "Quadro-RTX-8000", "CPU",
     }  # fmt: skip
 
 
