@@ -4,7 +4,7 @@
     name: lab
     efficiency: 0.7                     # usable share of every NIC's line rate
     reserved_memory: 1.0 GiB            # per device: context and communication buffers
-    calibration: lab_calibration.json   # optional, relative to this file
+    calibration: lab_calibration.json   # optional, relative to this file; or device-models
     sends: overlapped                   # or blocking: who executes computes only when all is sent
     hosts:
       - name: A
@@ -47,6 +47,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from heterog.cluster.catalog import device_type, device_type_names
 from heterog.cluster.links import INTRA_LINKS, intra_link, network_kind
 from heterog.cluster.topology import (
+    DEVICE_MODELS,
     DTYPES,
     MAX_DEVICES,
     SCHEMA_VERSION,
@@ -438,8 +439,8 @@ class _Builder:
         names.add(name)
 
     def _calibration(self) -> str | None:
-        if self._spec.calibration is None:
-            return None
+        if self._spec.calibration in (None, DEVICE_MODELS):
+            return self._spec.calibration
         return os.path.abspath(self._document.path.parent / self._spec.calibration)
 
     def _host(self, spec: HostSpec, here: _Location, name: str) -> Host:
@@ -714,7 +715,10 @@ def _file_record(cluster: Cluster, path: Path) -> dict[str, Any]:
         "efficiency": float(cluster.efficiency),
     }
     if cluster.calibration is not None:
-        record["calibration"] = os.path.relpath(cluster.calibration, path.parent)
+        is_path = cluster.calibration != DEVICE_MODELS
+        record["calibration"] = (
+            os.path.relpath(cluster.calibration, path.parent) if is_path else DEVICE_MODELS
+        )
     if cluster.sends != Sends.OVERLAPPED:
         record["sends"] = str(cluster.sends)
     return record | {"hosts": [_host_record(cluster, h) for h in range(cluster.num_hosts)]}

@@ -49,6 +49,10 @@ class FrozenFlops(Mapping[str, float]):
         return repr(self._items)
 
 
+DEVICE_MODELS = "device-models"
+"""Instead of the path of a calibration: the models of GPU types that ship."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceType:
     """One kind of device and the numbers of its roofline.
@@ -206,7 +210,8 @@ class Cluster:
         hosts: At least one, each with at least one device.
         devices: Listed host by host.
         efficiency: Usable share of every NIC's line rate.
-        calibration: Path of the measured cost tables, if any.
+        calibration: Path of the measured cost tables, or ``DEVICE_MODELS`` for those that ship;
+            ``None`` for the roofline of data sheets.
         sends: Of who executes steps here; predictions follow it.
         device_types: The distinct types by value, in order of first appearance.
         type_index: Position in ``device_types``, per device.

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from heterog.cluster.topology import Cluster, DeviceType
+from heterog.cluster.topology import DEVICE_MODELS, Cluster, DeviceType
 from heterog.errors import ClusterError, InputFileError
 from heterog.files import write_json
 from heterog.graph.batch_plan import batch_plan
@@ -45,6 +45,7 @@ from heterog.simulator.calibration_files import (
 )
 from heterog.simulator.collectives import alpha_beta
 from heterog.simulator.cost_model import ChannelSeconds, CostModel
+from heterog.simulator.device_models.model import DeviceModels
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import Channel, ChannelKind, ChannelTable
 from heterog.strategy.strategy import REPLICATED, Strategy
@@ -448,13 +449,15 @@ class Calibration:
 
 
 def cost_model_of(cluster: Cluster) -> CostModel:
-    """The calibration that a cluster names, or the roofline prior.
+    """The calibration that a cluster names, the device models, or the roofline.
 
     Raises:
         InputFileError: the named file is missing or broken.
     """
     if cluster.calibration is None:
         return Roofline()
+    if cluster.calibration == DEVICE_MODELS:
+        return DeviceModels()
     return _load_once(cluster.calibration)
 
 

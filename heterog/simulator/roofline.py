@@ -28,7 +28,7 @@ class Roofline:
         plan = batch_plan(graph)
         flops = plan.flops_fixed + samples * plan.flops_per_sample
         num_bytes = plan.bytes_fixed + samples * plan.bytes_per_sample
-        seconds = _seconds(graph, device_type, flops, num_bytes)
+        seconds = self.kernel_seconds(graph, device_type, flops, num_bytes)
         whole, batched = _measured(graph, device_type.name)
         share = samples / graph.batch_size
         measured = whole * (1.0 - batched + batched * share)
@@ -41,7 +41,7 @@ class Roofline:
         self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
     ) -> FloatArray:
         """Roofline seconds of parts of ops; what was measured is scaled by the work."""
-        seconds = _seconds(graph, device_type, flops, num_bytes)
+        seconds = self.kernel_seconds(graph, device_type, flops, num_bytes)
         measured, _ = _measured(graph, device_type.name)
         # An op without FLOPs is scaled by its bytes, one without either is not scaled.
         by_bytes = num_bytes / np.where(graph.bytes_moved > 0, graph.bytes_moved, np.inf)
@@ -54,6 +54,15 @@ class Roofline:
             measured[index] = on_curve(curve, float(fraction[index]))
         return np.where(graph.is_view, 0.0, np.where(np.isnan(measured), seconds, measured))
 
+    def kernel_seconds(
+        self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
+    ) -> FloatArray:
+        """Seconds of the kernel of every op that does some work, nothing measured.  # [num_ops]"""
+        bandwidth = device_type.memory_bandwidth_bytes_per_s * device_type.memory_efficiency
+        return device_type.launch_overhead_s + np.maximum(
+            flops / attainable_flops_per_s(graph, device_type), num_bytes / bandwidth
+        )
+
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
         """Launch overhead, and seconds per byte moved through device memory."""
         bandwidth = device_type.memory_bandwidth_bytes_per_s * device_type.memory_efficiency
@@ -64,18 +73,9 @@ class Roofline:
         return alpha_beta(cluster, channel)
 
 
-def _seconds(
-    graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
-) -> FloatArray:
-    bandwidth = device_type.memory_bandwidth_bytes_per_s * device_type.memory_efficiency
-    return device_type.launch_overhead_s + np.maximum(
-        flops / _peak(graph, device_type), num_bytes / bandwidth
-    )
-
-
 @lru_cache(maxsize=64)
-def _peak(graph: OpGraph, device_type: DeviceType) -> FloatArray:
-    """Attainable FLOP/s of each op for its dtype.  # [num_ops]"""
+def attainable_flops_per_s(graph: OpGraph, device_type: DeviceType) -> FloatArray:
+    """What a large kernel of each op reaches, for its dtype.  # [num_ops]"""
     peaks = device_type.peak_flops_per_s
     default = peaks["float32"]
     rates = [

@@ -500,7 +500,8 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.ones(len(x), 5, 5, dtype=torch.bool).tril()
         noise = torch.rand(5, 4)
-        return torch.where(mask, 0.5, 0.0) @ self.linear(x) + noise
+        out: Tensor = torch.where(mask, 0.5, 0.0) @ self.linear(x) + noise
+        return out
 
 
 def test_constants_that_several_layers_make_alike_are_made_once_and_noise_is_not() -> None:

@@ -1,0 +1,207 @@
+"""Device models from measured kernels: fitted, held against rows that were not, and written.
+
+    python experiments/device_models.py --data DIR --json
+    python experiments/device_models.py --data DIR --write
+
+DIR holds ``gemm_16bit.csv.gz`` (matrix products of an inference stack on A100, H100, H200, L40S;
+ai-dynamo/aiconfigurator, Apache-2) and ``kernels_fp32.csv.gz`` (float32 kernels of torch on P4,
+P100, V100, T4, A100, H100; sitar-lab/NeuSight, MIT), or files of the same columns. Only rows whose
+``split`` is ``fit`` are fitted; errors are those of the other rows. Then each type is left out in
+turn: parameters of the others predict all of its rows. ``--write`` puts the parameters into the
+package.
+
+Seconds of 8-bit products are those of the stack: the activations are scaled to 8 bits first, a
+kernel of its own that reads 2 bytes an element and writes 1.
+"""
+
+import argparse
+import csv
+import gzip
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from heterog.cluster.catalog import device_type
+from heterog.simulator.device_models import parameters
+from heterog.simulator.device_models.fitting import (
+    MeasuredProducts,
+    MeasuredStreams,
+    errors_of,
+    fit_products,
+    fit_streams,
+)
+from heterog.simulator.device_models.parameters import ANY_TYPE, chip_of
+from heterog.simulator.device_models.products import product_bytes
+
+TENSORS_MOVED = {
+    "add": 3, "mul": 3, "div": 3, "pow": 3, "addu": 2, "mulu": 2, "divu": 2, "powu": 2, "relu": 2,
+    "gelu": 2, "tanh": 2, "ln": 2, "softmax": 2,
+}  # fmt: skip
+"""Tensors that an op reads and writes; "u" stands for a scalar as second operand."""
+STREAM_FAMILY = {"ln": "layer norm", "softmax": "softmax"}
+SHEETS = {"8 bit": 2.0}
+"""Peak of 8 bits over that of 16, for types whose sheets have both."""
+
+Measured = MeasuredProducts | MeasuredStreams
+Row = Mapping[str, str]
+
+
+def read(path: Path) -> list[Row]:
+    """Rows of a packed CSV file."""
+    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def columns(rows: Sequence[Row], *names: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Numbers of some columns; an empty field is 1.  # [len(names), len(rows)]"""
+    return np.array([[float(row[name] or 1.0) for row in rows] for name in names])
+
+
+def products_16bit(rows: Sequence[Row], family: str) -> MeasuredProducts:
+    """Products on tensor cores of one type."""
+    kind = device_type(rows[0]["device"])
+    m, n, k, milliseconds = columns(rows, "m", "n", "k", "ms")
+    sizes = np.stack([np.ones_like(m), m, n, k], axis=1)
+    item = 1.0 if family == "8 bit" else 2.0
+    num_bytes = product_bytes(sizes, item, 2.0)
+    if family == "8 bit":
+        num_bytes = num_bytes + 3.0 * m * k
+    peak = kind.peak_flops_per_s["bfloat16"] * SHEETS.get(family, 1.0)
+    return MeasuredProducts(
+        chip=chip_of(kind, peak), sizes=sizes, num_bytes=num_bytes, seconds=milliseconds / 1e3
+    )
+
+
+def products_float32(rows: Sequence[Row], family: str) -> MeasuredProducts:
+    """Products on the vector units of one type."""
+    kind = device_type(rows[0]["device"])
+    sizes = columns(rows, "B", "M", "N", "K").T
+    (milliseconds,) = columns(rows, "ms")
+    return MeasuredProducts(
+        chip=chip_of(kind, kind.peak_flops_per_s[family]),
+        sizes=sizes,
+        num_bytes=product_bytes(sizes, 4.0, 4.0),
+        seconds=milliseconds / 1e3,
+    )
+
+
+def streams(rows: Sequence[Row], family: str) -> MeasuredStreams:
+    """Kernels bound by memory of one type."""
+    kind = device_type(rows[0]["device"])
+    count, row, milliseconds = columns(rows, "B", "H", "ms")
+    moved = np.array([TENSORS_MOVED[each["op"]] for each in rows], np.float64)
+    return MeasuredStreams(
+        bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
+        num_bytes=4.0 * moved * count * row,
+        row=row if family != "elementwise" else np.zeros_like(row),
+        seconds=milliseconds / 1e3,
+    )
+
+
+def grouped(
+    rows: Iterable[Row], family_of: Callable[[Row], str]
+) -> dict[str, dict[str, list[Row]]]:
+    """Rows by family and type."""
+    found: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        found[family_of(row)][device_type(row["device"]).name].append(row)
+    return found
+
+
+def fit_family(
+    name: str, by_type: Mapping[str, Sequence[Row]], measured: Callable[..., Any], fit: Any
+) -> list[dict[str, Any]]:
+    """Parameters and errors of one family: on each type, and for any."""
+    fitted = {kind: measured([r for r in rows if r["split"] == "fit"], name)
+              for kind, rows in by_type.items()}  # fmt: skip
+    tested = {kind: measured([r for r in rows if r["split"] == "test"], name)
+              for kind, rows in by_type.items()}  # fmt: skip
+    found, left_out = [], []
+    for kind in by_type:
+        print(f"{name}, {kind}", file=sys.stderr, flush=True)
+        model = fit([fitted[kind]])
+        others = fit([each for other, each in fitted.items() if other != kind])
+        unseen = np.concatenate([each.log_errors(others) for each in (fitted[kind], tested[kind])])
+        left_out.append(unseen)
+        found.append({"family": name, "type": kind, "model": asdict(model),
+                      "errors": asdict(errors_of(tested[kind].log_errors(model))),
+                      "left_out": asdict(errors_of(unseen))})  # fmt: skip
+    found.append({"family": name, "type": ANY_TYPE, "model": asdict(fit(list(fitted.values()))),
+                  "errors": asdict(errors_of(np.concatenate(left_out)))})  # fmt: skip
+    return found
+
+
+def fit_all(data: Path) -> list[dict[str, Any]]:
+    """Every family that the files hold."""
+    tensor_cores = grouped(
+        read(data / "gemm_16bit.csv.gz"),
+        lambda row: "8 bit" if row["dtype"] == "fp8" else "16 bit",
+    )
+    torch_kernels = grouped(
+        read(data / "kernels_fp32.csv.gz"),
+        lambda row: "float32" if row["op"] in ("bmm", "linear")
+        else STREAM_FAMILY.get(row["op"], "elementwise"),
+    )  # fmt: skip
+    found = fit_family("float32", torch_kernels["float32"], products_float32, fit_products)
+    for name in ("16 bit", "8 bit"):
+        found += fit_family(name, tensor_cores[name], products_16bit, fit_products)
+    for name in parameters.STREAMS:
+        found += fit_family(name, torch_kernels[name], streams, fit_streams)
+    return found
+
+
+def rounded(value: Any) -> Any:
+    """Four digits are more than a fit knows."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def as_yaml(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The package's file of parameters."""
+    families: dict[str, dict[str, Any]] = defaultdict(dict)
+    for row in rows:
+        known = {**row["model"], "errors": row["errors"]}
+        families[row["family"]][row["type"]] = rounded(known)
+    head = (
+        "# Parameters of kernels by family and GPU type; see products.py and streams.py.\n"
+        "# Written by experiments/device_models.py.\n"
+        "# 16 and 8 bit: matrix products of ai-dynamo/aiconfigurator (Apache-2).\n"
+        "# float32 and streams: kernels of torch, sitar-lab/NeuSight (MIT).\n"
+        "# errors: of rows that were not fitted; of any, of types left out in turn.\n"
+    )
+    return head + yaml.safe_dump({"families": dict(families)}, sort_keys=False, width=99)
+
+
+def main() -> None:
+    """Fit, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    rows = fit_all(arguments.data)
+    if arguments.write:
+        path = Path(parameters.__file__).parent / "fitted.yaml"
+        path.write_text(as_yaml(rows), encoding="utf-8")
+    if arguments.json:
+        print(json.dumps({"rows": rows}))
+        return
+    for row in rows:
+        test, unseen = row["errors"], row.get("left_out")
+        line = f"{row['family']:12} {row['type']:16} {test['rows']:5} rows, median "
+        line += f"{test['median']:6.1%}, p90 {test['p90']:6.1%}"
+        if unseen:
+            line += f"; left out: median {unseen['median']:6.1%}, p90 {unseen['p90']:6.1%}"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""Device models: seconds of kernels from a few measured parameters of each GPU type.
+
+``products`` and ``streams`` hold the formulas, ``parameters`` what was fitted (``fitted.yaml``,
+with provenance and errors) and how a type without measurements gets its own from its data sheet,
+``kernels`` what the ops of a graph are to a GPU, and ``model`` the cost model of all that.
+"""

@@ -1,0 +1,123 @@
+"""Parameters of device models from measured kernels.
+
+Least squares of log(predicted / measured), so that a kernel of 5 us counts as much as one of
+50 ms, with a loss that lets single outliers go (soft l1 beyond 10 %).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from heterog.graph.op_graph import FloatArray
+from heterog.simulator.device_models.parameters import Errors
+from heterog.simulator.device_models.products import Chip, ProductModel
+from heterog.simulator.device_models.streams import StreamModel
+
+_OUTLIER = 0.1
+_STEP = 0.02
+"""Of the derivatives, in logarithms: waves make the seconds a staircase."""
+_PRODUCT_START = ProductModel(
+    launch_s=4e-6, efficiency=1.0, tile_loss=0.3, ramp=60.0, memory_efficiency=0.8,
+    cache_speedup=1.5,
+)  # fmt: skip
+_PRODUCT_LEAST = ProductModel(
+    launch_s=5e-7, efficiency=0.2, tile_loss=1e-3, ramp=0.1, memory_efficiency=0.2,
+    cache_speedup=1.0,
+)  # fmt: skip
+_PRODUCT_MOST = ProductModel(
+    launch_s=6e-5, efficiency=1.5, tile_loss=5.0, ramp=1000.0, memory_efficiency=1.1,
+    cache_speedup=10.0,
+)  # fmt: skip
+_STREAM_START = StreamModel(launch_s=5e-6, efficiency=0.7, long_row_efficiency=0.6)
+_STREAM_LEAST = StreamModel(launch_s=5e-7, efficiency=0.05, long_row_efficiency=0.05)
+_STREAM_MOST = StreamModel(launch_s=1e-4, efficiency=1.2, long_row_efficiency=1.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredProducts:
+    """Seconds of matrix products on one type.
+
+    Attributes:
+        chip: the type, with the peak of the dtype.
+        sizes: (batch, rows, columns, depth).  # [num_rows, 4]
+        num_bytes: read and written.  # [num_rows]
+        seconds: measured.  # [num_rows]
+    """
+
+    chip: Chip
+    sizes: FloatArray
+    num_bytes: FloatArray
+    seconds: FloatArray
+
+    def log_errors(self, model: ProductModel) -> FloatArray:
+        """log(predicted / measured) of each row.  # [num_rows]"""
+        return np.log(model.seconds(self.chip, self.sizes, self.num_bytes) / self.seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStreams:
+    """Seconds of kernels bound by memory on one type.
+
+    Attributes:
+        bandwidth_bytes_per_s: of the type's memory.
+        num_bytes: read and written.  # [num_rows]
+        row: elements that are reduced together, 0 if none are.  # [num_rows]
+        seconds: measured.  # [num_rows]
+    """
+
+    bandwidth_bytes_per_s: float
+    num_bytes: FloatArray
+    row: FloatArray
+    seconds: FloatArray
+
+    def log_errors(self, model: StreamModel) -> FloatArray:
+        """log(predicted / measured) of each row.  # [num_rows]"""
+        predicted = model.seconds(self.bandwidth_bytes_per_s, self.num_bytes, self.row)
+        return np.log(predicted / self.seconds)
+
+
+def fit_products(measured: Sequence[MeasuredProducts]) -> ProductModel:
+    """Parameters that fit one type, or several together."""
+
+    def log_errors(logarithms: FloatArray) -> FloatArray:
+        model = ProductModel(*np.exp(logarithms))
+        return np.concatenate([each.log_errors(model) for each in measured])
+
+    bounds = (astuple(_PRODUCT_LEAST), astuple(_PRODUCT_MOST))
+    return ProductModel(*_fit(log_errors, astuple(_PRODUCT_START), bounds))
+
+
+def fit_streams(measured: Sequence[MeasuredStreams]) -> StreamModel:
+    """Parameters that fit one type, or several together."""
+
+    def log_errors(logarithms: FloatArray) -> FloatArray:
+        model = StreamModel(*np.exp(logarithms))
+        return np.concatenate([each.log_errors(model) for each in measured])
+
+    bounds = (astuple(_STREAM_LEAST), astuple(_STREAM_MOST))
+    return StreamModel(*_fit(log_errors, astuple(_STREAM_START), bounds))
+
+
+def errors_of(log_errors: FloatArray) -> Errors:
+    """Shares of the measured seconds that predictions are off by."""
+    off = np.abs(np.expm1(log_errors))
+    return Errors(rows=len(off), median=float(np.median(off)), p90=float(np.quantile(off, 0.9)))
+
+
+def _fit(
+    log_errors: Callable[[FloatArray], FloatArray],
+    start: tuple[float, ...],
+    bounds: tuple[tuple[float, ...], tuple[float, ...]],
+) -> list[float]:
+    """Positive parameters, found in their logarithms."""
+    found = least_squares(
+        log_errors,
+        np.log(start),
+        bounds=(np.log(bounds[0]) - 1e-9, np.log(bounds[1])),
+        loss="soft_l1",
+        f_scale=_OUTLIER,
+        diff_step=np.full(len(start), _STEP),
+    )
+    return [float(value) for value in np.exp(found.x)]

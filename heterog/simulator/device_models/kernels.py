@@ -1,0 +1,305 @@
+"""What the ops of a graph are to a GPU: matrix products with their sizes, or streams of bytes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
+from heterog.graph.placement import OpCall, TensorMeta, TensorRef
+
+_FACTORS = {
+    "mm.default": ("self", "mat2"),
+    "addmm.default": ("mat1", "mat2"),
+    "bmm.default": ("self", "mat2"),
+    "baddbmm.default": ("batch1", "batch2"),
+    "_grouped_mm.default": ("self", "mat2"),
+}
+_DRAWS = ("bernoulli", "rand.", "rand_like.")
+_NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm")
+_SOFTMAXES = ("_softmax", "_log_softmax")
+
+
+_BATCH, _ROWS, _COLUMNS, _DEPTH = range(4)
+_HALVES = (0.5, 0.25, 0.75)
+_CUTS = np.array(
+    [*np.eye(4)]
+    + [
+        share * np.eye(4)[one] + (1.0 - share) * np.eye(4)[other]
+        for one, other in ((1, 2), (1, 3), (2, 3), (0, 1), (0, 2), (0, 3))
+        for share in _HALVES
+    ]
+)
+"""Exponents of the part by which (batch, rows, columns, depth) are cut; one alone first."""
+_AS_NEAR = 1e-3
+"""Of the bytes: what biases and matrices of equal sizes leave open."""
+
+
+class Sizes(NamedTuple):
+    """A batch of equal matrix products."""
+
+    batch: float
+    rows: float
+    columns: float
+    depth: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Products:
+    """The matrix products of a graph; an op may be several.
+
+    Attributes:
+        op: of each product.  # [num_products]
+        sizes: ``Sizes`` of the whole op.  # [num_products, 4]
+        count: products of these sizes in one kernel, by its FLOPs: attention is two forward and
+            five backward, half of them where it is causal.  # [num_products]
+        num_bytes: of the whole op that it moves.  # [num_products]
+        bytes_share: these as a part of the op's bytes.  # [num_products]
+        matrix_share: parts of these that are rows x depth, depth x columns, and rows x columns.
+            # [num_products, 3]
+        along_batch: which of the sizes follows the batch.  # [num_products]
+        dtype: number in ``dtypes``, of the factors.  # [num_products]
+        dtypes: names.
+        kind: products of one kind are alike in all of this but the op.  # [num_products]
+    """
+
+    op: IntArray
+    sizes: FloatArray
+    count: FloatArray
+    num_bytes: FloatArray
+    bytes_share: FloatArray
+    matrix_share: FloatArray
+    along_batch: IntArray
+    dtype: IntArray
+    dtypes: tuple[str, ...]
+    kind: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Streams:
+    """All other ops that run a kernel of their own.
+
+    The mask of a dropout is not one: a GPU draws it in the kernel that uses it.
+
+    Attributes:
+        op: of each.  # [num_streams]
+        family: number in ``parameters.STREAMS`` of each.  # [num_streams]
+        row: elements that are reduced together, 0 if none are.  # [num_streams]
+        launches: kernels; 0 for the optimizer, which updates all parameters in a few.
+            # [num_streams]
+    """
+
+    op: IntArray
+    family: IntArray
+    row: FloatArray
+    launches: FloatArray
+
+
+@lru_cache(maxsize=64)
+def products_of(graph: OpGraph) -> Products:
+    """The matrix products of a graph."""
+    ops, sizes, matrices, along_batch, counts, shares, dtypes = [], [], [], [], [], [], []
+    for index in range(graph.num_ops):
+        if graph.is_view[index] or graph.flops[index] <= 0.0:
+            continue
+        found = list(_products(graph, index))
+        for product in found:
+            ops.append(index)
+            sizes.append(product.sizes)
+            matrices.append(product.matrices)
+            along_batch.append(product.along_batch)
+            counts.append(graph.flops[index] / len(found) / (2.0 * prod(product.sizes)))
+            shares.append(1.0 / len(found))
+            dtypes.append(graph.tensors[graph.ops[index].inputs[0]].dtype)
+    array = np.array(sizes, np.float64).reshape(-1, 4)
+    matrix_sizes = np.array(matrices, np.float64).reshape(-1, 3)
+    names = tuple(sorted(set(dtypes)))
+    dtype = np.array([names.index(name) for name in dtypes], np.int32)
+    num_bytes = np.maximum(graph.bytes_moved[ops], 1.0) * shares if ops else np.zeros(0)
+    alike = np.column_stack([array, along_batch, counts, num_bytes, shares, dtype])
+    return Products(
+        op=np.array(ops, np.int32),
+        sizes=array,
+        count=np.array(counts, np.float64),
+        num_bytes=num_bytes,
+        bytes_share=np.array(shares, np.float64),
+        matrix_share=matrix_sizes / matrix_sizes.sum(axis=1, keepdims=True),
+        along_batch=np.array(along_batch, np.int32),
+        dtype=dtype,
+        dtypes=names,
+        kind=np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32),
+    )
+
+
+@lru_cache(maxsize=64)
+def streams_of(graph: OpGraph) -> Streams:
+    """Ops that no matrix product is in."""
+    runs_kernel = ~graph.is_view & ((graph.flops > 0.0) | (graph.bytes_moved > 0.0))
+    runs_kernel[products_of(graph).op] = False
+    runs_kernel[list(_masks(graph))] = False
+    ops = np.flatnonzero(runs_kernel)
+    kinds = [_family(graph, int(op)) for op in ops]
+    return Streams(
+        op=ops.astype(np.int32),
+        family=np.array([family for family, _ in kinds], np.int32),
+        row=np.array([row for _, row in kinds], np.float64),
+        launches=np.array([float(graph.ops[op].phase != Phase.UPDATE) for op in ops]),
+    )
+
+
+def _masks(graph: OpGraph) -> Iterator[int]:
+    """Ops that make random masks, until something else takes part."""
+    from_noise: set[int] = set()
+    for index, op in enumerate(graph.ops):
+        is_drawn = op.kind.startswith(_DRAWS)
+        if is_drawn or (op.inputs and all(tensor in from_noise for tensor in op.inputs)):
+            from_noise.update(graph.outputs(index))
+            yield index
+
+
+def local_sizes(
+    products: Products, chosen: IntArray, part: FloatArray, bytes_part: FloatArray
+) -> FloatArray:
+    """Sizes of parts of products, of which only the work is known.
+
+    Cuts through one size or two leave the same FLOPs whichever they are, but not the same bytes:
+    those are taken whose bytes are nearest, the batch's if it is as near as any. One cut is found
+    exactly, two where they are equal or one is the cube of the other, else nearly.
+
+    Args:
+        products: of a graph.
+        chosen: numbers of products.  # [num_chosen]
+        part: FLOPs over those of the whole op.  # [num_chosen]
+        bytes_part: bytes over those of the whole op.  # [num_chosen]
+
+    Returns:
+        (batch, rows, columns, depth) of each.  # [num_chosen, 4]
+    """
+    batch, rows, columns, depth = _CUTS.T[:, :, None]
+    left, right, result = products.matrix_share[chosen].T
+    of_cut = (
+        left * part ** (batch + rows + depth)
+        + right * part ** (batch + depth + columns)
+        + result * part ** (batch + rows + columns)
+    )
+    sizes = products.sizes[chosen] * part[:, None] ** _CUTS[:, None, :]  # [cuts, chosen, 4]
+    is_possible = (sizes >= 1.0 - 1e-9).all(axis=2)
+    off = np.abs(of_cut - bytes_part) + np.where(is_possible, 0.0, 1.0)
+    number = np.arange(len(part))
+    of_batch = products.along_batch[chosen]
+    is_batch = off[of_batch, number] <= off.min(axis=0) + _AS_NEAR
+    cut = np.where(is_batch, of_batch, np.argmin(off, axis=0))
+    return np.asarray(np.maximum(sizes[cut, number], 1.0), np.float64)
+
+
+class _Product(NamedTuple):
+    """One product of an op, the memory of its three matrices, and the size along the batch."""
+
+    sizes: Sizes
+    matrices: tuple[float, float, float]
+    along_batch: int
+
+
+def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
+    """The matrix products that an op is."""
+    call = graph.call(op)
+    if call.kind in _FACTORS:
+        left, right = (_input(call, name).shape for name in _FACTORS[call.kind])
+        result = call.outputs[0].shape
+        if call.kind == "_grouped_mm.default":
+            sizes = _grouped(left, right, result)
+        else:
+            batch = result[0] if len(result) == 3 else 1
+            sizes = Sizes(batch, result[-2], result[-1], left[-1])
+        yield _Product(sizes, _matrices(sizes), _along_batch(graph, op, call))
+    elif call.kind in ("attention", "attention_backward"):
+        queries, keys = call.inputs[0].shape, call.inputs[1].shape
+        # Scores stay on the chip: all products have this size, or that of its transpose.
+        sizes = Sizes(prod(queries[:-2]), queries[-2], queries[-1], keys[-2])
+        yield _Product(sizes, _matrices(sizes), _BATCH)
+    elif call.kind in ("convolution.default", "convolution_backward.default"):
+        yield from _convolutions(call)
+
+
+def _matrices(sizes: Sizes) -> tuple[float, float, float]:
+    _, rows, columns, depth = sizes
+    return rows * depth, depth * columns, rows * columns
+
+
+def _along_batch(graph: OpGraph, op: int, call: OpCall) -> int:
+    """The size of a product that the batch is shared out along."""
+    needed = batch_plan(graph).needed[op]
+    for name, sizes in zip(
+        _FACTORS[call.kind], ((_BATCH, _ROWS, _DEPTH), (_BATCH, _DEPTH, _COLUMNS)), strict=True
+    ):
+        reference = call.args[name]
+        assert isinstance(reference, TensorRef)
+        place, rank = needed[reference.index], len(call.inputs[reference.index].shape)
+        if place.kind == "S":
+            return sizes[place.dim + len(sizes) - rank]
+    return _ROWS
+
+
+def _grouped(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> Sizes:
+    """Products of rows with the matrix of their group, taken as equally many for each."""
+    if len(result) == 3 and len(left) == 2:  # the gradient of the matrices: groups share k
+        return Sizes(result[0], result[1], result[2], left[-1] / result[0])
+    groups = right[0]
+    rows = left[-2] / groups if len(left) == 2 else left[-2]
+    return Sizes(groups, rows, result[-1], left[-1])
+
+
+def _convolutions(call: OpCall) -> Iterator[_Product]:
+    """The product of patches with weights that a convolution is, and the two of its backward.
+
+    An image lies in memory once, not once for each weight that it meets.
+    """
+    weight, image = _input(call, "weight"), _input(call, "input")
+    is_backward = call.kind == "convolution_backward.default"
+    result = _input(call, "grad_output") if is_backward else call.outputs[0]
+    over = image if call.args["transposed"] else result
+    groups = call.args["groups"]
+    assert isinstance(groups, int)
+    positions = over.shape[0] * prod(over.shape[2:])
+    columns, depth = weight.shape[0] / groups, prod(weight.shape[1:])
+    wanted = call.args.get("output_mask", (True, True, False))
+    assert isinstance(wanted, tuple)
+    of_image, of_weight = is_backward and bool(wanted[0]), is_backward and bool(wanted[1])
+    images = 0.5 * ((1 + of_image) * image.num_bytes + result.num_bytes)
+    weights = float((1 + of_weight) * weight.num_bytes)
+    if not is_backward:
+        sizes = Sizes(groups, positions, columns, depth)
+        yield _Product(sizes, (images, weights, images), _ROWS)
+    if of_image:
+        sizes = Sizes(groups, positions, depth, columns)
+        yield _Product(sizes, (images, weights, images), _ROWS)
+    if of_weight:  # a sum over all positions
+        sizes = Sizes(groups, columns, depth, positions)
+        yield _Product(sizes, (images, images, weights), _DEPTH)
+
+
+def _family(graph: OpGraph, op: int) -> tuple[int, float]:
+    """(number in ``STREAMS``, elements that are reduced together) of an op without products."""
+    kind = graph.ops[op].kind
+    if any(name in kind for name in _NORMS):
+        shape = graph.call(op).args.get("normalized_shape")
+        row = 1.0
+        for size in shape if isinstance(shape, tuple) else ():
+            assert isinstance(size, int)
+            row *= size
+        return 1, row
+    if kind.startswith(_SOFTMAXES):
+        call = graph.call(op)
+        dim = call.args.get("dim", -1)
+        return 2, float(call.inputs[0].shape[dim if isinstance(dim, int) else -1])
+    return 0, 0.0
+
+
+def _input(call: OpCall, name: str) -> TensorMeta:
+    reference = call.args[name]
+    assert isinstance(reference, TensorRef)
+    return call.inputs[reference.index]

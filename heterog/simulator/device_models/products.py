@@ -1,0 +1,122 @@
+"""Seconds of matrix products: tiles, waves, the depth of a tile, memory, and a launch.
+
+A kernel cuts the product into tiles of the output, and gives each multiprocessor one at a time:
+
+    compute = waves x 2 rows columns (k / splits + ramp) / (rate of a multiprocessor x intensity)
+    waves = ceil(tiles x splits / multiprocessors)
+    intensity = 1 / (1 + tile_loss x (128 / rows + 128 / columns))
+    memory = bytes / (bandwidth x memory_efficiency), less what the L2 cache holds
+    seconds = launch + (compute^3 + memory^3)^(1/3)
+
+A library has kernels with several tiles and ways to split k; the fastest is taken. Wave and tile
+quantisation are those of NVIDIA's "Matrix Multiplication Background User's Guide"; that the work
+of one tile is the unit, scaled by features of the data sheet, is the idea of NeuSight (Lee et al.,
+ASPLOS 2025, section 4).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.graph.op_graph import FloatArray
+
+TILES = (
+    (256, 128), (128, 256), (256, 64), (64, 256), (128, 128), (128, 64), (64, 128), (64, 64),
+    (128, 32), (32, 128), (64, 32), (32, 64), (32, 32), (128, 16), (16, 128), (64, 16), (16, 64),
+)  # fmt: skip
+"""(rows, columns) of the output that kernels of common libraries work on at a time."""
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Into how many parts the depth may be cut, each summed by a multiprocessor of its own."""
+_SHORTEST_SPLIT = 128
+_DEPTH_STEP = 32
+_CACHED_SHARE = 0.15
+"""Share of the L2 cache that inputs are found in; a fit to all types leaves it about there."""
+_SHARPNESS = 3.0
+"""How far compute and memory overlap: 1 is one after the other, infinity all of it."""
+
+_WAYS = np.array([(*tile, split) for tile in TILES for split in SPLITS], np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """What a data sheet says that matters to a kernel.
+
+    Attributes:
+        peak_flops_per_s: of the dtype at hand.
+        bandwidth_bytes_per_s: of the memory.
+        multiprocessors: how many work on tiles of their own.
+        cache_bytes: of the last cache before the memory.
+    """
+
+    peak_flops_per_s: float
+    bandwidth_bytes_per_s: float
+    multiprocessors: int
+    cache_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProductModel:
+    """Parameters of one kind of matrix product on one GPU type.
+
+    Attributes:
+        launch_s: of a kernel that does nothing.
+        efficiency: share of the peak that an endless tile would reach. Above 1 where
+            ``tile_loss`` is large.
+        tile_loss: how much less a tile of 128 x 128 reaches than an endless one, halved.
+        ramp: steps of depth that a tile costs before and after its sum.
+        memory_efficiency: share of the bandwidth that a large product reaches.
+        cache_speedup: how much faster the cache is than the memory.
+    """
+
+    launch_s: float
+    efficiency: float
+    tile_loss: float
+    ramp: float
+    memory_efficiency: float
+    cache_speedup: float
+
+    def seconds(self, chip: Chip, sizes: FloatArray, num_bytes: FloatArray) -> FloatArray:
+        """Seconds of products.
+
+        Args:
+            chip: where they run.
+            sizes: (batch, rows, columns, depth) of each.  # [num_products, 4]
+            num_bytes: that each reads and writes.  # [num_products]
+
+        Returns:
+            Of each product.  # [num_products]
+        """
+        batch, rows, columns, depth = sizes.T[:, :, None]
+        tile_rows, tile_columns, splits = _WAYS.T
+        tiles = batch * np.ceil(rows / tile_rows) * np.ceil(columns / tile_columns) * splits
+        waves = np.ceil(tiles / chip.multiprocessors)
+        steps = np.ceil(depth / splits / _DEPTH_STEP) * _DEPTH_STEP + self.ramp
+        loss = 1.0 + self.tile_loss * (128.0 / tile_rows + 128.0 / tile_columns)
+        rate = chip.peak_flops_per_s * self.efficiency / chip.multiprocessors
+        compute = waves * 2.0 * tile_rows * tile_columns * steps * loss / rate
+        bandwidth = chip.bandwidth_bytes_per_s * self.memory_efficiency
+        # Partial sums are written in float32 and added up by a second kernel.
+        added = batch * rows * columns * 4.0 * (splits + 1.0) / bandwidth + self.launch_s
+        compute += np.where(splits > 1.0, added, 0.0)
+        is_too_short = (splits > 1.0) & (depth < _SHORTEST_SPLIT)
+        fastest = np.where(is_too_short, np.inf, compute).min(axis=1)
+        cached = np.minimum(1.0, _CACHED_SHARE * chip.cache_bytes / np.maximum(num_bytes, 1.0))
+        memory = num_bytes / bandwidth * (1.0 - cached * (1.0 - 1.0 / self.cache_speedup))
+        both = (fastest**_SHARPNESS + memory**_SHARPNESS) ** (1.0 / _SHARPNESS)
+        return np.asarray(self.launch_s + both, np.float64)
+
+
+def product_bytes(
+    sizes: FloatArray, input_bytes: float, output_bytes: float
+) -> npt.NDArray[np.float64]:
+    """Bytes of the three matrices of products, each read or written once.
+
+    Args:
+        sizes: (batch, rows, columns, depth) of each.  # [num_products, 4]
+        input_bytes: of an element of the factors.
+        output_bytes: of an element of the result.
+    """
+    batch, rows, columns, depth = sizes.T
+    factors = rows * depth + depth * columns
+    return np.asarray(batch * (input_bytes * factors + output_bytes * rows * columns))

@@ -1,0 +1,328 @@
+"""Device models: closed forms, sizes of parts, and errors on kernels that were not fitted."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from heterog.cluster.catalog import device_type, listed_type, listed_types
+from heterog.cluster.spec import load_cluster
+from heterog.cluster.topology import DeviceType
+from heterog.graph.capture import capture
+from heterog.graph.op_graph import OpGraph, Phase
+from heterog.graph.workload import Workload
+from heterog.simulator.calibration import cost_model_of
+from heterog.simulator.device_models.kernels import local_sizes, products_of, streams_of
+from heterog.simulator.device_models.model import DeviceModels, launch_seconds
+from heterog.simulator.device_models.parameters import (
+    ANY_TYPE,
+    PRODUCTS,
+    STREAMS,
+    chip_of,
+    families_of,
+)
+from heterog.simulator.device_models.products import Chip, ProductModel, product_bytes
+from heterog.simulator.device_models.streams import StreamModel
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.roofline import Roofline
+from heterog.zoo import build
+
+CHIP = Chip(
+    peak_flops_per_s=1e14, bandwidth_bytes_per_s=1e12, multiprocessors=100, cache_bytes=0.0
+)
+PLAIN = ProductModel(
+    launch_s=1e-6, efficiency=1.0, tile_loss=0.0, ramp=0.0, memory_efficiency=1.0,
+    cache_speedup=1.0,
+)  # fmt: skip
+
+
+def seconds(model: ProductModel, *sizes: float, num_bytes: float = 1.0) -> float:
+    return float(model.seconds(CHIP, np.array([sizes], np.float64), np.array([num_bytes]))[0])
+
+
+def test_a_product_of_whole_waves_runs_at_the_peak() -> None:
+    # 100 tiles of 256 x 128, one for each multiprocessor.
+    flops = 2.0 * 2560 * 1280 * 4096
+    assert seconds(PLAIN, 1, 2560, 1280, 4096) == pytest.approx(1e-6 + flops / 1e14)
+
+
+def test_one_tile_more_than_a_wave_costs_a_wave_more() -> None:
+    model = PLAIN
+    whole = seconds(model, 100, 32, 32, 96) - model.launch_s  # 100 of the smallest tiles
+    more = seconds(model, 101, 32, 32, 96) - model.launch_s
+    assert more == pytest.approx(2.0 * whole)
+
+
+def test_a_deep_product_of_few_tiles_is_split_along_its_depth() -> None:
+    one_tile = 2.0 * 128 * 128 * 65536 / 1e12  # what one multiprocessor would take
+    assert seconds(PLAIN, 1, 128, 128, 65536) < 0.2 * one_tile
+    assert seconds(PLAIN, 1, 32, 32, 96) == pytest.approx(1e-6 + 2.0 * 32 * 32 * 96 / 1e12)
+
+
+def test_a_product_of_vectors_takes_what_its_bytes_take() -> None:
+    sizes = np.array([[1.0, 1.0, 65536.0, 8192.0]])
+    (num_bytes,) = product_bytes(sizes, 2.0, 2.0)
+    assert num_bytes == 2.0 * (8192 + 8192 * 65536 + 65536)
+    assert seconds(PLAIN, *sizes[0], num_bytes=1e12) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_the_ramp_of_a_tile_costs_as_much_as_so_much_depth() -> None:
+    ramped = ProductModel(1e-6, 1.0, 0.0, 64.0, 1.0, 1.0)
+    assert seconds(ramped, 100, 32, 32, 96) == pytest.approx(seconds(PLAIN, 100, 32, 32, 160))
+
+
+def test_streams_count_bytes_and_long_rows_are_slower() -> None:
+    model = StreamModel(launch_s=1e-6, efficiency=0.8, long_row_efficiency=0.5)
+    took = model.seconds(1e12, np.array([8e9, 8e9]), np.array([1024.0, 1025.0]))
+    assert took.tolist() == pytest.approx([1e-6 + 1e-2, 1e-6 + 1.6e-2])
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(4, 8, 3, padding=1, groups=2)
+        self.norm = nn.LayerNorm(64)
+        self.linear = nn.Linear(64, 32)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.convolution(image).flatten(2)
+        return torch.softmax(self.dropout(self.linear(self.norm(made))), -1).mean(1)
+
+
+@pytest.fixture(scope="module")
+def graph() -> OpGraph:
+    data = torch.zeros(16, 4, 8, 8), torch.zeros(16, 32)
+    return capture(Workload(Model, data, functional.mse_loss, torch.optim.Adam, name="small"))
+
+
+def ops(graph: OpGraph, kind: str) -> list[int]:
+    return [index for index, op in enumerate(graph.ops) if op.kind.startswith(kind)]
+
+
+def test_convolutions_and_linears_are_products_of_these_sizes(graph: OpGraph) -> None:
+    products = products_of(graph)
+    sizes = {
+        graph.ops[op].kind: size.tolist()
+        for op, size in zip(products.op, products.sizes, strict=True)
+        if graph.ops[op].phase == Phase.FORWARD
+    }
+    assert sizes["convolution.default"] == [2, 16 * 8 * 8, 4, 2 * 3 * 3]
+    assert sizes["addmm.default"] == [1, 16 * 8, 32, 64]
+
+
+def test_flops_of_products_are_those_of_the_graph(graph: OpGraph) -> None:
+    products = products_of(graph)
+    flops = np.zeros(graph.num_ops)
+    np.add.at(flops, products.op, products.count * 2.0 * products.sizes.prod(axis=1))
+    chosen = np.unique(products.op)
+    np.testing.assert_allclose(flops[chosen], graph.flops[chosen], rtol=0.02)
+
+
+def test_the_mask_of_a_dropout_is_no_kernel_and_views_are_none(graph: OpGraph) -> None:
+    drawn = ops(graph, "bernoulli")
+    assert drawn
+    priced = set(streams_of(graph).op.tolist()) | set(products_of(graph).op.tolist())
+    assert priced.isdisjoint(drawn)
+    assert priced.isdisjoint(np.flatnonzero(graph.is_view).tolist())
+    for kind, family in (("native_layer_norm", 1), ("_softmax", 2), ("update", 0)):
+        streams = streams_of(graph)
+        found = {int(f) for o, f in zip(streams.op, streams.family, strict=True)
+                 if graph.ops[o].kind.startswith(kind)}  # fmt: skip
+        assert found == {family}, kind
+
+
+class Batched(nn.Module):
+    """Each sample has a matrix of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = nn.Parameter(torch.zeros(24, 880, 336))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, self.right)
+
+
+@pytest.mark.parametrize("cut", [(1,), (2,), (3,), (0,), (1, 2), (1, 3), (2, 3), (0, 1)])
+@pytest.mark.parametrize("part", [0.5, 0.125])
+def test_sizes_of_a_part_follow_from_its_flops_and_bytes(
+    cut: tuple[int, ...], part: float
+) -> None:
+    products = products_of(
+        capture(
+            Workload(Batched, (torch.zeros(24, 208, 880), torch.zeros(24, 208, 336)),
+                     functional.mse_loss, torch.optim.SGD, {"lr": 0.1}, name="product")
+        )
+    )  # fmt: skip
+    assert products.sizes[0].tolist() == [24, 208, 336, 880]
+    whole = products.sizes[:1]
+    sizes = whole.copy()
+    sizes[:, list(cut)] *= part
+    share = (product_bytes(sizes, 4, 4) / product_bytes(whole, 4, 4)).astype(np.float64)
+    first = np.zeros(1, np.int32)
+    found = local_sizes(products, first, np.array([part ** len(cut)]), share)
+    np.testing.assert_allclose(found, sizes)
+
+
+def test_a_share_of_the_batch_takes_less_and_nothing_takes_no_work(graph: OpGraph) -> None:
+    model, kind = DeviceModels(), device_type("A100-80GB")
+    whole = model.op_seconds(graph, kind, 16)
+    half = model.op_seconds(graph, kind, 8)
+    assert (half <= whole + 1e-12).all()
+    assert half.sum() < whole.sum()
+    nothing = model.work_seconds(graph, kind, np.zeros(graph.num_ops), np.zeros(graph.num_ops))
+    assert nothing.max() == model.host_s
+
+
+@pytest.mark.parametrize(
+    "name", ["inception_v3", "mobilenet_v2", "gpt2", "bert_moe", "transformer_6l"]
+)
+def test_more_samples_never_take_less_time(name: str) -> None:
+    """Bounds rest on it: a part of a kernel must not be guessed to be of another shape."""
+    step, kind = capture(build(name, 24)), device_type("V100-16GB")
+    model = DeviceModels(host_s=0.0)
+    before = np.zeros(step.num_ops)
+    for samples in range(1, step.batch_size + 1):
+        took = model.op_seconds(step, kind, samples)
+        assert (took >= before * (1.0 - 1e-9)).all()
+        before = took
+
+
+def test_no_kernel_takes_less_than_the_host_takes_to_issue_it(graph: OpGraph) -> None:
+    kind = device_type("A100-80GB")
+    kernels = DeviceModels(host_s=0.0).op_seconds(graph, kind, 16)
+    issued = DeviceModels(host_s=5e-5).op_seconds(graph, kind, 16)
+    is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops])
+    np.testing.assert_array_equal(issued[is_update], kernels[is_update])
+    runs = ~is_update & (kernels > 0.0)
+    np.testing.assert_array_equal(issued[runs], np.maximum(kernels[runs], 5e-5))
+
+
+def test_each_distinct_product_is_priced_as_if_alone(graph: OpGraph) -> None:
+    """What is priced once for all of a kind equals the plain formula for each."""
+    kind = device_type("V100-32GB")
+    found = DeviceModels(host_s=0.0).op_seconds(graph, kind, 16)
+    products, family = products_of(graph), families_of(kind.name)["float32"]
+    assert isinstance(family.model, ProductModel)
+    for op in np.unique(products.op):
+        expected = 0.0
+        for number in np.flatnonzero(products.op == op):
+            took = family.model.seconds(
+                chip_of(kind, kind.peak_flops_per_s["float32"]),
+                products.sizes[[number]],
+                products.num_bytes[[number]],
+            )[0]
+            expected += launch_seconds(kind) + took - family.model.launch_s
+        assert found[op] == pytest.approx(expected)
+
+
+def test_every_listed_type_is_priced_and_no_gpu_by_the_roofline(graph: OpGraph) -> None:
+    for each in listed_types():
+        took = DeviceModels().op_seconds(graph, each.type, 16)
+        assert np.isfinite(took).all()
+        assert (took[graph.is_view] == 0.0).all()
+        as_roofline = np.array_equal(took, Roofline().op_seconds(graph, each.type, 16))
+        assert as_roofline == (each.type.name == "CPU"), each.type.name
+
+
+def test_own_efficiencies_and_unknown_types(graph: OpGraph) -> None:
+    def own(**more: float) -> DeviceType:
+        return DeviceType(
+            name="own", peak_flops_per_s={"float32": 2e13},
+            memory_bandwidth_bytes_per_s=1e12, memory_bytes=2**34, source="a test", **more,
+        )  # fmt: skip
+
+    stated = own(compute_efficiency=0.5)
+    roofline = Roofline().op_seconds(graph, stated, 16)
+    np.testing.assert_array_equal(DeviceModels().op_seconds(graph, stated, 16), roofline)
+    assert {each.measured_on for each in families_of("own").values()} == {ANY_TYPE}
+    assert chip_of(own(), 2e13).multiprocessors == round(2e13 / 0.18e12)
+    assert not np.array_equal(DeviceModels().op_seconds(graph, own(), 16), roofline)
+
+
+def test_tf32_as_a_declared_peak_takes_the_tensor_cores(graph: OpGraph) -> None:
+    listed = listed_type("A100-80GB")
+    assert listed is not None
+    assert listed.tf32_flops_per_s is not None
+    plain = listed.type
+    fast = DeviceType(
+        name=plain.name,
+        peak_flops_per_s={**plain.peak_flops_per_s, "float32": listed.tf32_flops_per_s},
+        memory_bandwidth_bytes_per_s=plain.memory_bandwidth_bytes_per_s,
+        memory_bytes=plain.memory_bytes,
+        source=plain.source,
+    )
+    large = capture(
+        Workload(lambda: nn.Linear(4096, 4096), (torch.zeros(4096, 4096),) * 2,
+                 functional.mse_loss, torch.optim.SGD, {"lr": 0.1}, name="large")
+    )  # fmt: skip
+    op = ops(large, "addmm")[0]
+    ratio = (
+        DeviceModels().op_seconds(large, plain, 4096)[op]
+        / DeviceModels().op_seconds(large, fast, 4096)[op]
+    )
+    assert 4.0 < ratio < 9.0
+
+
+def test_a_cluster_file_asks_for_them_by_name(graph: OpGraph, tmp_path: Path) -> None:
+    path = tmp_path / "lab.yaml"
+    path.write_text(
+        "schema_version: 1\nname: lab\ncalibration: device-models\nhosts:\n"
+        "  - {name: A, devices: [{type: H100, count: 2}], intra: nvlink4, "
+        "nic: {line_rate: 100 Gbit/s}}\n"
+    )
+    cluster = load_cluster(path)
+    assert cost_model_of(cluster).name == "device models"
+    cluster.save(tmp_path / "again.yaml")
+    assert load_cluster(tmp_path / "again.yaml").calibration == cluster.calibration
+    found = Evaluator(graph, cluster)
+    kind = cluster.device_types[0]
+    np.testing.assert_array_equal(
+        found.cost_model.op_seconds(graph, kind, 8), DeviceModels().op_seconds(graph, kind, 8)
+    )
+
+
+# --- parameters ----------------------------------------------------------------------------------
+
+
+def test_fitted_parameters_have_errors_and_every_family_serves_any_type() -> None:
+    for name in (*PRODUCTS, *STREAMS):
+        family = families_of("a type that nobody knows")[name]
+        assert family.measured_on == ANY_TYPE
+        assert family.errors.rows > 0
+        assert 0.0 < family.errors.median < family.errors.p90
+    assert families_of("H100")["16 bit"].measured_on == "H100"
+    assert families_of("A100-40GB")["16 bit"].measured_on == "A100-80GB"
+    assert families_of("A100-40GB")["softmax"].measured_on.startswith("A100-PCIe")
+    assert families_of("RTX-3090")["16 bit"].measured_on == ANY_TYPE
+
+
+MEASURED = Path(__file__).parents[3] / "shared" / "data" / "measured"
+
+
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the shared measurements are not here")
+def test_shipped_parameters_predict_the_rows_that_were_not_fitted() -> None:
+    import importlib.util
+
+    path = Path(__file__).parents[2] / "experiments" / "device_models.py"
+    spec = importlib.util.spec_from_file_location("device_models_experiment", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = module.read(MEASURED / "gemm_16bit.csv.gz")
+    for name in ("A100-80GB", "H100", "H200", "L40S"):
+        chosen = [row for row in rows if row["split"] == "test" and row["dtype"] == "bfloat16"
+                  and device_type(row["device"]).name == name]  # fmt: skip
+        family = families_of(name)["16 bit"]
+        errors = module.errors_of(module.products_16bit(chosen, "16 bit").log_errors(family.model))
+        assert errors.median <= 0.12
+        assert errors.p90 <= 0.35
+        assert math.isclose(errors.median, family.errors.median, rel_tol=0.05)
