@@ -67,7 +67,7 @@ Teams = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is captured: sizes, and which library's model it is."""
+    """What is captured: sizes, which library's model it is, and whether kernels are fused."""
 
     family: str
     hidden: int
@@ -77,6 +77,7 @@ class Model:
     vocabulary: int
     dtype: str
     is_tied: bool
+    is_fused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +150,22 @@ def written_out(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
+def fused_softmax(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention whose softmax scales and masks in the same kernel: neither is an op of its own.
+
+    It is priced, never run.
+    """
+    del module, others, more
+    weights = (query @ key.transpose(2, 3)).softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+_GELU = {False: "gelu_new", True: "gelu_pytorch_tanh"}
+"""Written out as ops, or one kernel."""
+
+
 def make_model(model: Model) -> nn.Module:
     """The library's GPT-2 in the sizes of a model, without weights of its own.
 
@@ -156,6 +173,7 @@ def make_model(model: Model) -> nn.Module:
     product. OPT has ReLU, two rows of positions more and (OPT-350M) no last norm.
     """
     transformers.AttentionInterface.register("written_out", written_out)
+    transformers.AttentionInterface.register("fused_softmax", fused_softmax)
     is_opt = model.family == "opt"
     config: Any = transformers.GPT2Config
     config = config(
@@ -164,11 +182,11 @@ def make_model(model: Model) -> nn.Module:
         n_embd=model.hidden,
         n_layer=model.layers,
         n_head=model.heads,
-        activation_function="relu" if is_opt else "gelu_new",
+        activation_function="relu" if is_opt else _GELU[model.is_fused],
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        attn_implementation="written_out",
+        attn_implementation="fused_softmax" if model.is_fused else "written_out",
         use_cache=False,
         tie_word_embeddings=model.is_tied,
         bos_token_id=None,
@@ -206,10 +224,11 @@ _INPUTS = ("input_ids", "labels")
 def vtrain_rows(path: Path) -> list[Run]:
     """Rows of vTrain's tables."""
     with path.open(newline="") as file:
-        return [_vtrain_run(row, number) for number, row in enumerate(csv.DictReader(file))]
+        return [vtrain_run(row, number) for number, row in enumerate(csv.DictReader(file))]
 
 
-def _vtrain_run(row: dict[str, str], number: int) -> Run:
+def vtrain_run(row: dict[str, str], number: int) -> Run:
+    """A row of vTrain's tables."""
     count, batch, micro = (int(row[key]) for key in ("# GPUs", "global batch", "micro batch"))
     tp, dp, pp = (int(row[f"{kind} parallelism"]) for kind in ("tensor", "data", "pipeline"))
     model = Model(
@@ -244,7 +263,7 @@ def _vtrain_run(row: dict[str, str], number: int) -> Run:
         measured_s=float(row["iteration time (ms)"]) / 1e3,
         layout=str(layout),
         build=lambda graph, cluster: place_layout(layout, graph, cluster).strategy,
-        shortened=lambda count: _vtrain_run(
+        shortened=lambda count: vtrain_run(
             row | {"global batch": str(count * micro * dp)}, number
         ),
     )
