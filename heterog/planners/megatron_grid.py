@@ -1,16 +1,18 @@
 """The best uniform layout by enumeration: what a careful person would tune by hand.
 
-Every tp x pp x dp that fills the machines, every micro-batch that divides, ZeRO, recomputation and
-the schedule of the pipeline, as Megatron-LM and FSDP offer them: all replicas alike, all stages
-with equal numbers of layers, even shares. On mixed clusters also on the faster kinds of machines
-alone. The grid of shapes and micro-batches is gone through first, those with the least estimated
-compute first and each in the leanest manner that it needs to fit into memory; then the manner of
-the best ones is varied. Cut short at any moment it hands over the best so far.
+Every tp x pp x dp that fills the machines, every micro-batch that divides, ZeRO, recomputation,
+sequence parallelism and the schedule of the pipeline, as Megatron-LM and FSDP offer them: all
+replicas alike, all stages with equal numbers of layers, even shares. On mixed clusters also on the
+faster kinds of machines alone. The grid of shapes and micro-batches is gone through first, those
+with the least estimated compute first and each in the leanest manner that it needs to fit into
+memory; then the manner of the best ones is varied. Cut short at any moment it hands over the best
+so far.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import gcd
 
 from heterog.errors import StrategyError
@@ -169,35 +171,42 @@ class _Grid:
 
     def _until_it_fits(self, point: _Point) -> Iterator[_Point]:
         """A point in leaner and leaner manners, without those that cannot fit."""
-        manners = [(0, Recompute.NONE), (1, Recompute.NONE), (1, Recompute.FULL)]
+        in_team = point.layout.tp > 1
+        manners = [
+            (0, Recompute.NONE, False),
+            (0, Recompute.NONE, in_team),
+            (1, Recompute.NONE, in_team),
+            (1, Recompute.FULL, in_team),
+        ]
         if point.layout.pp == 1:
-            manners.append((3, Recompute.FULL))
+            manners.append((3, Recompute.FULL, in_team))
         made = [
-            replace(point, layout=replace(point.layout, zero=zero, recompute=recompute))
-            for zero, recompute in manners
+            replace(point, layout=_in_manner(point.layout, zero, recompute, along_positions))
+            for zero, recompute, along_positions in dict.fromkeys(manners)
             if not zero or point.layout.dp > 1
         ]
         fitting = [each for each in made if self._least_bytes(each) <= self._room(each)]
         yield from fitting or made[-1:]
 
     def _varied(self, start: _Point) -> Iterator[_Point]:
-        """Other manners of a point: ZeRO, recomputation, the schedule."""
+        """Other manners of a point: ZeRO, recomputation, sequence parallelism, the schedule."""
         layout = start.layout
         stages = [0, 1] if layout.pp > 1 else [0, 1, 2, 3]
-        for zero in stages if layout.dp > 1 else [0]:
-            for recompute in Recompute:
-                for schedule, chunks in _schedules(layout, start.num_micro, self.num_layers):
-                    varied = replace(
-                        layout,
-                        zero=zero,
-                        recompute=recompute,
-                        schedule=schedule,
-                        chunks=chunks,
-                        layers=() if chunks > 1 else layout.layers,
-                    )
-                    point = replace(start, layout=varied)
-                    if self._least_bytes(point) <= self._room(point):
-                        yield point
+        for zero, recompute, along_positions, (schedule, chunks) in product(
+            stages if layout.dp > 1 else [0],
+            Recompute,
+            [False, True] if layout.tp > 1 else [False],
+            tuple(_schedules(layout, start.num_micro, self.num_layers)),
+        ):
+            varied = replace(
+                _in_manner(layout, zero, recompute, along_positions),
+                schedule=schedule,
+                chunks=chunks,
+                layers=() if chunks > 1 else layout.layers,
+            )
+            point = replace(start, layout=varied)
+            if self._least_bytes(point) <= self._room(point):
+                yield point
 
     def _estimate(self, point: _Point) -> tuple[float, int]:
         """Seconds of compute with the bubble, (m + p - 1)/m; then the shorter pipeline first."""
@@ -221,6 +230,10 @@ class _Grid:
     def _room(self, point: _Point) -> float:
         """Bytes of the roomiest device: what does not fit there fits nowhere."""
         return max(self.cluster.devices[d].usable_memory_bytes for d in point.devices)
+
+
+def _in_manner(layout: Layout, zero: int, recompute: Recompute, along_positions: bool) -> Layout:
+    return replace(layout, zero=zero, recompute=recompute, sequence_parallel=along_positions)
 
 
 def _schedules(layout: Layout, num_micro: int, num_layers: int) -> Iterator[tuple[str, int]]:

@@ -5,7 +5,7 @@ import pytest
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.given import GivenLayout
-from heterog.planners.megatron_grid import MegatronGrid
+from heterog.planners.megatron_grid import MegatronGrid, _Grid
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.portfolio import run_method
 from heterog.simulator.evaluator import Evaluator
@@ -19,7 +19,15 @@ def task_of(evaluator: Evaluator, budget: str = "1000e") -> Problem:
 
 
 @pytest.mark.parametrize(
-    "text", ["dp=8", "pp=2,micro_batch=1", "pp=4,micro_batch=2,zero=1", "micro_batch=2,zero=3"]
+    "text",
+    [
+        "dp=8",
+        "pp=2,micro_batch=1",
+        "pp=4,micro_batch=2,zero=1",
+        "micro_batch=2,zero=3",
+        "tp=2,sp=true",
+        "tp=2,pp=2,micro_batch=1,sp=true",
+    ],
 )
 def test_no_layout_of_the_grid_beats_its_best(text: str) -> None:
     evaluator = Evaluator(GRAPH, CLUSTER)
@@ -40,6 +48,16 @@ def test_memory_is_kept_where_data_parallelism_has_none() -> None:
     best = run_method(MegatronGrid(), task_of(evaluator))
     assert plain.outcome == "out_of_memory"
     assert best.outcome == "ok"
+
+
+def test_positions_are_split_where_that_is_what_makes_a_layout_fit() -> None:
+    """A team whose members keep all positions has no room; one that splits them does."""
+    evaluator = Evaluator(GRAPH, CLUSTER)
+    grid = _Grid(task_of(evaluator), task_of(evaluator).spend())
+    point = next(each for each in grid._shapes() if each.layout.tp == 2)
+    manners = [each.layout for each in grid._until_it_fits(point)]
+    assert [each.sequence_parallel for each in manners[:2]] == [False, True]
+    assert all(each.sequence_parallel for each in manners[1:])
 
 
 def test_it_hands_over_what_it_has_when_time_is_up() -> None:
