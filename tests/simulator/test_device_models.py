@@ -1,6 +1,7 @@
 """Device models: closed forms, sizes of parts, and errors on kernels that were not fitted."""
 
 import math
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from heterog.cluster.spec import load_cluster
 from heterog.cluster.topology import DeviceType
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
+from heterog.graph.serialize import graph_from_dict
 from heterog.graph.workload import Workload
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.device_models.kernels import local_sizes, products_of, streams_of
@@ -287,6 +289,49 @@ def test_a_cluster_file_asks_for_them_by_name(graph: OpGraph, tmp_path: Path) ->
     np.testing.assert_array_equal(
         found.cost_model.op_seconds(graph, kind, 8), DeviceModels().op_seconds(graph, kind, 8)
     )
+
+
+def test_ops_of_imported_graphs_are_priced_by_their_work() -> None:
+    """Nothing is known of them but FLOPs and bytes, whatever their kind is called."""
+    record = {
+        "schema_version": 1, "name": "imported", "batch_size": 8, "loss": "y", "optimizer": "SGD",
+        "optimizer_state_ratio": 0.0,
+        "tensors": [{"name": "x", "shape": [8, 4], "dtype": "float32", "kind": "batch"},
+                    {"name": "y", "shape": [8], "dtype": "float32"}],
+        "ops": [{"kind": "mm.default", "inputs": ["x"], "outputs": ["y"], "batch_dims": [0],
+                 "flops": 1e12}],
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = graph_from_dict(record, "a test")
+    kind = device_type("V100-16GB")
+    took = DeviceModels().op_seconds(step, kind, 8)[0]
+    assert took == pytest.approx(Roofline().op_seconds(step, kind, 8)[0], rel=1e-3)
+
+
+def test_attention_is_the_products_inside_it() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            queries = x.view(2, 32, 4, 16).transpose(1, 2)
+            keys = self.keys(x).view(2, 32, 4, 16).transpose(1, 2)[:, :, :24]
+            seen = functional.scaled_dot_product_attention(queries, keys, keys)
+            return seen.transpose(1, 2).flatten(2)
+
+    step = capture(
+        Workload(Attention, (torch.zeros(2, 32, 64), torch.zeros(2, 32, 64)), functional.mse_loss,
+                 torch.optim.SGD, {"lr": 0.1}, name="attention")
+    )  # fmt: skip
+    products = products_of(step)
+    found = {
+        step.ops[op].kind: (size.tolist(), count)
+        for op, size, count in zip(products.op, products.sizes, products.count, strict=True)
+    }
+    assert found["attention"] == ([8, 32, 16, 24], pytest.approx(2.0))
+    assert found["attention_backward"] == ([8, 32, 16, 24], pytest.approx(5.0))
 
 
 # --- parameters ----------------------------------------------------------------------------------

@@ -19,6 +19,13 @@ _FACTORS = {
     "baddbmm.default": ("batch1", "batch2"),
     "_grouped_mm.default": ("self", "mat2"),
 }
+_READS = _FACTORS | {
+    "attention": ("query", "key"),
+    "attention_backward": ("query", "key"),
+    "convolution.default": ("input", "weight"),
+    "convolution_backward.default": ("grad_output", "input", "weight"),
+}
+"""Arguments that tell the sizes of products."""
 _DRAWS = ("bernoulli", "rand.", "rand_like.")
 _NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm")
 _SOFTMAXES = ("_softmax", "_log_softmax")
@@ -106,7 +113,7 @@ def products_of(graph: OpGraph) -> Products:
     for index in range(graph.num_ops):
         if graph.is_view[index] or graph.flops[index] <= 0.0:
             continue
-        found = list(_products(graph, index))
+        found = [each for each in _products(graph, index) if prod(each.sizes) > 0]
         for product in found:
             ops.append(index)
             sizes.append(product.sizes)
@@ -205,8 +212,10 @@ class _Product(NamedTuple):
 
 
 def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
-    """The matrix products that an op is."""
+    """The matrix products that an op is; none if an imported graph does not say enough of it."""
     call = graph.call(op)
+    if not all(isinstance(call.args.get(name), TensorRef) for name in _READS.get(call.kind, ())):
+        return
     if call.kind in _FACTORS:
         left, right = (_input(call, name).shape for name in _FACTORS[call.kind])
         result = call.outputs[0].shape
@@ -217,7 +226,7 @@ def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
             sizes = Sizes(batch, result[-2], result[-1], left[-1])
         yield _Product(sizes, _matrices(sizes), _along_batch(graph, op, call))
     elif call.kind in ("attention", "attention_backward"):
-        queries, keys = call.inputs[0].shape, call.inputs[1].shape
+        queries, keys = _input(call, "query").shape, _input(call, "key").shape
         # Scores stay on the chip: all products have this size, or that of its transpose.
         sizes = Sizes(prod(queries[:-2]), queries[-2], queries[-1], keys[-2])
         yield _Product(sizes, _matrices(sizes), _BATCH)
