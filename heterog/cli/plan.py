@@ -172,6 +172,7 @@ def plan(
         remarks.append(_beside(found))
     if extrapolated is not None:
         remarks.append(_trust(found.calibration, extrapolated))
+    remarks += _modelled(found.cluster)
     for line in answer(
         explanation,
         width=min(out.width, 100),
@@ -250,6 +251,16 @@ def _extrapolated(found: Any) -> dict[str, Any] | None:
         return None
     shares = extrapolated_by(model, found.graph, found.cluster, found.strategy)
     return {"share": sum(shares.values()), "kinds": list(shares)}
+
+
+def _modelled(cluster: Any) -> list[str]:
+    """Whose measurements the kernels' times come from, where nobody has made own ones."""
+    from heterog.simulator.calibration import cost_model_of
+    from heterog.simulator.device_models.model import DeviceModels, provenance
+
+    if not isinstance(cost_model_of(cluster), DeviceModels):
+        return []
+    return [f"kernels by device models ({provenance(cluster.device_types)})"]
 
 
 def _trust(calibration: str, extrapolated: dict[str, Any]) -> str:

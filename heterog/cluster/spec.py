@@ -23,6 +23,7 @@
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -441,7 +442,14 @@ class _Builder:
     def _calibration(self) -> str | None:
         if self._spec.calibration in (None, DEVICE_MODELS):
             return self._spec.calibration
-        return os.path.abspath(self._document.path.parent / self._spec.calibration)
+        path = os.path.abspath(self._document.path.parent / self._spec.calibration)
+        meant = re.sub(r"[\s_]+", "-", self._spec.calibration.strip().lower())
+        if meant == DEVICE_MODELS and not os.path.exists(path):
+            self._document.refuse(
+                ("calibration",),
+                f"there is no file {path}; the models that ship are called '{DEVICE_MODELS}'.",
+            )
+        return path
 
     def _host(self, spec: HostSpec, here: _Location, name: str) -> Host:
         intra, nic = spec.intra, spec.nic

@@ -13,13 +13,14 @@ from torch.nn import functional
 from heterog.cluster.catalog import device_type, listed_type, listed_types
 from heterog.cluster.spec import load_cluster
 from heterog.cluster.topology import DeviceType
+from heterog.errors import InputFileError
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.serialize import graph_from_dict
 from heterog.graph.workload import Workload
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.device_models.kernels import local_sizes, products_of, streams_of
-from heterog.simulator.device_models.model import DeviceModels, launch_seconds
+from heterog.simulator.device_models.model import DeviceModels, launch_seconds, provenance
 from heterog.simulator.device_models.parameters import (
     ANY_TYPE,
     PRODUCTS,
@@ -332,6 +333,25 @@ def test_attention_is_the_products_inside_it() -> None:
     }
     assert found["attention"] == ([8, 32, 16, 24], pytest.approx(2.0))
     assert found["attention_backward"] == ([8, 32, 16, 24], pytest.approx(5.0))
+
+
+def test_a_name_written_otherwise_is_no_missing_file(tmp_path: Path) -> None:
+    path = tmp_path / "lab.yaml"
+    path.write_text(
+        "schema_version: 1\nname: lab\ncalibration: device_models\nhosts:\n"
+        "  - {name: A, devices: [{type: H100}], intra: nvlink4, nic: {line_rate: 1 Gbit/s}}\n"
+    )
+    with pytest.raises(InputFileError, match=r"line 3.*are called 'device-models'"):
+        load_cluster(path)
+
+
+def test_a_plan_says_whose_measurements_price_its_kernels() -> None:
+    types = [device_type(name) for name in ("H100", "T4", "MI300X", "CPU")]
+    assert provenance(types) == (
+        "H100: float32, 16 bit, 8 bit products as measured, the rest as on other types; "
+        "T4: float32 products, elementwise, layer norm, softmax as measured, the rest as on other "
+        "types; MI300X: as on other types; CPU: roofline"
+    )
 
 
 # --- parameters ----------------------------------------------------------------------------------

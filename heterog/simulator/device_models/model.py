@@ -1,5 +1,6 @@
 """The device models as a cost model: what a step takes on GPUs that nobody has calibrated."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -9,7 +10,13 @@ from heterog.cluster.catalog import listed_type
 from heterog.cluster.topology import DeviceType
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph
 from heterog.simulator.device_models.kernels import Products, local_sizes, products_of, streams_of
-from heterog.simulator.device_models.parameters import STREAMS, chip_of, families_of
+from heterog.simulator.device_models.parameters import (
+    ANY_TYPE,
+    PRODUCTS,
+    STREAMS,
+    chip_of,
+    families_of,
+)
 from heterog.simulator.device_models.products import ProductModel
 from heterog.simulator.device_models.streams import StreamModel
 from heterog.simulator.roofline import Roofline, attainable_flops_per_s
@@ -55,6 +62,34 @@ class DeviceModels(Roofline):
         assert isinstance(model, StreamModel)
         rate = device_type.memory_bandwidth_bytes_per_s * model.efficiency
         return launch_seconds(device_type), 1.0 / rate
+
+
+def provenance(device_types: Sequence[DeviceType]) -> str:
+    """Where the parameters of some types come from, in one sentence.
+
+    >>> from heterog.cluster.catalog import device_type
+    >>> provenance([device_type("H200"), device_type("RTX-3090"), device_type("CPU")])
+    'H200: 16 bit, 8 bit products as measured, the rest as on other types; RTX-3090: as on other \
+types; CPU: roofline'
+    """
+    return "; ".join(f"{each.name}: {_source_of(each)}" for each in device_types)
+
+
+def _source_of(device_type: DeviceType) -> str:
+    if not _is_modelled(device_type):
+        return "roofline"
+    measured = [
+        name
+        for name, family in families_of(device_type.name).items()
+        if family.measured_on != ANY_TYPE
+    ]
+    if not measured:
+        return "as on other types"
+    products = [name for name in measured if name in PRODUCTS]
+    words = [*products[:-1], f"{products[-1]} products"] if products else []
+    words += [name for name in measured if name in STREAMS]
+    rest = "" if len(measured) == len(PRODUCTS) + len(STREAMS) else ", the rest as on other types"
+    return f"{', '.join(words)} as measured{rest}"
 
 
 def launch_seconds(device_type: DeviceType) -> float:
