@@ -366,6 +366,11 @@ def test_fitted_parameters_have_errors_and_every_family_serves_any_type() -> Non
     assert families_of("H100")["16 bit"].measured_on == "H100"
     assert families_of("A100-40GB")["16 bit"].measured_on == "A100-80GB"
     assert families_of("A100-40GB")["softmax"].measured_on.startswith("A100-PCIe")
+    for name in ("GH200", "H800", "H100-PCIe"):
+        assert families_of(name)["float32"].measured_on == "H100"
+    assert families_of("V100-16GB")["float32"].measured_on == "V100-PCIe-32GB"
+    # 80 multiprocessors and 6 MiB as a V100, but Ampere's.
+    assert families_of("A10G")["float32"].measured_on == ANY_TYPE
     assert families_of("RTX-3090")["16 bit"].measured_on == ANY_TYPE
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from heterog.cluster.catalog import listed_type
+from heterog.cluster.catalog import ListedType, listed_type
 from heterog.cluster.topology import DeviceType
 from heterog.simulator.device_models.products import Chip, ProductModel
 from heterog.simulator.device_models.streams import StreamModel
@@ -28,6 +28,8 @@ STREAMS = ("elementwise", "layer norm", "softmax")
 _FLOPS_OF_A_MULTIPROCESSOR = 0.18e12
 _CACHE_MIB = 4.0
 _MIB = 2.0**20
+_SAME_CHIP = 0.85
+"""Least ratio of multiprocessors, and of their peaks, of types with one chip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +79,8 @@ def chip_of(device_type: DeviceType, peak_flops_per_s: float) -> Chip:
 def families_of(type_name: str) -> Mapping[str, Family]:
     """Each family of kernels on a type: its own parameters, its siblings', or those of any type.
 
-    Siblings have the same chip: an A100 of 40 GB is predicted from one of 80 GB, on its own
-    bandwidth and peaks.
+    Siblings have the same chip: an A100 of 40 GB is predicted from one of 80 GB, a GH200 from an
+    H100, on its own bandwidth and peaks.
     """
     return {
         name: by_type.get(type_name) or _of_sibling(by_type, type_name) or by_type[ANY_TYPE]
@@ -92,9 +94,23 @@ def _of_sibling(by_type: Mapping[str, Family], type_name: str) -> Family | None:
         return None
     for other, family in by_type.items():
         sibling = listed_type(other)
-        if sibling is not None and sibling.model == listed.model:
+        if sibling is not None and _is_same_chip(listed, sibling):
             return family
     return None
+
+
+def _is_same_chip(one: ListedType, other: ListedType) -> bool:
+    """Whether caches are equal, and multiprocessors as fast and about as many.
+
+    Cards have a few multiprocessors less than modules, at a lower clock.
+    """
+    if not one.multiprocessors or one.cache_mib != other.cache_mib:
+        return False
+    few, many = sorted((one.multiprocessors, other.multiprocessors))
+    slow, fast = sorted(
+        each.type.peak_flops_per_s["float32"] / each.multiprocessors for each in (one, other)
+    )
+    return few >= _SAME_CHIP * many and slow >= _SAME_CHIP * fast
 
 
 @lru_cache(maxsize=1)
