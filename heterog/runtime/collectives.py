@@ -219,6 +219,8 @@ class Communicator:
     def _start_all_reduce(
         self, tensor: Tensor, group: dist.ProcessGroup | None = None
     ) -> dist.Work | None:
+        # Given a view that runs through memory in steps, gloo adds up what lies between them.
+        assert tensor.is_contiguous()
         work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
         return work
 

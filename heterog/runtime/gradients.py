@@ -152,7 +152,8 @@ class Gradients:
         part = self._part
         is_last = len([each for each in part.rings(row) if part.rank in each.devices]) == 1
         own = self._take_own(row) if is_last else self._own_or_zeros(row)
-        return part.cut_to_ring(own, row, ring).reshape(-1)
+        # Every second column is a view that runs through memory in steps; gloo would not.
+        return part.cut_to_ring(own, row, ring).reshape(-1).contiguous()
 
     def synchronise(self, task: int, kind: TaskKind, bucket: int) -> None:
         """Issue a collective of a bucket."""

@@ -552,7 +552,8 @@ def assert_same(
     for name, target in wanted.weights.items():
         if target.is_floating_point():
             limit = atol or rtol * max(float(target.abs().max()), 1e-2)
-            assert float((weights[name] - target).abs().max()) <= limit, name
+            off = float((weights[name] - target).abs().max())
+            assert off <= limit, f"{name}: off by {off:.3g}, allowed {limit:.3g}"
         else:
             assert torch.equal(weights[name], target), name
 

@@ -8,8 +8,9 @@ from random import Random
 
 import pytest
 
-from heterog.graph.placement import R
+from heterog.graph.placement import R, S
 from heterog.strategy.strategy import Decision, OpRule, Strategy, Sync
+from heterog.strategy.tensor_parallel import follow_split
 from tests.runtime.any_strategy import Draws, any_strategy, new_draws
 from tests.runtime.cases import NORMALISED, SGD, assert_same, reference, train_sharded
 from tests.runtime.grids import grid_cluster
@@ -96,3 +97,24 @@ def test_what_a_team_has_alike_enters_a_sum_where_it_is_held(
     )
     strategy = strategy_of(graph, grid_cluster(4), decision)
     check_strategy(four_ranks, tmp_path, "language", replace(strategy, op_rules=rules), 4)
+
+
+@pytest.mark.distributed
+def test_a_ring_adds_up_single_columns_of_a_slice(four_ranks: Ranks, tmp_path: Path) -> None:
+    """A team of one holds all units of a split, of another team one member has a single one.
+
+    Without samples the first team gives zeros to their ring: a view in steps of eight columns.
+    """
+    graph = graph_of("mlp")
+    shapes = {parameter: graph.tensors[parameter].shape for parameter in graph.parameters}
+    split = {p: S(1, 2) for p, shape in shapes.items() if shape[1:] == (16,)}
+    rules = follow_split(graph, range(graph.num_ops), split, 8)
+    decision = Decision(
+        devices=(0, 1, 2),
+        shares=(0, 4, 4),
+        teams=((0,), (1, 2)),
+        parts=(1, 1, 7),
+        sync=Sync.RING,
+    )
+    strategy = strategy_of(graph, grid_cluster(4), decision)
+    check_strategy(four_ranks, tmp_path, "mlp", replace(strategy, op_rules=rules), 4)
