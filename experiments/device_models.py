@@ -46,10 +46,9 @@ TENSORS_MOVED = {
 }  # fmt: skip
 """Tensors that an op reads and writes; "u" stands for a scalar as second operand."""
 STREAM_FAMILY = {"ln": "layer norm", "softmax": "softmax"}
-SHEETS = {"8 bit": 2.0}
-"""Peak of 8 bits over that of 16, for types whose sheets have both."""
+_PEAK_OF_8_BITS = 2.0
+"""Over that of 16 bits, on the sheets of all types that have both."""
 
-Measured = MeasuredProducts | MeasuredStreams
 Row = Mapping[str, str]
 
 
@@ -69,11 +68,12 @@ def products_16bit(rows: Sequence[Row], family: str) -> MeasuredProducts:
     kind = device_type(rows[0]["device"])
     m, n, k, milliseconds = columns(rows, "m", "n", "k", "ms")
     sizes = np.stack([np.ones_like(m), m, n, k], axis=1)
-    item = 1.0 if family == "8 bit" else 2.0
-    num_bytes = product_bytes(sizes, item, 2.0)
+    peak = kind.peak_flops_per_s["bfloat16"]
     if family == "8 bit":
-        num_bytes = num_bytes + 3.0 * m * k
-    peak = kind.peak_flops_per_s["bfloat16"] * SHEETS.get(family, 1.0)
+        peak *= _PEAK_OF_8_BITS
+        num_bytes = product_bytes(sizes, 1.0, 2.0) + 3.0 * m * k  # activations scaled before
+    else:
+        num_bytes = product_bytes(sizes, 2.0, 2.0)
     return MeasuredProducts(
         chip=chip_of(kind, peak), sizes=sizes, num_bytes=num_bytes, seconds=milliseconds / 1e3
     )

@@ -32,13 +32,13 @@ _SOFTMAXES = ("_softmax", "_log_softmax")
 
 
 _BATCH, _ROWS, _COLUMNS, _DEPTH = range(4)
-_HALVES = (0.5, 0.25, 0.75)
+_SHARES_OF_CUT = (0.5, 0.25, 0.75)
 _CUTS = np.array(
     [*np.eye(4)]
     + [
         share * np.eye(4)[one] + (1.0 - share) * np.eye(4)[other]
         for one, other in ((1, 2), (1, 3), (2, 3), (0, 1), (0, 2), (0, 3))
-        for share in _HALVES
+        for share in _SHARES_OF_CUT
     ]
 )
 """Exponents of the part by which (batch, rows, columns, depth) are cut; one alone first."""

@@ -17,7 +17,6 @@ ASPLOS 2025, section 4).
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from heterog.graph.op_graph import FloatArray
 
@@ -31,7 +30,7 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _SHORTEST_SPLIT = 128
 _DEPTH_STEP = 32
 _CACHED_SHARE = 0.15
-"""Share of the L2 cache that inputs are found in; a fit to all types leaves it about there."""
+"""Share of the L2 cache that inputs are found in: of 0.15 and 0.5 the better on an L40S."""
 _SHARPNESS = 3.0
 """How far compute and memory overlap: 1 is one after the other, infinity all of it."""
 
@@ -107,9 +106,7 @@ class ProductModel:
         return np.asarray(self.launch_s + both, np.float64)
 
 
-def product_bytes(
-    sizes: FloatArray, input_bytes: float, output_bytes: float
-) -> npt.NDArray[np.float64]:
+def product_bytes(sizes: FloatArray, input_bytes: float, output_bytes: float) -> FloatArray:
     """Bytes of the three matrices of products, each read or written once.
 
     Args:
