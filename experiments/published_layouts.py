@@ -34,6 +34,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
@@ -127,6 +128,33 @@ def summed_loss(output: Any, labels: Tensor) -> Tensor:
     return (logits.exp().sum(-1).log() - wanted).mean()
 
 
+class _InPlace(torch.autograd.Function):
+    """Cross-entropy in Megatron's few passes: one over the exponentials forward, one backward.
+
+    The wanted logits, one of each row, are left out. It is priced, never run.
+    """
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor) -> Tensor:
+        exponentials = logits.float().exp()
+        sums = exponentials.sum(-1, keepdim=True)
+        context.save_for_backward(exponentials, sums)
+        context.dtype = logits.dtype
+        return sums.log().mean()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        exponentials, sums = context.saved_tensors
+        return (exponentials * (gradient / sums / sums.numel())).to(context.dtype)
+
+
+def fused_loss(output: Any, labels: Tensor) -> Tensor:
+    """Cross-entropy whose kernels work in place."""
+    del labels
+    loss: Tensor = _InPlace.apply(output.logits)
+    return loss
+
+
 def written_out(
     module: nn.Module,
     query: Tensor,
@@ -157,11 +185,13 @@ def fused_softmax(
 
     It is priced, never run.
     """
-    del module, others, more
+    del others, more
     weights = (query @ key.transpose(2, 3)).softmax(-1)
+    weights = functional.dropout(weights, _DROPOUT, module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
+_DROPOUT = 0.1
 _GELU = {False: "gelu_new", True: "gelu_pytorch_tanh"}
 """Written out as ops, or one kernel."""
 
@@ -183,8 +213,8 @@ def make_model(model: Model) -> nn.Module:
         n_layer=model.layers,
         n_head=model.heads,
         activation_function="relu" if is_opt else _GELU[model.is_fused],
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
+        resid_pdrop=_DROPOUT * model.is_fused,
+        embd_pdrop=_DROPOUT * model.is_fused,
         attn_pdrop=0.0,
         attn_implementation="fused_softmax" if model.is_fused else "written_out",
         use_cache=False,
@@ -208,7 +238,7 @@ def graph_of(model: Model, batch: int) -> OpGraph:
         Workload(
             model=lambda: make_model(model),
             example_batch=tokens,
-            loss=summed_loss,
+            loss=fused_loss if model.is_fused else summed_loss,
             optimizer=torch.optim.Adam,
             name=f"{model.family}_{model.hidden}x{model.layers}",
         )

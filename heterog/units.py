@@ -103,6 +103,17 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
+def format_range(low_s: float, high_s: float, around_s: float) -> str:
+    """Two times in the unit that ``format_seconds`` takes for a third, without its name.
+
+    >>> format_range(0.36, 1.0472, around_s=0.61)
+    '360.0 to 1047.2'
+    """
+    unit = 1.0 if around_s >= 1.0 else 1e3 if around_s >= 1e-3 else 1e6
+    digits = 2 if around_s >= 1.0 else 1
+    return f"{low_s * unit:.{digits}f} to {high_s * unit:.{digits}f}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """A short text for people.
 

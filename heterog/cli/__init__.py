@@ -21,6 +21,7 @@ from heterog.cli import (
     compare,
     evaluate,
     export,
+    fidelity,
     listing,
     plan,
     profile,
@@ -50,6 +51,7 @@ app.command()(evaluate.evaluate)
 app.command()(run.run)
 app.command()(profile.profile)
 app.command()(calibrate.calibrate)
+app.command()(fidelity.fidelity)
 app.command()(report.report)
 app.command()(export.export)
 

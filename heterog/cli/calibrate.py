@@ -15,22 +15,43 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    measurements: Annotated[list[Path], typer.Argument(help="files of 'heterog profile'")],
     output: Annotated[Path, typer.Option("-o", "--output", help="calibration.json")],
+    measurements: Annotated[
+        list[Path] | None, typer.Argument(help="files of 'heterog profile'")
+    ] = None,
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            "--runs", help="a table of recorded runs instead; see 'heterog fidelity --help'"
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", help="of all runs: zoo name, file.py:function or a graph")
+    ] = "",
     cluster: Annotated[
-        str, typer.Option("--cluster", help="whose links were measured, if not in the file")
+        str,
+        typer.Option(
+            "--cluster", help="whose links were measured, if not in the file; of all runs"
+        ),
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Fit a cost model to measurements.
+    """Fit a cost model to measurements, or device models to recorded runs.
 
     The file is for the field 'calibration' of a cluster file.
     """
     from heterog.files import check_writable
+
+    check_writable(output)
+    if (runs is None) == (not measurements):
+        raise HeterogError("give files of 'heterog profile', or --runs with a table; one of them.")
+    if runs is not None:
+        _calibrate_on_runs(runs, output, model=model, cluster=cluster, as_json=as_json)
+        return
+    assert measurements
     from heterog.simulator.calibration import Measurements, link_error, merge
     from heterog.simulator.calibration import calibrate as fit
 
-    check_writable(output)
     measured = merge([Measurements.load(path) for path in measurements])
     target = load_cluster(cluster) if cluster else _measured_cluster(measured)
     if measured.links and target is None:
@@ -71,6 +92,56 @@ def calibrate(
         )
         return
     _print_calibration(types, links)
+    out.print(
+        f"calibration: {output} (name it in a cluster file: 'calibration: {output.name}')",
+        soft_wrap=True,
+    )
+
+
+def _calibrate_on_runs(
+    runs: Path, output: Path, *, model: str, cluster: str, as_json: bool
+) -> None:
+    """Device models fitted to recorded runs."""
+    from functools import lru_cache
+
+    import numpy as np
+
+    from heterog.cli.common import load_model_graph
+    from heterog.fidelity.predicting import cases_of
+    from heterog.fidelity.recorded import read_runs
+    from heterog.fidelity.run_fit import fit_runs
+    from heterog.simulator.calibration import cost_model_of
+    from heterog.simulator.device_models.model import DeviceModels
+    from heterog.simulator.device_models.run_file import save_run_models
+
+    rows = read_runs(runs, model=model, cluster=cluster)
+    cases = list(cases_of(rows, load_model_graph, lru_cache(load_cluster)))
+    starts = {case.cluster.calibration: cost_model_of(case.cluster) for case in cases}
+    executions = {case.cluster.execution for case in cases}
+    start = next(iter(starts.values()))
+    if len(starts) > 1 or len(executions) > 1 or not isinstance(start, DeviceModels):
+        raise HeterogError(
+            f"the clusters of {runs} are priced by {', '.join(sorted(map(str, starts)))} for "
+            f"{', '.join(sorted(executions))}; runs correct the device models of one execution: "
+            "leave 'calibration' out of the cluster files."
+        )
+    found = fit_runs(cases, start)
+    name = output.name.removesuffix(".gz").removesuffix(".json")
+    save_run_models(output, found.models, name, len(cases))
+    errors = {
+        which: float(np.mean(np.abs(np.expm1(off))))
+        for which, off in (
+            ("before", found.before), ("after", found.after), ("left_out", found.left_out)
+        )
+    }  # fmt: skip
+    if as_json:
+        print_json({"name": name, "file": str(output), "num_runs": len(cases), "mape": errors})
+        return
+    out.print(
+        f"{len(cases)} runs: mean error {errors['before']:.1%} before, {errors['after']:.1%} "
+        f"fitted, {errors['left_out']:.1%} each run left out",
+        highlight=False,
+    )
     out.print(
         f"calibration: {output} (name it in a cluster file: 'calibration: {output.name}')",
         soft_wrap=True,

@@ -172,7 +172,8 @@ def plan(
         remarks.append(_beside(found))
     if extrapolated is not None:
         remarks.append(_trust(found.calibration, extrapolated))
-    remarks += _modelled(found.cluster)
+    if not remarks:
+        remarks = _modelled(found.cluster)
     for line in answer(
         explanation,
         width=min(out.width, 100),
@@ -296,7 +297,7 @@ def _verdict(found: Any) -> str:
     for each in found.gains:
         text += f" {each.speedup:.2f}x over {each.over}"
         if each.low < each.high:
-            text += f" ({each.low:.2f}x to {each.high:.2f}x if devices and links vary by 10 %)"
+            text += f" ({each.low:.2f}x to {each.high:.2f}x if predictions are off)"
         text += "."
     simple = found.gains[0] if found.gains else None
     if simple is not None and found.method not in DATA_PARALLEL and simple.speedup < 1.01:

@@ -4,8 +4,9 @@
     name: lab
     efficiency: 0.7                     # usable share of every NIC's line rate
     reserved_memory: 1.0 GiB            # per device: context and communication buffers
-    calibration: lab_calibration.json   # optional, relative to this file; or device-models
+    calibration: lab_calibration.json   # optional, relative to this file; or roofline: data sheets
     sends: overlapped                   # or blocking: who executes computes only when all is sent
+    execution: eager                    # or megatron: which program runs steps
     hosts:
       - name: A
         devices: [{type: V100-16GB, count: 2}]
@@ -48,13 +49,14 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from heterog.cluster.catalog import device_type, device_type_names
 from heterog.cluster.links import INTRA_LINKS, intra_link, network_kind
 from heterog.cluster.topology import (
-    DEVICE_MODELS,
     DTYPES,
     MAX_DEVICES,
     SCHEMA_VERSION,
+    SHIPPED_MODELS,
     Cluster,
     Device,
     DeviceType,
+    Execution,
     FrozenFlops,
     Host,
     Link,
@@ -120,6 +122,7 @@ BytesOrZero: TypeAlias = Annotated[int, _reading(parse_bytes), Field(ge=0, le=_M
 Share: TypeAlias = Annotated[float, _reading(float), Field(gt=0, le=1, allow_inf_nan=False)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=4096, strict=True)]
 _Sends: TypeAlias = Literal["overlapped", "blocking"]
+_Execution: TypeAlias = Literal["eager", "megatron"]
 _Path: TypeAlias = Annotated[Text, Field(min_length=1)]
 _Dtype: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
 Peaks: TypeAlias = Annotated[
@@ -256,6 +259,7 @@ class ClusterSpec(_Spec):
     reserved_memory: BytesOrZero = GIB
     calibration: _Path | None = None
     sends: _Sends = "overlapped"
+    execution: _Execution = "eager"
     hosts: Annotated[list[HostSpec], Field(min_length=1)]
 
 
@@ -429,6 +433,7 @@ class _Builder:
                 efficiency=self._spec.efficiency,
                 calibration=self._calibration(),
                 sends=Sends(self._spec.sends),
+                execution=Execution(self._spec.execution),
             )
         except ClusterError as error:
             self._document.refuse((), str(error))
@@ -440,14 +445,14 @@ class _Builder:
         names.add(name)
 
     def _calibration(self) -> str | None:
-        if self._spec.calibration in (None, DEVICE_MODELS):
+        if self._spec.calibration in (None, *SHIPPED_MODELS):
             return self._spec.calibration
         path = os.path.abspath(self._document.path.parent / self._spec.calibration)
         meant = re.sub(r"[\s_]+", "-", self._spec.calibration.strip().lower())
-        if meant == DEVICE_MODELS and not os.path.exists(path):
+        if meant in SHIPPED_MODELS and not os.path.exists(path):
             self._document.refuse(
                 ("calibration",),
-                f"there is no file {path}; the models that ship are called '{DEVICE_MODELS}'.",
+                f"there is no file {path}; what ships is called '{meant}'.",
             )
         return path
 
@@ -668,6 +673,7 @@ class _ClusterRecord(Record):
     efficiency: _Part
     calibration: _Path | None
     sends: _Sends = "overlapped"
+    execution: _Execution = "eager"
     device_types: Annotated[list[_TypeRecord], Field(max_length=MAX_DEVICES)]
     hosts: Annotated[list[_HostRecord], Field(max_length=MAX_DEVICES)]
     devices: Annotated[list[_DeviceRecord], Field(max_length=MAX_DEVICES)]
@@ -705,6 +711,7 @@ def cluster_from_dict(record: object) -> Cluster:
         efficiency=found.efficiency,
         calibration=found.calibration,
         sends=Sends(found.sends),
+        execution=Execution(found.execution),
     )
 
 
@@ -723,12 +730,14 @@ def _file_record(cluster: Cluster, path: Path) -> dict[str, Any]:
         "efficiency": float(cluster.efficiency),
     }
     if cluster.calibration is not None:
-        is_path = cluster.calibration != DEVICE_MODELS
+        is_path = cluster.calibration not in SHIPPED_MODELS
         record["calibration"] = (
-            os.path.relpath(cluster.calibration, path.parent) if is_path else DEVICE_MODELS
+            os.path.relpath(cluster.calibration, path.parent) if is_path else cluster.calibration
         )
     if cluster.sends != Sends.OVERLAPPED:
         record["sends"] = str(cluster.sends)
+    if cluster.execution != Execution.EAGER:
+        record["execution"] = str(cluster.execution)
     return record | {"hosts": [_host_record(cluster, h) for h in range(cluster.num_hosts)]}
 
 

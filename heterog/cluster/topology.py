@@ -50,6 +50,8 @@ class FrozenFlops(Mapping[str, float]):
 
 
 DEVICE_MODELS = "device-models"
+ROOFLINE = "roofline"
+SHIPPED_MODELS = (DEVICE_MODELS, ROOFLINE)
 """Instead of the path of a calibration: the models of GPU types that ship."""
 
 
@@ -197,6 +199,15 @@ class Sends(StrEnum):
     """It waits until activations and their gradients are sent: Megatron-LM's 1F1B."""
 
 
+class Execution(StrEnum):
+    """Which program runs steps; how long kernels take depends on it."""
+
+    EAGER = "eager"
+    """PyTorch op by op, as in heterog's own runtime and in FSDP."""
+    MEGATRON = "megatron"
+    """Megatron-LM under DeepSpeed, of 2022, whose host takes longer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Devices on hosts joined by one non-blocking switch.
@@ -210,9 +221,10 @@ class Cluster:
         hosts: At least one, each with at least one device.
         devices: Listed host by host.
         efficiency: Usable share of every NIC's line rate.
-        calibration: Path of the measured cost tables, or ``DEVICE_MODELS`` for those that ship;
-            ``None`` for the roofline of data sheets.
+        calibration: Path of measured cost tables, or one of ``SHIPPED_MODELS``: what kernels took
+            on such GPUs, or data sheets alone. ``None`` for the former.
         sends: Of who executes steps here; predictions follow it.
+        execution: Which program that is; device models follow it.
         device_types: The distinct types by value, in order of first appearance.
         type_index: Position in ``device_types``, per device.
         host_of: Position in ``hosts``, per device.
@@ -231,6 +243,7 @@ class Cluster:
     efficiency: float = 0.7
     calibration: str | None = None
     sends: Sends = Sends.OVERLAPPED
+    execution: Execution = Execution.EAGER
     device_types: tuple[DeviceType, ...] = field(init=False, repr=False, compare=False)
     type_index: tuple[int, ...] = field(init=False, repr=False, compare=False)
     host_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -389,6 +402,7 @@ class Cluster:
             "efficiency": float(self.efficiency),
             "calibration": self.calibration,
             "sends": str(self.sends),
+            "execution": str(self.execution),
             "device_types": [_type_to_dict(t) for t in self.device_types],
             "hosts": [_host_to_dict(h) for h in self.hosts],
             "devices": [

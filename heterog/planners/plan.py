@@ -42,6 +42,7 @@ from heterog.planners.stability import TUNED_UNIFORM, Gain, best_data_parallel, 
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.intervals import Interval
 from heterog.simulator.lower_bound import lower_bound_s
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.lowering import lower
@@ -71,6 +72,8 @@ class Plan:
         program_hash: hash of the program that ``task_order`` belongs to.
         outcome: ``"ok"`` or why the best strategy cannot run.
         step_time_s: predicted seconds per step; ``None`` unless ``ok``.
+        interval_s: where the measured seconds lie, four times out of five; ``None`` unless ``ok``,
+            and in plans of earlier versions.
         peak_memory_bytes: predicted, of each device.
         method: the method that found it.
         rows: what every method tried reached.
@@ -105,6 +108,7 @@ class Plan:
     search_seconds: float
     num_evaluations: int
     shortage: str = ""
+    interval_s: Interval | None = None
     background: BackgroundPlan | None = None
     history: tuple[MethodHistory, ...] = ()
 
@@ -158,6 +162,7 @@ class Plan:
             "cluster": self.cluster.name,
             "outcome": self.outcome,
             "step_time_s": self.step_time_s,
+            "interval_s": None if self.interval_s is None else list(self.interval_s),
             "throughput_samples_per_s": self.throughput_samples_per_s,
             "method": self.method,
             "order": self.order,
@@ -268,6 +273,7 @@ def load_plan(path: str | Path) -> Plan:
         search_seconds=record.search_seconds,
         num_evaluations=record.num_evaluations,
         shortage=record.shortage,
+        interval_s=None if record.interval_s is None else Interval(*record.interval_s),
         background=_background_from_record(record.background),
         history=tuple(MethodHistory.from_dict(each.model_dump()) for each in record.history),
     )
@@ -479,6 +485,7 @@ def plan_from_rows(
         search_seconds=search_seconds,
         num_evaluations=sum(each.num_evaluations for each in rows),
         shortage=row.shortage,
+        interval_s=None if row.step_time_s is None else evaluator.interval(row.step_time_s),
     )
 
 

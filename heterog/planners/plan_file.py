@@ -108,6 +108,7 @@ class PlanRecord(Record):
     cluster: Name
     outcome: str
     step_time_s: PositiveSeconds | None
+    interval_s: Annotated[list[PositiveSeconds], Field(min_length=2, max_length=2)] | None = None
     throughput_samples_per_s: Amount | None
     method: Name
     order: str
@@ -161,6 +162,11 @@ def _fault(record: PlanRecord) -> str:
     for field in ("outcome", "step_time_s", "order", "shortage", "peak_memory_bytes"):
         if getattr(chosen, field) != getattr(record, field):
             return f"field '{field}' is not that of its method '{record.method}'"
+    if record.interval_s is not None and not (
+        record.step_time_s is not None
+        and record.interval_s[0] <= record.step_time_s <= record.interval_s[1]
+    ):
+        return "field 'interval_s' does not hold the step time"
     for each in record.history:
         seconds, counts, steps = zip(*each.points, strict=True)
         rises = (list(seconds) == sorted(seconds), list(counts) == sorted(counts))

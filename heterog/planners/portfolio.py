@@ -315,7 +315,7 @@ def _most_robust(evaluator: Evaluator, judged: Sequence[tuple[Evaluation, Strate
 
 def _under_noise(evaluator: Evaluator, strategy: Strategy, order: Order) -> tuple[float, ...]:
     """Seconds per step in every draw; the draws are the same for all strategies."""
-    noise = draw_noise(evaluator.cluster, NUM_DRAWS)
+    noise = draw_noise(evaluator.cluster, NUM_DRAWS, evaluator.spreads)
     choice = evaluator.encode(strategy)
     return tuple(evaluator.seconds_under_noise(choice, order, noise).tolist())
 

@@ -12,7 +12,7 @@ from heterog.explain.explanation import Explanation
 from heterog.planners.stability import TUNED_UNIFORM
 from heterog.report.placement_table import placement_lines
 from heterog.simulator.critical_path import Limit
-from heterog.units import format_bytes, format_seconds
+from heterog.units import format_bytes, format_range, format_seconds
 
 MOST_LINES = 15
 NARROWEST = 60
@@ -59,7 +59,7 @@ def answer(
             break
     where = placement_lines(explanation, room, max(left, _LEAST_TABLE))
     texts.insert(-1, ("where", where))
-    head = Text(_cut(_head(explanation), width), style="bold", no_wrap=True)
+    head = Text(_cut(_head(explanation, width), width), style="bold", no_wrap=True)
     shown = [line for part in (*texts, *also, *rest) for line in _beside(part)]
     return [head, *_at_most(shown, MOST_LINES - 1)]
 
@@ -85,16 +85,20 @@ def _first_that_fits(wordings: Sequence[str], room: int, most: int) -> list[str]
     return _wrapped(wordings[-1], room, most)
 
 
-def _head(explanation: Explanation) -> str:
+def _head(explanation: Explanation, width: int) -> str:
+    """What a step takes, by which method; the rate as well where there is room."""
     plan = explanation.plan
     name = f"{plan.graph.name} on {plan.cluster.name}"
     if plan.step_time_s is None:
         return f"{name}: does not run; the nearest is {plan.method}"
     barrier = ", no step barrier" * (not explanation.decided.step_barrier)
-    return (
-        f"{name}: {format_seconds(plan.step_time_s)} a step, "
-        f"{plan.throughput_samples_per_s:,.1f} samples/s, by {plan.method}{barrier}"
-    )
+    interval = ""
+    if plan.interval_s is not None:
+        interval = f" ({format_range(*plan.interval_s, around_s=plan.step_time_s)})"
+    step = f"{name}: {format_seconds(plan.step_time_s)} a step{interval}"
+    rate = f", {plan.throughput_samples_per_s:,.1f} samples/s"
+    method = f", by {plan.method}{barrier}"
+    return step + rate * (len(step + rate + method) <= width) + method
 
 
 def _gain(explanation: Explanation, *, with_range: bool) -> str:
@@ -108,7 +112,7 @@ def _gain(explanation: Explanation, *, with_range: bool) -> str:
             continue
         span = ""
         if with_range and each.over != TUNED_UNIFORM and each.low < each.high:
-            span = f" ({each.low:.2f}x to {each.high:.2f}x if speeds are 10 % off)"
+            span = f" ({each.low:.2f}x to {each.high:.2f}x if predictions are off)"
         said.append(f"{each.speedup:.2f}x over {each.over}{span}")
     known = {each.over for each in plan.gains}
     over_given = plan.gain_over_given

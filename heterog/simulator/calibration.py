@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from heterog.cluster.topology import DEVICE_MODELS, Cluster, DeviceType
+from heterog.cluster.topology import DEVICE_MODELS, ROOFLINE, Cluster, DeviceType
 from heterog.errors import ClusterError, InputFileError
-from heterog.files import write_json
+from heterog.files import MAX_JSON_BYTES, read_json, write_json
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
@@ -46,6 +46,8 @@ from heterog.simulator.calibration_files import (
 from heterog.simulator.collectives import alpha_beta
 from heterog.simulator.cost_model import ChannelSeconds, CostModel
 from heterog.simulator.device_models.model import DeviceModels
+from heterog.simulator.device_models.run_file import RUNS, read_run_models
+from heterog.simulator.intervals import MEDIAN_OF_NORMAL
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import Channel, ChannelKind, ChannelTable
 from heterog.strategy.strategy import REPLICATED, Strategy
@@ -329,6 +331,10 @@ class LinkFit:
     overhead: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
+_RUN_SPREAD = 0.05
+"""What the logarithm of a step's seconds is off by where every op is known."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calibration:
     """A cost model fitted to measurements; see the module.
@@ -390,6 +396,14 @@ class Calibration:
             return Roofline().work_seconds(graph, device_type, flops, num_bytes)
         return np.where(graph.is_view, 0.0, fit.work_seconds(graph, flops, num_bytes)[0])
 
+    def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
+        """By the error on models that a first fit had not seen; else the roofline's."""
+        errors = self.held_out_error.get(device_type.name, (math.nan, math.nan))
+        known = [error for error in reversed(errors) if not math.isnan(error)]
+        if not known:
+            return Roofline().spread(graph, device_type)
+        return math.hypot(_RUN_SPREAD, known[0] / MEDIAN_OF_NORMAL)
+
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
         """Fixed seconds and seconds per byte of copies and sums."""
         fit = self.types.get(device_type.name)
@@ -449,20 +463,23 @@ class Calibration:
 
 
 def cost_model_of(cluster: Cluster) -> CostModel:
-    """The calibration that a cluster names, the device models, or the roofline.
+    """The calibration that a cluster names, the roofline if it asks for it, or device models.
 
     Raises:
         InputFileError: the named file is missing or broken.
     """
-    if cluster.calibration is None:
+    if cluster.calibration in (None, DEVICE_MODELS):
+        return DeviceModels(cluster.execution)
+    if cluster.calibration == ROOFLINE:
         return Roofline()
-    if cluster.calibration == DEVICE_MODELS:
-        return DeviceModels()
     return _load_once(cluster.calibration)
 
 
 @lru_cache(maxsize=8)
-def _load_once(path: str) -> Calibration:
+def _load_once(path: str) -> CostModel:
+    value = read_json(path, "calibration", MAX_JSON_BYTES)
+    if isinstance(value, dict) and value.get("kind") == RUNS:
+        return read_run_models(value, f"calibration {path}")
     return Calibration.load(path)
 
 

@@ -53,6 +53,9 @@ class CostModel(Protocol):
             Seconds of each op; views are 0.  # [num_ops]
         """
 
+    def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
+        """How far off a step's compute time may be: deviation of log(measured / predicted)."""
+
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
         """(fixed seconds, seconds per byte moved) of copies and sums on a device."""
 

@@ -24,6 +24,7 @@ from heterog.simulator.engine import (
     with_room,
 )
 from heterog.simulator.folded import Folding
+from heterog.simulator.intervals import Interval, interval_around
 from heterog.simulator.memory import peak_memory
 from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
 from heterog.simulator.referee import replay
@@ -236,6 +237,17 @@ class Evaluator:
         self._channel_prices: ChannelPrices | None = None
         self._held = np.zeros((0, 0))  # seconds per byte  # [num_channels, num_resources]
         self._make_rows()
+
+    @property
+    def spreads(self) -> tuple[float, ...]:
+        """How far off what each device type takes may be; see ``CostModel.spread``."""
+        return tuple(
+            self.cost_model.spread(self.graph, kind) for kind in self.cluster.device_types
+        )
+
+    def interval(self, step_time_s: float) -> Interval:
+        """Where a step's measured seconds lie, by the type that is known least."""
+        return interval_around(step_time_s, max(self.spreads))
 
     def _make_rows(self) -> None:
         """Room for what depends on the length of the tables."""

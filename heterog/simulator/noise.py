@@ -2,10 +2,12 @@
 
 A plan is made for predicted speeds and replayed as it is on real ones. So the *order* of the
 nominal run is kept, while every device and every link gets a factor of its own, and the referee
-replays. The same draws are used for every strategy of a comparison: what helps one and hurts
-another is a difference between them, not between draws.
+replays. Devices of a type share most of theirs: it is the type whose speed is predicted wrongly.
+The same draws are used for every strategy of a comparison: what helps one and hurts another is a
+difference between them, not between draws.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +18,9 @@ from heterog.strategy.lowering.tape import NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_LINK_KIND, FloatArray
 
 SPREAD = 0.10
-"""Standard deviation of the logarithm of a speed."""
+"""Standard deviation of the logarithm of a link's speed."""
+_WITHIN_TYPE = 0.03
+"""The same of devices of one type."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,12 +41,23 @@ class Noise:
         return len(self.device)
 
 
-def draw_noise(cluster: Cluster, num_draws: int, seed: int = 0, spread: float = SPREAD) -> Noise:
-    """Independent log-normal factors for every device and link, the median 1."""
+def draw_noise(
+    cluster: Cluster, num_draws: int, of_types: Sequence[float], seed: int = 0
+) -> Noise:
+    """Log-normal factors for every device and link, the median 1.
+
+    Args:
+        cluster: whose devices and links these are.
+        num_draws: how many there are to be.
+        of_types: deviations of the logarithm of what each device type takes; ``CostModel.spread``.
+        seed: the same draws for the same seed.
+    """
     rng = np.random.default_rng(seed)
+    of_type = rng.normal(0.0, of_types, (num_draws, len(cluster.device_types)))
+    own = rng.normal(0.0, _WITHIN_TYPE, (num_draws, cluster.num_devices))
     return Noise(
-        device=np.exp(rng.normal(0.0, spread, (num_draws, cluster.num_devices))),
-        resource=np.exp(rng.normal(0.0, spread, (num_draws, len(cluster.resources)))),
+        device=np.exp(of_type[:, list(cluster.type_index)] + own),
+        resource=np.exp(rng.normal(0.0, SPREAD, (num_draws, len(cluster.resources)))),
     )
 
 

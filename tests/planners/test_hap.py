@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heterog.cluster import Cluster
+from heterog.cluster.topology import DEVICE_MODELS, ROOFLINE
 from heterog.graph.capture import capture
 from heterog.graph.grouping import alike_groups, group_ops
 from heterog.graph.op_graph import OpGraph
@@ -165,9 +166,11 @@ def test_heads_are_an_axis_of_an_encoder_layer() -> None:
     assert [str(p) for t in heads if t.rule for p in t.rule.inputs] == ["S(1,1)"] * 3
 
 
-def test_solved_ratios_are_as_good_as_a_grid() -> None:
+@pytest.mark.parametrize(("prices", "loss"), [(ROOFLINE, 0.005), (DEVICE_MODELS, 0.02)])
+def test_solved_ratios_are_as_good_as_a_grid(prices: str, loss: float) -> None:
+    """Device models have waves of tiles, so that seconds are no convex function of a share."""
     graph = two_linear(1024, 4096, 2048)
-    evaluator = Evaluator(graph, v100_p100())
+    evaluator = Evaluator(graph, replace(v100_p100(), calibration=prices))
     theory = build_theory(graph)
     work, start = Work(theory, evaluator.cluster), data_parallel(theory)
     even = SpmdPrices(work, evaluator, (0, 1, 2, 3), (512,) * 4)
@@ -181,7 +184,9 @@ def test_solved_ratios_are_as_good_as_a_grid() -> None:
     assert ratios is not None
     assert sum(ratios) == pytest.approx(1.0)
     assert ratios[0] == ratios[1] > ratios[2] == ratios[3]
-    assert cost(ratios[0]) <= min(cost(fast) for fast in np.linspace(0.01, 0.49, 97)) * 1.005
+    assert cost(ratios[0]) <= min(cost(fast) for fast in np.linspace(0.01, 0.49, 97)) * (
+        1.0 + loss
+    )
 
 
 def test_memory_limits_the_ratio() -> None:

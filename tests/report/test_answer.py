@@ -1,5 +1,6 @@
 """The short answer: at most 15 lines of 80 columns for any plan, and true ones."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -77,9 +78,8 @@ def test_numbers_are_those_of_the_plan() -> None:
     for gain in plan.gains:
         if gain.over != plan.method:
             assert f"{gain.speedup:.2f}x over {gain.over}" in " ".join(text.split())
-    assert f"no plan can take less than {format_seconds(explanation.bound_s)}" in (
-        " ".join(text.split())
-    )
+    bound = f"can take less than {format_seconds(explanation.bound_s)}"
+    assert re.search(f"no plan( without op rules)? {re.escape(bound)}", " ".join(text.split()))
 
 
 def test_ranges_by_devices_by_hand() -> None:

@@ -12,11 +12,11 @@ from torch.nn import functional
 
 from heterog.cluster.catalog import device_type, listed_type, listed_types
 from heterog.cluster.spec import load_cluster
-from heterog.cluster.topology import DeviceType
-from heterog.errors import InputFileError
+from heterog.cluster.topology import Cluster, DeviceType
+from heterog.errors import GraphError, InputFileError
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.serialize import graph_from_dict
+from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.graph.workload import Workload
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.device_models.kernels import local_sizes, products_of, streams_of
@@ -25,8 +25,10 @@ from heterog.simulator.device_models.parameters import (
     ANY_TYPE,
     PRODUCTS,
     STREAMS,
+    InTraining,
     chip_of,
     families_of,
+    in_training_of,
 )
 from heterog.simulator.device_models.products import Chip, ProductModel, product_bytes
 from heterog.simulator.device_models.streams import StreamModel
@@ -175,22 +177,23 @@ def test_sizes_of_a_part_follow_from_its_flops_and_bytes(
 
 
 def test_a_share_of_the_batch_takes_less_and_nothing_takes_no_work(graph: OpGraph) -> None:
-    model, kind = DeviceModels(), device_type("A100-80GB")
+    model, kind = DeviceModels(host_s=0.0), device_type("A100-80GB")
     whole = model.op_seconds(graph, kind, 16)
     half = model.op_seconds(graph, kind, 8)
     assert (half <= whole + 1e-12).all()
     assert half.sum() < whole.sum()
     nothing = model.work_seconds(graph, kind, np.zeros(graph.num_ops), np.zeros(graph.num_ops))
-    assert nothing.max() == model.host_s
+    assert nothing.max() == launch_seconds(kind)
 
 
 @pytest.mark.parametrize(
     "name", ["inception_v3", "mobilenet_v2", "gpt2", "bert_moe", "transformer_6l"]
 )
-def test_more_samples_never_take_less_time(name: str) -> None:
+@pytest.mark.parametrize("host_s", [0.0, 1e-4])
+def test_more_samples_never_take_less_time(name: str, host_s: float) -> None:
     """Bounds rest on it: a part of a kernel must not be guessed to be of another shape."""
     step, kind = capture(build(name, 24)), device_type("V100-16GB")
-    model = DeviceModels(host_s=0.0)
+    model = DeviceModels(host_s=host_s)
     before = np.zeros(step.num_ops)
     for samples in range(1, step.batch_size + 1):
         took = model.op_seconds(step, kind, samples)
@@ -198,14 +201,99 @@ def test_more_samples_never_take_less_time(name: str) -> None:
         before = took
 
 
-def test_no_kernel_takes_less_than_the_host_takes_to_issue_it(graph: OpGraph) -> None:
-    kind = device_type("A100-80GB")
+def test_a_pass_takes_what_the_host_or_the_kernels_take(graph: OpGraph) -> None:
+    """Short kernels catch up behind long ones: only the sums over the queue matter."""
+    kind, is_of = device_type("A100-80GB"), np.array([op.phase for op in graph.ops])
     kernels = DeviceModels(host_s=0.0).op_seconds(graph, kind, 16)
-    issued = DeviceModels(host_s=5e-5).op_seconds(graph, kind, 16)
-    is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops])
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        ops = np.flatnonzero((is_of == phase) & (kernels > 0.0))
+        assert len(ops) <= 17, "the whole pass is one queue, so that the sums are exact"
+        alone = kernels[ops].sum() / len(ops)
+        for host_s in (0.5 * alone, 0.999 * alone, 1.001 * alone, 5.0 * alone):
+            issued = DeviceModels(host_s=host_s).op_seconds(graph, kind, 16)
+            assert issued[ops].sum() == pytest.approx(len(ops) * max(alone, host_s))
+    is_update = is_of == Phase.UPDATE
     np.testing.assert_array_equal(issued[is_update], kernels[is_update])
-    runs = ~is_update & (kernels > 0.0)
-    np.testing.assert_array_equal(issued[runs], np.maximum(kernels[runs], 5e-5))
+
+
+def test_kernels_far_from_a_long_one_wait_for_the_host() -> None:
+    """A queue holds a layer, not a whole pass: the head does not hide the first layers."""
+    layers = [nn.Linear(8, 8) for _ in range(60)]
+    model = nn.Sequential(*layers, nn.Linear(8, 200_000))
+    data = torch.zeros(512, 8), torch.zeros(512, 200_000)
+    with torch.device("meta"):
+        step = capture(Workload(lambda: model, data, functional.mse_loss, torch.optim.SGD,
+                                {"lr": 0.1}, name="long"))  # fmt: skip
+    took = DeviceModels(host_s=1e-4).op_seconds(step, device_type("A100-80GB"), 512)
+    first = [op for op in ops(step, "addmm") if step.ops[op].phase == Phase.FORWARD][:20]
+    np.testing.assert_allclose(took[first], 1e-4, rtol=0.2)
+
+
+def test_tensor_cores_want_rows_that_begin_at_multiples_of_16_bytes() -> None:
+    """A vocabulary of 50,257 makes the last layer slower than one of 50,304."""
+    kind = device_type("A100-80GB")
+
+    def head(words: int, dtype: torch.dtype) -> float:
+        data = torch.zeros(96, 64, dtype=dtype), torch.zeros(96, words, dtype=dtype)
+        step = capture(
+            Workload(lambda: nn.Linear(64, words, bias=False).to(dtype), data,
+                     functional.mse_loss, torch.optim.SGD, {"lr": 0.1}, name="head")
+        )  # fmt: skip
+        return float(DeviceModels(host_s=0.0).op_seconds(step, kind, 96)[ops(step, "mm")].sum())
+
+    assert head(50_257, torch.bfloat16) > 2.0 * head(50_304, torch.bfloat16)
+    assert head(50_257, torch.float32) < 1.1 * head(50_304, torch.float32)
+    # The number of samples is how many rows there are, not where they begin.
+    odd, even = (
+        capture(Workload(lambda: nn.Linear(64, 64).to(torch.bfloat16),
+                         (torch.zeros(size, 64).bfloat16(), torch.zeros(size, 64).bfloat16()),
+                         functional.mse_loss, torch.optim.SGD, {"lr": 0.1}, name="linear"))
+        for size in (97, 96)
+    )  # fmt: skip
+    assert products_of(odd).is_aligned.all()
+    assert products_of(even).is_aligned.all()
+
+
+def test_runs_slow_16_bit_kernels_down_and_no_others() -> None:
+    kind = device_type("H100")
+
+    def step(dtype: torch.dtype) -> OpGraph:
+        data = torch.zeros(64, 64, dtype=dtype), torch.zeros(64, 64, dtype=dtype)
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh())
+        return capture(Workload(lambda: model.to(dtype), data, functional.mse_loss,
+                                torch.optim.SGD, {"lr": 0.1}, name="short"))  # fmt: skip
+
+    slower = InTraining(products=2.0, fused_attention=1.0, streams=3.0)
+    for dtype, factors in ((torch.bfloat16, (2.0, 3.0)), (torch.float32, (1.0, 1.0))):
+        graph = step(dtype)
+        alone, in_run = (
+            DeviceModels(host_s=0.0, in_training={"H100": each}).op_seconds(graph, kind, 64)
+            for each in (InTraining(), slower)
+        )
+        launches = (launch_seconds(kind), 0.0)  # of products the launch is no slower
+        for name, factor, launch in zip(("mm", "tanh.default"), factors, launches, strict=True):
+            chosen = ops(graph, name)
+            np.testing.assert_allclose(in_run[chosen] - launch, factor * (alone[chosen] - launch))
+    assert in_training_of("GH200") == in_training_of("H100")
+    assert in_training_of("RTX-3090").measured_on == ANY_TYPE
+
+
+def test_what_runs_a_step_is_said_in_a_cluster_file(graph: OpGraph, tmp_path: Path) -> None:
+    text = (
+        "schema_version: 1\nname: lab\nexecution: megatron\nhosts:\n"
+        "  - {name: A, devices: [{type: H100}], intra: nvlink4, nic: {line_rate: 1 Gbit/s}}\n"
+    )
+    (tmp_path / "lab.yaml").write_text(text)
+    cluster = load_cluster(tmp_path / "lab.yaml")
+    model = cost_model_of(cluster)
+    assert isinstance(model, DeviceModels)
+    assert model.host_s > DeviceModels().host_s
+    cluster.save(tmp_path / "again.yaml")
+    assert load_cluster(tmp_path / "again.yaml").execution == cluster.execution
+    assert Cluster.from_dict(cluster.to_dict()).execution == cluster.execution
+    (tmp_path / "lab.yaml").write_text(text.replace("megatron", "megatronn"))
+    with pytest.raises(InputFileError, match="execution"):
+        load_cluster(tmp_path / "lab.yaml")
 
 
 def test_each_distinct_product_is_priced_as_if_alone(graph: OpGraph) -> None:
@@ -310,6 +398,25 @@ def test_ops_of_imported_graphs_are_priced_by_their_work() -> None:
     assert took == pytest.approx(Roofline().op_seconds(step, kind, 8)[0], rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("native_layer_norm.", "normalized_shape", ["wide"]),
+        ("_softmax.", "dim", 7),
+        ("convolution.", "groups", "two"),
+        ("convolution.", "groups", 0),
+    ],
+)
+def test_an_imported_op_that_claims_nonsense_is_refused(
+    graph: OpGraph, kind: str, name: str, value: object
+) -> None:
+    document = graph_to_dict(graph)
+    (op,) = ops(graph, kind)
+    document["ops"]["args"][op] = {**document["ops"]["args"][op], name: value}
+    with pytest.raises(GraphError, match="do not fit"):
+        DeviceModels().op_seconds(graph_from_dict(document, "it"), device_type("H100"), 16)
+
+
 def test_attention_is_the_products_inside_it() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -341,7 +448,7 @@ def test_a_name_written_otherwise_is_no_missing_file(tmp_path: Path) -> None:
         "schema_version: 1\nname: lab\ncalibration: device_models\nhosts:\n"
         "  - {name: A, devices: [{type: H100}], intra: nvlink4, nic: {line_rate: 1 Gbit/s}}\n"
     )
-    with pytest.raises(InputFileError, match=r"line 3.*are called 'device-models'"):
+    with pytest.raises(InputFileError, match=r"line 3.*is called 'device-models'"):
         load_cluster(path)
 
 

@@ -19,6 +19,7 @@ from heterog.graph.op_graph import FloatArray, GraphOp, GraphTensor, OpGraph, Ph
 from heterog.graph.placement import P, R, S
 from heterog.graph.workload import Workload
 from heterog.simulator.cost_model import ChannelSeconds
+from heterog.simulator.device_models.model import DeviceModels
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import _balanced_seconds, lower_bound_s
@@ -27,6 +28,9 @@ from heterog.simulator.sample_path import sample_path_s
 from heterog.strategy.channels import Channel
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.simulator import builders
+
+MODEL = DeviceModels()
+"""What evaluators take for these clusters."""
 
 SLOW = DeviceType(
     name="slow",
@@ -226,14 +230,14 @@ def test_one_device_reaches_the_bound() -> None:
         homes=(REPLICATED, REPLICATED),
     )
     seconds = Evaluator(graph, cluster).evaluate(strategy).step_time_s
-    bound = lower_bound_s(graph, cluster, Roofline())
+    bound = lower_bound_s(graph, cluster, MODEL)
     assert bound.seconds < seconds
     assert bound.seconds == pytest.approx(seconds, rel=1e-8)
 
 
 def test_without_barrier_the_compute_bound_still_holds() -> None:
     graph, cluster = chain(2), cluster_of(SLOW, FAST)
-    bound = lower_bound_s(graph, cluster, Roofline())
+    bound = lower_bound_s(graph, cluster, MODEL)
     evaluator = Evaluator(graph, cluster)
     for strategy in itertools.islice(strategies_on_two(graph, cluster), 0, None, 7):
         overlapping = dataclasses.replace(strategy, step_barrier=False)
@@ -295,9 +299,9 @@ def test_random_strategies_of_a_captured_step(captured: OpGraph) -> None:
 def test_random_strategies_of_random_graphs(seed: int) -> None:
     rng = Random(seed)
     graph, cluster = builders.random_graph(rng), builders.random_cluster(rng)
-    bound = lower_bound_s(graph, cluster, Roofline())
-    waiting = sample_path_s(graph, cluster, Roofline())
-    one_pass = sample_path_s(graph, cluster, Roofline(), one_pass=True)
+    bound = lower_bound_s(graph, cluster, MODEL)
+    waiting = sample_path_s(graph, cluster, MODEL)
+    one_pass = sample_path_s(graph, cluster, MODEL, one_pass=True)
     assert bound.compute_s * (1.0 - 1e-6) <= waiting
     assert waiting <= one_pass * 1.001  # neither has to find its very best weights
     evaluator = Evaluator(graph, cluster)
@@ -313,7 +317,7 @@ def test_more_devices_never_raise_the_bound(captured: OpGraph) -> None:
     previous = np.inf
     for new in (SLOW, SLOW, FAST, SLOW, FAST):
         types.append(new)
-        bound = lower_bound_s(captured, cluster_of(*types), Roofline())
+        bound = lower_bound_s(captured, cluster_of(*types), MODEL)
         assert bound.seconds <= previous
         previous = bound.seconds
 
@@ -364,6 +368,9 @@ class Sawtooth:
 
     name = "sawtooth"
 
+    def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
+        return 0.0
+
     def op_seconds(self, graph: OpGraph, device_type: DeviceType, samples: int) -> FloatArray:
         seconds = 1e-3 * (-(-samples // 8)) * 3e12 / device_type.peak_flops_per_s["float32"]
         return np.where(graph.is_view, 0.0, np.full(graph.num_ops, seconds))
@@ -398,5 +405,5 @@ def test_large_batches_are_priced_in_steps_and_stay_below() -> None:
         homes=(REPLICATED, REPLICATED),
     )
     seconds = Evaluator(graph, cluster).evaluate(strategy).step_time_s
-    bound = lower_bound_s(graph, cluster, Roofline()).seconds
+    bound = lower_bound_s(graph, cluster, MODEL).seconds
     assert 0.999 * seconds <= bound <= seconds

@@ -51,14 +51,22 @@ def test_the_answer_is_left_as_it_was(seed: int) -> None:
     evaluator, choice = random_case(rng)
     order = rng.choice(list(Order))
     before = evaluator.referee(choice, order)
-    evaluator.seconds_under_noise(choice, order, draw_noise(evaluator.cluster, 3))
+    evaluator.seconds_under_noise(
+        choice, order, draw_noise(evaluator.cluster, 3, evaluator.spreads)
+    )
     assert evaluator.referee(choice, order) == before
 
 
 def test_draws_are_paired_and_centred() -> None:
     cluster = Cluster.load("paper_8gpu")
-    first, second = draw_noise(cluster, 2000), draw_noise(cluster, 2000)
+    first, second = (draw_noise(cluster, 2000, (0.2, 0.1, 0.05)) for _ in range(2))
     assert np.array_equal(first.device, second.device)
     assert np.array_equal(first.resource, second.resource)
     assert np.median(first.device) == pytest.approx(1.0, abs=0.01)
+    for device, kind in enumerate(cluster.type_index):
+        expected = np.hypot((0.2, 0.1, 0.05)[kind], 0.03)
+        assert np.log(first.device[:, device]).std() == pytest.approx(expected, rel=0.05)
+    alike = [device for device, kind in enumerate(cluster.type_index) if kind == 0]
+    together = np.corrcoef(np.log(first.device[:, alike[0]]), np.log(first.device[:, alike[1]]))
+    assert together[0, 1] > 0.95, "a type is predicted wrongly as a whole"
     assert np.log(first.resource).std() == pytest.approx(0.10, abs=0.005)

@@ -1,13 +1,16 @@
 """What the ops of a graph are to a GPU: matrix products with their sizes, or streams of bytes."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from heterog.errors import GraphError
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.placement import OpCall, TensorMeta, TensorRef
@@ -26,6 +29,7 @@ _READS = _FACTORS | {
     "convolution_backward.default": ("grad_output", "input", "weight"),
 }
 """Arguments that tell the sizes of products."""
+_ALIGNED_BYTES = 16
 _DRAWS = ("bernoulli", "rand.", "rand_like.")
 _NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm")
 _SOFTMAXES = ("_softmax", "_log_softmax")
@@ -69,6 +73,9 @@ class Products:
         matrix_share: parts of these that are rows x depth, depth x columns, and rows x columns.
             # [num_products, 3]
         along_batch: which of the sizes follows the batch.  # [num_products]
+        is_aligned: rows of all three matrices begin at multiples of 16 bytes, as fast loads of
+            tensor cores want it.  # [num_products]
+        is_attention: part of a fused attention.  # [num_products]
         dtype: number in ``dtypes``, of the factors.  # [num_products]
         dtypes: names.
         kind: products of one kind are alike in all of this but the op.  # [num_products]
@@ -81,6 +88,8 @@ class Products:
     bytes_share: FloatArray
     matrix_share: FloatArray
     along_batch: IntArray
+    is_aligned: NDArray[np.bool_]
+    is_attention: NDArray[np.bool_]
     dtype: IntArray
     dtypes: tuple[str, ...]
     kind: IntArray
@@ -110,15 +119,18 @@ class Streams:
 def products_of(graph: OpGraph) -> Products:
     """The matrix products of a graph."""
     ops, sizes, matrices, along_batch, counts, shares, dtypes = [], [], [], [], [], [], []
+    is_aligned = []
     for index in range(graph.num_ops):
         if graph.is_view[index] or graph.flops[index] <= 0.0:
             continue
-        found = [each for each in _products(graph, index) if prod(each.sizes) > 0]
+        with _claims_checked(graph, index):
+            found = [each for each in _products(graph, index) if prod(each.sizes) > 0]
         for product in found:
             ops.append(index)
             sizes.append(product.sizes)
             matrices.append(product.matrices)
             along_batch.append(product.along_batch)
+            is_aligned.append(product.is_aligned)
             counts.append(graph.flops[index] / len(found) / (2.0 * prod(product.sizes)))
             shares.append(1.0 / len(found))
             dtypes.append(graph.tensors[graph.ops[index].inputs[0]].dtype)
@@ -127,7 +139,10 @@ def products_of(graph: OpGraph) -> Products:
     names = tuple(sorted(set(dtypes)))
     dtype = np.array([names.index(name) for name in dtypes], np.int32)
     num_bytes = np.maximum(graph.bytes_moved[ops], 1.0) * shares if ops else np.zeros(0)
-    alike = np.column_stack([array, along_batch, counts, num_bytes, shares, dtype])
+    is_attention = [graph.ops[op].kind.startswith("attention") for op in ops]
+    alike = np.column_stack(
+        [array, along_batch, is_aligned, is_attention, counts, num_bytes, shares, dtype]
+    )
     return Products(
         op=np.array(ops, np.int32),
         sizes=array,
@@ -136,6 +151,8 @@ def products_of(graph: OpGraph) -> Products:
         bytes_share=np.array(shares, np.float64),
         matrix_share=matrix_sizes / matrix_sizes.sum(axis=1, keepdims=True),
         along_batch=np.array(along_batch, np.int32),
+        is_aligned=np.array(is_aligned, np.bool_),
+        is_attention=np.array(is_attention, np.bool_),
         dtype=dtype,
         dtypes=names,
         kind=np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32),
@@ -149,13 +166,30 @@ def streams_of(graph: OpGraph) -> Streams:
     runs_kernel[products_of(graph).op] = False
     runs_kernel[list(_masks(graph))] = False
     ops = np.flatnonzero(runs_kernel)
-    kinds = [_family(graph, int(op)) for op in ops]
+    kinds = []
+    for op in ops.tolist():
+        with _claims_checked(graph, op):
+            kinds.append(_family(graph, op))
     return Streams(
         op=ops.astype(np.int32),
         family=np.array([family for family, _ in kinds], np.int32),
         row=np.array([row for _, row in kinds], np.float64),
         launches=np.array([float(graph.ops[op].phase != Phase.UPDATE) for op in ops]),
     )
+
+
+@contextmanager
+def _claims_checked(graph: OpGraph, op: int) -> Iterator[None]:
+    """An op of an imported graph may claim anything: what does not fit its kind is told."""
+    try:
+        yield
+    except (
+        ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError
+    ) as error:  # fmt: skip
+        raise GraphError(
+            f"the args of {graph.ops[op].name} do not fit those of {graph.ops[op].kind} "
+            f"({type(error).__name__}: {' '.join(str(error).split())})."
+        ) from error
 
 
 def _masks(graph: OpGraph) -> Iterator[int]:
@@ -204,11 +238,15 @@ def local_sizes(
 
 
 class _Product(NamedTuple):
-    """One product of an op, the memory of its three matrices, and the size along the batch."""
+    """One product of an op, the memory of its three matrices, and the size along the batch.
+
+    What no single product of matrices in memory is, counts as aligned.
+    """
 
     sizes: Sizes
     matrices: tuple[float, float, float]
     along_batch: int
+    is_aligned: bool = True
 
 
 def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
@@ -224,7 +262,12 @@ def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
         else:
             batch = result[0] if len(result) == 3 else 1
             sizes = Sizes(batch, result[-2], result[-1], left[-1])
-        yield _Product(sizes, _matrices(sizes), _along_batch(graph, op, call))
+        along_batch = _along_batch(graph, op, call)
+        # A size along the batch is the number of a matrix's rows, never the length of one.
+        numbers = [number for number in (_ROWS, _COLUMNS, _DEPTH) if number != along_batch]
+        item = call.outputs[0].num_bytes / prod(result)
+        is_aligned = all(sizes[each] * item % _ALIGNED_BYTES == 0.0 for each in numbers)
+        yield _Product(sizes, _matrices(sizes), along_batch, is_aligned)
     elif call.kind in ("attention", "attention_backward"):
         queries, keys = _input(call, "query").shape, _input(call, "key").shape
         # Scores stay on the chip: all products have this size, or that of its transpose.

@@ -1,29 +1,47 @@
 """The device models as a cost model: what a step takes on GPUs that nobody has calibrated."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterog.cluster.catalog import listed_type
-from heterog.cluster.topology import DeviceType
+from heterog.cluster.topology import DeviceType, Execution
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph
 from heterog.simulator.device_models.kernels import Products, local_sizes, products_of, streams_of
 from heterog.simulator.device_models.parameters import (
     ANY_TYPE,
     PRODUCTS,
     STREAMS,
+    InTraining,
     chip_of,
     families_of,
+    host_seconds,
+    in_training_of,
 )
 from heterog.simulator.device_models.products import ProductModel
 from heterog.simulator.device_models.streams import StreamModel
+from heterog.simulator.intervals import MEDIAN_OF_NORMAL
 from heterog.simulator.roofline import Roofline, attainable_flops_per_s
 
 _TENSOR_CORE_GAIN = 1.5
 """A peak that is so much above float32's of the sheet is one of tensor cores."""
+_UNALIGNED = 2.7
+"""How much longer 16-bit products take whose rows do not begin at multiples of 16 bytes.
+
+From Megatron's last layer with 50,257 words on an A100 (vTrain's rows of ``fit``).
+"""
 _LEAST_GPU_FLOPS_PER_S = 1e12
+_OF_16_BITS = ("bfloat16", "float16")
+_KERNELS_ALIKE = 0.5
+"""Part of a kernel's error that all kernels of a step have in common; chosen."""
+_HOST_SPREAD = 0.2
+"""Deviation of the logarithm of what the host takes; chosen."""
+_QUEUED = 16
+"""Kernels before and after one that wait in a queue with it: about a layer of a transformer."""
 
 
 class DeviceModels(Roofline):
@@ -33,15 +51,30 @@ class DeviceModels(Roofline):
     overhead, keep the roofline.
 
     Args:
-        host_s: that the host takes to issue a kernel; no kernel takes less. The default is chosen,
-            not measured: about what torch takes for an op and its gradient. Libraries that do more
-            between kernels take more.
+        execution: which program runs steps; what is not given below is as it ships for that one.
+        host_s: that the host takes to issue a kernel. It runs ahead of the device, so that short
+            kernels catch up behind long ones; where kernels are shorter on average, the device
+            waits.
+        in_training: factors of types whose runs somebody has compared, by name.
+        name: shown with every prediction.
     """
 
-    name = "device models"
+    def __init__(
+        self,
+        execution: Execution = Execution.EAGER,
+        *,
+        host_s: float | None = None,
+        in_training: Mapping[str, InTraining] = MappingProxyType({}),
+        name: str = "device models",
+    ) -> None:
+        self.name = name
+        self.execution = execution
+        self.host_s = host_seconds(execution) if host_s is None else host_s
+        self.own_factors = in_training
 
-    def __init__(self, host_s: float = 10e-6) -> None:
-        self.host_s = host_s
+    def in_training(self, type_name: str) -> InTraining:
+        """The factors of a type."""
+        return self.own_factors.get(type_name) or in_training_of(type_name)
 
     def kernel_seconds(
         self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
@@ -49,10 +82,21 @@ class DeviceModels(Roofline):
         """Seconds of the kernel of every op that does some work.  # [num_ops]"""
         if not _is_modelled(device_type):
             return super().kernel_seconds(graph, device_type, flops, num_bytes)
-        launch, per_byte, per_flop = _stream_rates(graph, device_type)
-        seconds: FloatArray = launch + np.maximum(per_byte * num_bytes, per_flop * flops)
-        _add_products(seconds, graph, device_type, flops, num_bytes)
-        return np.where(_is_issued(graph), np.maximum(seconds, self.host_s), seconds)
+        factors = self.in_training(device_type.name)
+        seconds = _kernel_seconds(graph, device_type, factors, flops, num_bytes)
+        return np.maximum(seconds, self.host_s * _share_of_issuing(graph, device_type, factors))
+
+    def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
+        """By the errors of runs, of the kernels that take the most, and of the host's seconds."""
+        if not _is_modelled(device_type):
+            return super().spread(graph, device_type)
+        factors = self.in_training(device_type.name)
+        work = graph.flops, graph.bytes_moved
+        alone = _kernel_seconds(graph, device_type, factors, *work)
+        issued = self.kernel_seconds(graph, device_type, *work)
+        of_kernels = _KERNELS_ALIKE * _kernel_error(graph, device_type, alone) / MEDIAN_OF_NORMAL
+        of_host = _HOST_SPREAD * (1.0 - float(alone.sum()) / max(float(issued.sum()), 1e-12))
+        return math.hypot(factors.spread, of_kernels, of_host)
 
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
         """Launch, and seconds per byte moved through device memory."""
@@ -115,6 +159,69 @@ def _is_modelled(device_type: DeviceType) -> bool:
     )
 
 
+def _kernel_seconds(
+    graph: OpGraph,
+    device_type: DeviceType,
+    factors: InTraining,
+    flops: FloatArray,
+    num_bytes: FloatArray,
+) -> FloatArray:
+    """Seconds of kernels that never wait for the host.  # [num_ops]"""
+    launch, per_byte, per_flop = _stream_rates(graph, device_type)
+    seconds: FloatArray = launch + np.maximum(per_byte * num_bytes, per_flop * flops)
+    seconds *= np.where(_is_of_16_bits(graph), factors.streams, factors.float32)
+    _add_products(seconds, graph, device_type, factors, flops, num_bytes)
+    return seconds
+
+
+def _kernel_error(graph: OpGraph, device_type: DeviceType, seconds: FloatArray) -> float:
+    """Median error of the families of kernels, weighted by what they take."""
+    families = families_of(device_type.name)
+    streams, products = streams_of(graph), products_of(graph)
+    error = np.zeros(graph.num_ops)
+    for number, name in enumerate(STREAMS):
+        error[streams.op[streams.family == number]] = families[name].errors.median
+    for number, dtype in enumerate(products.dtypes):
+        _, _, is_tensor_core = _product_model(device_type, dtype)
+        family = families["16 bit" if is_tensor_core else "float32"]
+        error[products.op[products.dtype == number]] = family.errors.median
+    return float((error * seconds).sum()) / max(float(seconds.sum()), 1e-12)
+
+
+@lru_cache(maxsize=64)
+def _share_of_issuing(graph: OpGraph, device_type: DeviceType, factors: InTraining) -> FloatArray:
+    """How many kernels' issuing an op has to wait for at least, by its part of the queue.
+
+    Kernels around it are issued in sum(host_s) and run in sum(seconds), and the longer of both is
+    what they take. Each is given its part of the former by its seconds at the whole batch: where
+    parts of the batch shrink all kernels alike, the sum of ``max(seconds, host_s x share)`` over
+    them is max(sum(seconds), sum(host_s)). A share depends on nothing but the graph and the type,
+    so that what an op takes never falls with its work.  # [num_ops]
+    """
+    seconds = _kernel_seconds(graph, device_type, factors, graph.flops, graph.bytes_moved)
+    is_issued = _is_issued(graph)
+    shares = np.zeros(graph.num_ops)
+    of_phase = np.array([op.phase for op in graph.ops])
+    for phase in np.unique(of_phase):
+        ops = np.flatnonzero(is_issued & (of_phase == phase))
+        kernels = np.concatenate([[0.0], np.cumsum(seconds[ops])])
+        first = np.maximum(np.arange(len(ops)) - _QUEUED, 0)
+        last = np.minimum(np.arange(len(ops)) + _QUEUED + 1, len(ops))
+        shares[ops] = seconds[ops] * (last - first) / (kernels[last] - kernels[first])
+    return shares
+
+
+@lru_cache(maxsize=64)
+def _is_of_16_bits(graph: OpGraph) -> NDArray[np.bool_]:
+    """Streams that make a 16-bit tensor, the optimizer's left out."""
+    streams = streams_of(graph)
+    found = np.zeros(graph.num_ops, np.bool_)
+    for index in streams.op[streams.launches > 0.0].tolist():
+        made = graph.tensors[graph.output_start[index]] if graph.ops[index].num_outputs else None
+        found[index] = made is not None and made.dtype in _OF_16_BITS
+    return found
+
+
 @lru_cache(maxsize=64)
 def _is_issued(graph: OpGraph) -> NDArray[np.bool_]:
     """Ops that are kernels of their own; the optimizer updates many parameters in one."""
@@ -150,6 +257,7 @@ def _add_products(
     seconds: FloatArray,
     graph: OpGraph,
     device_type: DeviceType,
+    factors: InTraining,
     flops: FloatArray,
     num_bytes: FloatArray,
 ) -> None:
@@ -166,7 +274,7 @@ def _add_products(
     first = order[is_new]
     took = np.empty(len(order))
     took[order] = _product_seconds(
-        products, device_type, first, part[first], moved[first]
+        products, device_type, factors, first, part[first], moved[first]
     )[np.cumsum(is_new) - 1]  # fmt: skip
     np.add.at(seconds, products.op, launch_seconds(device_type) + took)
 
@@ -174,6 +282,7 @@ def _add_products(
 def _product_seconds(
     products: Products,
     device_type: DeviceType,
+    factors: InTraining,
     chosen: IntArray,
     part: FloatArray,
     moved: FloatArray,
@@ -183,6 +292,7 @@ def _product_seconds(
     Args:
         products: of a graph.
         device_type: where they run.
+        factors: of products and attention on tensor cores.
         chosen: numbers of products.  # [num_chosen]
         part: FLOPs of each over those of the whole op.  # [num_chosen]
         moved: bytes of each.  # [num_chosen]
@@ -193,16 +303,22 @@ def _product_seconds(
         of_dtype = (products.dtype[chosen] == number) & (part > 0.0)
         if not of_dtype.any():
             continue
-        model, peak = _product_model(device_type, dtype)
+        model, peak, is_tensor_core = _product_model(device_type, dtype)
         count = products.count[chosen][of_dtype]
         whole = model.seconds(chip_of(device_type, peak), sizes[of_dtype], moved[of_dtype] / count)
         took[of_dtype] = count * (whole - model.launch_s)
+        if is_tensor_core:
+            took[of_dtype & ~products.is_aligned[chosen]] *= _UNALIGNED
+            of_attention = products.is_attention[chosen][of_dtype]
+            took[of_dtype] *= np.where(of_attention, factors.fused_attention, factors.products)
+        else:
+            took[of_dtype] *= factors.float32
     return took
 
 
 @lru_cache(maxsize=256)
-def _product_model(device_type: DeviceType, dtype: str) -> tuple[ProductModel, float]:
-    """Parameters and peak of the products of a dtype."""
+def _product_model(device_type: DeviceType, dtype: str) -> tuple[ProductModel, float, bool]:
+    """Parameters and peak of the products of a dtype, and whether tensor cores make them."""
     peaks, listed = device_type.peak_flops_per_s, listed_type(device_type.name)
     sheet = device_type if listed is None else listed.type
     on_vector_units = sheet.peak_flops_per_s["float32"]
@@ -212,4 +328,4 @@ def _product_model(device_type: DeviceType, dtype: str) -> tuple[ProductModel, f
     is_tensor_core = peak > _TENSOR_CORE_GAIN * on_vector_units and dtype != "float64"
     model = families_of(device_type.name)["16 bit" if is_tensor_core else "float32"].model
     assert isinstance(model, ProductModel)
-    return model, peak
+    return model, peak, is_tensor_core

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
@@ -18,6 +18,8 @@ from heterog.cluster.catalog import ListedType, listed_type
 from heterog.cluster.topology import DeviceType
 from heterog.simulator.device_models.products import Chip, ProductModel
 from heterog.simulator.device_models.streams import StreamModel
+
+_T = TypeVar("_T")
 
 ANY_TYPE = "any"
 PRODUCTS = ("float32", "16 bit", "8 bit")
@@ -62,6 +64,40 @@ class Family:
     errors: Errors
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InTraining:
+    """How much longer kernels take in a training run than alone.
+
+    Kernels are measured alone, for a moment, and with the newest library. In a run, power holds
+    the clock down, other kernels have filled the cache, and libraries are a year or two older.
+    No fused attention was measured alone: its factor is over the products inside it, each as fast
+    as a large one.
+
+    Attributes:
+        products: factor on the seconds of those on tensor cores.
+        fused_attention: the same of fused attention.
+        streams: the same of all other kernels that make 16-bit tensors, but the optimizer's.
+        float32: the same of all kernels that make wider tensors without tensor cores.
+        spread: of log(measured / predicted) of steps on the type, beside the kernels' own errors.
+        measured_on: type whose runs they were fitted to, or ``ANY_TYPE``.
+    """
+
+    products: float = 1.0
+    fused_attention: float = 1.0
+    streams: float = 1.0
+    float32: float = 1.0
+    spread: float = 0.15
+    measured_on: str = ANY_TYPE
+
+
+class _Tables(NamedTuple):
+    """What ``fitted.yaml`` holds: by family and type, by type, and by ``Execution``."""
+
+    families: Mapping[str, Mapping[str, Family]]
+    in_training: Mapping[str, InTraining]
+    host_s: Mapping[str, float]
+
+
 def chip_of(device_type: DeviceType, peak_flops_per_s: float) -> Chip:
     """What the data sheet of a type says, with the peak of the dtype at hand."""
     listed = listed_type(device_type.name)
@@ -82,21 +118,30 @@ def families_of(type_name: str) -> Mapping[str, Family]:
     Siblings have the same chip: an A100 of 40 GB is predicted from one of 80 GB, a GH200 from an
     H100, on its own bandwidth and peaks.
     """
-    return {
-        name: by_type.get(type_name) or _of_sibling(by_type, type_name) or by_type[ANY_TYPE]
-        for name, by_type in _tables().items()
-    }
+    return {name: _of_type(by_type, type_name) for name, by_type in _tables().families.items()}
 
 
-def _of_sibling(by_type: Mapping[str, Family], type_name: str) -> Family | None:
+def host_seconds(execution: str) -> float:
+    """What the host takes to issue a kernel, in a program that executes steps."""
+    return _tables().host_s[execution]
+
+
+@lru_cache(maxsize=256)
+def in_training_of(type_name: str) -> InTraining:
+    """What runs on a type or its siblings showed, else those on all types together."""
+    return _of_type(_tables().in_training, type_name)
+
+
+def _of_type(by_type: Mapping[str, _T], type_name: str) -> _T:
+    """What is known of a type, of one with the same chip, or of any."""
+    if type_name in by_type:
+        return by_type[type_name]
     listed = listed_type(type_name)
-    if listed is None:
-        return None
-    for other, family in by_type.items():
+    for other, found in by_type.items():
         sibling = listed_type(other)
-        if sibling is not None and _is_same_chip(listed, sibling):
-            return family
-    return None
+        if listed is not None and sibling is not None and _is_same_chip(listed, sibling):
+            return found
+    return by_type[ANY_TYPE]
 
 
 def _is_same_chip(one: ListedType, other: ListedType) -> bool:
@@ -114,12 +159,17 @@ def _is_same_chip(one: ListedType, other: ListedType) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _tables() -> Mapping[str, Mapping[str, Family]]:
+def _tables() -> _Tables:
     text = (resources.files("heterog.simulator.device_models") / "fitted.yaml").read_text("utf-8")
-    return {
+    document = yaml.safe_load(text)
+    families = {
         name: {type_name: _family(name, type_name, row) for type_name, row in by_type.items()}
-        for name, by_type in yaml.safe_load(text)["families"].items()
+        for name, by_type in document["families"].items()
     }
+    in_training = {
+        name: InTraining(**row, measured_on=name) for name, row in document["in_training"].items()
+    }
+    return _Tables(families, in_training, document["host_s"])
 
 
 def _family(name: str, type_name: str, row: Mapping[str, Any]) -> Family:

@@ -1,0 +1,164 @@
+"""Predictions beside recorded runs, and what their differences come to."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from scipy.stats import binomtest, spearmanr
+
+from heterog.simulator.intervals import COVERAGE, Interval
+
+_DIFFERENT = 0.05
+"""Two runs that differ by less are equally good."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One run.
+
+    Attributes:
+        family: whose errors are reported together.
+        name: of the run.
+        measured_s: seconds of a step.
+        predicted_s: the same, predicted.
+        interval_s: around the prediction; ``None`` where none was made.
+        measured_bytes: largest peak of a device; ``None`` where none was recorded.
+        predicted_bytes: the same, predicted.
+        choice: runs with the same choice are alternatives: one model, cluster and batch, unlike
+            layouts. Empty where there are none.
+        is_doubtful: the row contradicts physics; errors are given with and without it.
+    """
+
+    family: str
+    name: str
+    measured_s: float
+    predicted_s: float
+    interval_s: Interval | None = None
+    measured_bytes: float | None = None
+    predicted_bytes: float | None = None
+    choice: str = ""
+    is_doubtful: bool = False
+
+    @property
+    def error(self) -> float:
+        """Of the predicted seconds, as a share of the measured ones."""
+        return self.predicted_s / self.measured_s - 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """Pairs of alternatives that differ by more than a twentieth.
+
+    Attributes:
+        number: of them.
+        ordered: how many of them the prediction orders rightly.
+    """
+
+    number: int
+    ordered: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyErrors:
+    """What the differences of a family come to.
+
+    Attributes:
+        name: of the family.
+        num_runs: in it.
+        mape: mean absolute error, as a share of the measured seconds.
+        median: of the absolute errors.
+        p90: their 90th percentile.
+        bias: median of the signed errors.
+        spearman: rank agreement; ``None`` for fewer than three runs, or all alike.
+        interval_coverage: part of the runs inside their intervals.
+        interval_width: median of (high - low) / predicted.
+        is_coverage_sound: a binomial test at 95 % does not reject ``COVERAGE``.
+        memory_mape: mean absolute error of the largest peak.
+        pairs: of alternatives.
+    """
+
+    name: str
+    num_runs: int
+    mape: float
+    median: float
+    p90: float
+    bias: float
+    spearman: float | None
+    interval_coverage: float | None
+    interval_width: float | None
+    is_coverage_sound: bool | None
+    memory_mape: float | None
+    pairs: Pairs | None
+
+
+def family_errors(name: str, runs: Sequence[Compared]) -> FamilyErrors:
+    """Errors of a family of at least one run.
+
+    >>> near = Compared(family="", name="a", measured_s=1.0, predicted_s=1.1)
+    >>> far = Compared(family="", name="b", measured_s=2.0, predicted_s=1.6)
+    >>> round(family_errors("both", [near, far]).mape, 3)
+    0.15
+    """
+    error = np.array([run.error for run in runs])
+    measured = np.array([run.measured_s for run in runs])
+    predicted = np.array([run.predicted_s for run in runs])
+    of_memory = [
+        abs(run.predicted_bytes / run.measured_bytes - 1.0)
+        for run in runs
+        if run.measured_bytes and run.predicted_bytes
+    ]
+    bounded = [run for run in runs if run.interval_s is not None]
+    inside = sum(_is_inside(run) for run in bounded)
+    pairs = ordered_pairs(runs)
+    has_ranks = len(runs) > 2 and np.ptp(measured) > 0.0 and np.ptp(predicted) > 0.0
+    return FamilyErrors(
+        name=name,
+        num_runs=len(runs),
+        mape=float(np.abs(error).mean()),
+        median=float(np.median(np.abs(error))),
+        p90=float(np.quantile(np.abs(error), 0.9)),
+        bias=float(np.median(error)),
+        spearman=float(spearmanr(measured, predicted).statistic) if has_ranks else None,
+        interval_coverage=inside / len(bounded) if bounded else None,
+        interval_width=float(np.median([_width(run) for run in bounded])) if bounded else None,
+        is_coverage_sound=(
+            bool(binomtest(inside, len(bounded), COVERAGE).pvalue > 0.05) if bounded else None
+        ),
+        memory_mape=float(np.mean(of_memory)) if of_memory else None,
+        pairs=pairs if pairs.number else None,
+    )
+
+
+def ordered_pairs(
+    runs: Sequence[Compared], predicted: Callable[[Compared], float] = lambda run: run.predicted_s
+) -> Pairs:
+    """How many pairs of alternatives a prediction orders rightly.
+
+    >>> one = Compared(family="", name="a", choice="x", measured_s=1.0, predicted_s=1.2)
+    >>> two = Compared(family="", name="b", choice="x", measured_s=2.0, predicted_s=1.1)
+    >>> ordered_pairs([one, two])
+    Pairs(number=1, ordered=0)
+    """
+    of_choice: dict[str, list[Compared]] = {}
+    for run in runs:
+        if run.choice:
+            of_choice.setdefault(run.choice, []).append(run)
+    number = ordered = 0
+    for alternatives in of_choice.values():
+        for one, other in combinations(alternatives, 2):
+            fast, slow = sorted((one, other), key=lambda run: run.measured_s)
+            if slow.measured_s > (1.0 + _DIFFERENT) * fast.measured_s:
+                number += 1
+                ordered += predicted(fast) < predicted(slow)
+    return Pairs(number=number, ordered=ordered)
+
+
+def _is_inside(run: Compared) -> bool:
+    assert run.interval_s is not None
+    return run.interval_s.low <= run.measured_s <= run.interval_s.high
+
+
+def _width(run: Compared) -> float:
+    assert run.interval_s is not None
+    return (run.interval_s.high - run.interval_s.low) / run.predicted_s

@@ -1,0 +1,60 @@
+"""What the simulator says of recorded runs."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from heterog.cluster.topology import Cluster
+from heterog.errors import HeterogError, InputFileError
+from heterog.fidelity.comparison import Compared
+from heterog.fidelity.recorded import RecordedRun
+from heterog.fidelity.run_fit import Case
+from heterog.graph.op_graph import OpGraph
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.layout import Layout, parse_layout
+from heterog.strategy.layouts.placed import place_layout
+
+Graphs = Callable[[str, int | None], OpGraph]
+"""The graph of a model at a batch size; ``None`` for the model's own."""
+Clusters = Callable[[str], Cluster]
+
+
+def cases_of(runs: Sequence[RecordedRun], graphs: Graphs, clusters: Clusters) -> Iterator[Case]:
+    """The runs, ready to be simulated; those of one model and batch size share a graph.
+
+    Raises:
+        InputFileError: a layout does not fit its model or cluster, or one of them is not known.
+    """
+    last: tuple[tuple[str, int | None], OpGraph] | None = None
+    for run in sorted(runs, key=lambda run: (run.model, run.batch_size or 0)):
+        try:
+            key = (run.model, run.batch_size)
+            if last is None or last[0] != key:
+                last = (key, graphs(*key))
+            graph, cluster = last[1], clusters(run.cluster)
+            layout = parse_layout(run.layout) if run.layout else Layout()
+            strategy = place_layout(layout, graph, cluster).strategy
+        except HeterogError as error:
+            raise InputFileError(f"line {run.line} of the runs: {error}") from error
+        yield Case(
+            run=run, graph=graph, cluster=cluster, strategy=strategy, measured_s=run.seconds
+        )
+
+
+def compared(case: Case) -> Compared:
+    """A run beside its prediction, by the cost model that its cluster names."""
+    evaluator = Evaluator(case.graph, case.cluster)
+    found = evaluator.evaluate(case.strategy, Order.FIFO)
+    run = case.run
+    assert run is not None
+    peaks = zip(found.peak_memory_bytes, case.cluster.devices, strict=True)
+    reserved = (peak + each.type.memory_bytes - each.usable_memory_bytes for peak, each in peaks)
+    return Compared(
+        family=run.family,
+        name=f"{run.model}, batch {case.graph.batch_size}, {run.cluster}, {run.layout or 'dp'}",
+        measured_s=run.seconds,
+        predicted_s=found.step_time_s,
+        interval_s=evaluator.interval(found.step_time_s),
+        measured_bytes=run.peak_bytes,
+        predicted_bytes=max(reserved),
+        choice=f"{run.model}, {case.graph.batch_size}, {run.cluster}",
+    )

@@ -1,0 +1,175 @@
+"""A few parameters of the device models, fitted to recorded runs.
+
+    log T(theta) is fitted to log T_measured by Gauss-Newton, with
+
+    theta = log(seconds to issue a kernel), and for each GPU type
+            log(factors of products, fused attention, streams and float32)
+
+and a normal prior around what ships (a ridge): five runs move what they tell of, and leave the
+rest as it was. Derivatives are differences; a step time is piecewise smooth in all of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterog.cluster.topology import Cluster, Execution
+from heterog.fidelity.recorded import RecordedRun
+from heterog.graph.op_graph import FloatArray, OpGraph
+from heterog.simulator.device_models.model import DeviceModels
+from heterog.simulator.device_models.parameters import InTraining
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Strategy
+
+_FACTORS = ("products", "fused_attention", "streams", "float32")
+_RUN_SPREAD = 0.08
+"""Standard deviation of the logarithm of a step time whose parameters are right."""
+_FACTOR_SPREAD = 0.3
+_HOST_SPREAD = 1.0
+"""The same of factors and of the host's seconds before any run is seen."""
+_RUNS_BEFORE, _SPREAD_BEFORE = 3, 0.12
+"""A new spread is as if so many runs had been off by so much before."""
+_MOST_LEVERAGE = 0.9
+_ITERATIONS = 4
+_STEP = 0.05
+_GAIN = 0.999
+"""What is left of the cost after a step that is worth another one, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Case:
+    """One recorded run, ready to be simulated.
+
+    Attributes:
+        graph: of the whole batch.
+        cluster: that it ran on.
+        strategy: how.
+        measured_s: seconds of a step.
+        run: the row it is of, if it is from a file.
+    """
+
+    graph: OpGraph
+    cluster: Cluster
+    strategy: Strategy
+    measured_s: float
+    run: RecordedRun | None = None
+
+    def predicted_s(self, model: DeviceModels) -> float:
+        """Seconds of a step by a cost model."""
+        evaluator = Evaluator(self.graph, self.cluster, model)
+        return evaluator.evaluate(self.strategy, Order.FIFO).step_time_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunFit:
+    """What came of a fit.
+
+    Attributes:
+        models: the device models that explain the runs best.
+        before: log(predicted / measured) of each run by what was believed before.  # [num_cases]
+        after: the same by what was fitted.  # [num_cases]
+        left_out: the same of each run as if it had not been fitted, to first order: the residual
+            over (1 - leverage), as in a linear regression.  # [num_cases]
+    """
+
+    models: DeviceModels
+    before: FloatArray
+    after: FloatArray
+    left_out: FloatArray
+
+
+def fit_runs(cases: Sequence[Case], start: DeviceModels, *, with_host: bool = True) -> RunFit:
+    """Fit a few parameters to recorded runs.
+
+    Args:
+        cases: at least one run.
+        start: what is believed before.
+        with_host: whether what the host takes to issue a kernel is fitted too.
+    """
+    types = sorted({kind.name for case in cases for kind in case.cluster.device_types})
+    begin = at = _parameters(start, types)
+    spread = np.full(len(at), _FACTOR_SPREAD)
+    spread[0] = _HOST_SPREAD
+    is_fitted = np.ones(len(at), np.bool_)
+    is_fitted[0] = with_host
+    measured = np.log([case.measured_s for case in cases])
+    best, least, before = at, np.inf, np.zeros(len(cases))
+    after = left_out = before
+    for iteration in range(_ITERATIONS):
+        jacobian, predicted = _derivatives(cases, at, types, start.execution, is_fitted)
+        off = predicted - measured
+        from_start = np.where(is_fitted, at - begin, 0.0)
+        cost = float(
+            (off / _RUN_SPREAD) @ (off / _RUN_SPREAD) + ((from_start / spread) ** 2).sum()
+        )
+        if iteration == 0:
+            before = off
+        if cost > _GAIN * least:
+            break
+        best, least, after = at, cost, off
+        curvature = jacobian.T @ jacobian / _RUN_SPREAD**2 + np.diag(spread**-2.0)
+        leverage = np.einsum("ij,jk,ik->i", jacobian, np.linalg.inv(curvature), jacobian)
+        left_out = off / (1.0 - np.minimum(leverage / _RUN_SPREAD**2, _MOST_LEVERAGE))
+        slope = jacobian.T @ off / _RUN_SPREAD**2 + from_start / spread**2
+        at = at - np.where(is_fitted, np.linalg.solve(curvature, slope), 0.0)
+    counted = float((left_out**2).sum()) + _RUNS_BEFORE * _SPREAD_BEFORE**2
+    of_runs = float(np.sqrt(counted / (len(cases) + _RUNS_BEFORE)))
+    return RunFit(
+        models=_model(best, types, start.execution, of_runs),
+        before=before,
+        after=after,
+        left_out=left_out,
+    )
+
+
+def _derivatives(
+    cases: Sequence[Case],
+    at: FloatArray,
+    types: Sequence[str],
+    execution: Execution,
+    is_fitted: NDArray[np.bool_],
+) -> tuple[FloatArray, FloatArray]:
+    """(d log T / d parameter [num_cases, num_parameters], log T [num_cases])."""
+    jacobian = np.zeros((len(cases), len(at)))
+    predicted = np.zeros(len(cases))
+    for row, case in enumerate(cases):
+        own = {kind.name for kind in case.cluster.device_types}
+        here = predicted[row] = np.log(case.predicted_s(_model(at, types, execution)))
+        for column in np.flatnonzero(is_fitted).tolist():
+            if column and types[(column - 1) // len(_FACTORS)] not in own:
+                continue
+            moved = at.copy()
+            moved[column] += _STEP
+            there = np.log(case.predicted_s(_model(moved, types, execution)))
+            jacobian[row, column] = (there - here) / _STEP
+    return jacobian, predicted
+
+
+def _parameters(model: DeviceModels, types: Sequence[str]) -> FloatArray:
+    found = [model.host_s]
+    for name in types:
+        factors = model.in_training(name)
+        found += [getattr(factors, factor) for factor in _FACTORS]
+    return np.log(found)
+
+
+def _model(
+    parameters: FloatArray, types: Sequence[str], execution: Execution, spread: float = 0.0
+) -> DeviceModels:
+    host_s, *rest = np.exp(parameters)
+    factors = np.reshape(rest, (len(types), len(_FACTORS)))
+    return DeviceModels(
+        execution,
+        host_s=float(host_s),
+        in_training={
+            name: InTraining(
+                **dict(zip(_FACTORS, map(float, row), strict=True)),
+                spread=spread,
+                measured_on=name,
+            )
+            for name, row in zip(types, factors, strict=True)
+        },
+    )
