@@ -95,6 +95,7 @@ class Run:
         num_micro: micro-batches.
         recompute: whether layers recompute.
         measured_s: seconds of a step.
+        measured_bytes: largest peak of a device, if recorded.
         layout: as text.
         build: makes the strategy for the captured graph.
         shortened: the same with so many micro-batches; ``None`` where programs are never large.
@@ -110,6 +111,7 @@ class Run:
     recompute: bool
     measured_s: float
     layout: str
+    measured_bytes: float | None = None
     build: Callable[[OpGraph, Cluster], Strategy]
     shortened: "Callable[[int], Run] | None" = None
 
@@ -140,18 +142,21 @@ class _InPlace(torch.autograd.Function):
         sums = exponentials.sum(-1, keepdim=True)
         context.save_for_backward(exponentials, sums)
         context.dtype = logits.dtype
-        return sums.log().mean()
+        found: Tensor = sums.log().mean()
+        return found
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:
         exponentials, sums = context.saved_tensors
-        return (exponentials * (gradient / sums / sums.numel())).to(context.dtype)
+        made: Tensor = exponentials * (gradient / sums / sums.numel())
+        return made.to(context.dtype)
 
 
 def fused_loss(output: Any, labels: Tensor) -> Tensor:
     """Cross-entropy whose kernels work in place."""
     del labels
-    loss: Tensor = _InPlace.apply(output.logits)
+    apply: Any = _InPlace.apply
+    loss: Tensor = apply(output.logits)
     return loss
 
 
@@ -413,6 +418,7 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
         num_micro=num_micro,
         recompute=False,
         measured_s=float(row["real"]),
+        measured_bytes=float(row["max_mem"]) if row.get("max_mem") else None,
         layout="; ".join(
             f"layers {counts}, teams {[[len(team) for team in stage] for stage in teams]}"
             for teams, counts in plans

@@ -7,17 +7,29 @@ DIR holds files with the names and columns of the public sets, or some of them:
 ``training_steps_one_gpu.csv`` (sitar-lab/NeuSight, MIT): forward and backward of language models
     of ``transformers`` in float32 without TF32, on one GPU and on four. Nothing is fitted to them:
     kernels are priced by the device models that ship.
-``vtrain_one_node.csv`` (VIA-Research/vTrain, MIT): iterations of Megatron-DeepSpeed on 2 to 8
-    A100, rows whose ``split`` is ``test``. One number was fitted to the rows of ``fit``: what the
-    host takes to issue a kernel (``MEGATRON_HOST_S``).
+``vtrain_one_node.csv``, ``vtrain_many_nodes.csv`` (VIA-Research/vTrain, MIT): iterations of
+    Megatron-DeepSpeed on A100. What its host takes was fitted to rows of ``fit`` on one node.
+``mpt_fsdp.csv`` (mosaicml/llm-foundry, Apache-2): MPT with FSDP on A100 and H100;
+    ``published_mpt`` says what is assumed. Factors on 16-bit kernels were fitted to rows of
+    ``fit`` on 8 GPUs.
+``sailor_*.json`` (eth-easl/sailor, MIT): OPT and GPT-Neo with Megatron-DeepSpeed. Nothing is
+    fitted to them; a second family is fitted to the runs of one and two nodes, and holds the
+    others.
+
+Rows whose ``split`` is ``test`` are compared, or all of a file without splits.
 
 What the rows do not say is chosen. NeuSight's GPT-3 XL has a hidden size of 3072 (24 heads of
 128): with the 2048 of the GPT-3 paper it would run at half the rate of all other models of the
 set. Rows whose forward pass takes more than 0.7 of the backward pass contradict physics and are
 marked; all of the A100's do. Attention of that time is written out (``eager``). Megatron's fused
-kernels are one op each: GELU with its bias, softmax with scale and mask. vTrain's runs recompute
-nothing: with full recomputation, hidden 2048 and micro-batch 4 would run at 65 % of the peak of
-the tensor cores.
+kernels are one op each: GELU with its bias, softmax with scale and mask; its dropouts are on, and
+the vocabulary is padded where a team shares it. vTrain's runs recompute nothing: with full
+recomputation, hidden 2048 and micro-batch 4 would run at 65 % of the peak of the tensor cores.
+Sailor's products in float32 used TF32 where the card has it: its own layer profiles show the last
+layer at 80 TFLOP/s on an A100 and 150 on a GH200, four and two times what float32 can.
+
+1F1B pipelines of many micro-batches are not simulated in full: from so many on that the pipeline
+is in its steady state, each further one takes what the last one took.
 """
 
 import argparse
@@ -26,23 +38,24 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import published_layouts as layouts
+import published_mpt as mpt
 import torch
 import transformers
-from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn import functional
 
 from heterog.cluster import Cluster
-from heterog.cluster.catalog import device_type
+from heterog.cluster.catalog import device_type, listed_type
 from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Execution
+from heterog.fidelity.comparison import Compared, FamilyErrors, family_errors, ordered_pairs
+from heterog.fidelity.run_fit import Case, fit_runs
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
@@ -61,25 +74,6 @@ _SIZES = {
 }
 """Family, hidden size, layers and heads of NeuSight's models."""
 _INSIDE = {"A100": "nvlink_a100", "H100": "nvlink4"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """One run.
-
-    Attributes:
-        family: whose errors are reported together.
-        name: of the run.
-        measured_s: seconds of a step.
-        predicted_s: the same, predicted.
-        is_doubtful: the row contradicts physics; errors are given with and without it.
-    """
-
-    family: str
-    name: str
-    measured_s: float
-    predicted_s: float
-    is_doubtful: bool = False
 
 
 _MOST_FORWARD = 0.7
@@ -147,17 +141,20 @@ def one_gpu(path: Path) -> Iterable[Compared]:
         cluster = _neusight_cluster(kind, 4 if layout else 1)
         said = "".join(f",{word[:2]}=4" for word in layout)  # dp4, tp4, pp4_1
         placed = place_layout(parse_layout("num_micro=1" + said), graph, cluster)
-        evaluator = Evaluator(graph, cluster, DeviceModels())
+        evaluator = Evaluator(graph, cluster)
         found = evaluator.evaluate(placed.strategy, Order.FIFO)
         # The optimizer's step, the last thing that every device does, was not measured.
         updates = [op.kind == "update" for op in graph.ops]
         own = evaluator.cost_model.op_seconds(graph, cluster.device_types[0], graph.batch_size)
         update_s = float(own[updates].sum()) / (4 if "tp" in said or "pp" in said else 1)
+        predicted_s = found.step_time_s - update_s
         yield Compared(
             family="four GPUs" if layout else f"one GPU, {kind}",
             name=f"{kind} {row['run']}",
             measured_s=float(row["total_ms"]) / 1e3,
-            predicted_s=found.step_time_s - update_s,
+            predicted_s=predicted_s,
+            interval_s=evaluator.interval(predicted_s),
+            choice=f"{kind} {model} {batch}" if layout else "",
             is_doubtful=float(row["forward_ms"]) > _MOST_FORWARD * float(row["backward_ms"]),
         )
 
@@ -167,22 +164,28 @@ def _read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def _of_split(rows: Sequence[dict[str, str]], split: str) -> list[dict[str, str]]:
+    """Rows of a split; all rows of a file that has none."""
+    return [row for row in rows if row.get("split", split) == split]
+
+
 # --- vTrain --------------------------------------------------------------------------------------
 
 
-def vtrain(path: Path, split: str, every: int) -> Iterable[Compared]:
+def vtrain(path: Path, split: str, every: int, family: str) -> Iterable[Compared]:
     """One of so many of vTrain's rows; rows of one model and batch share a capture."""
-    rows = [row for row in _read(path) if row["split"] == split][::every]
+    rows = _of_split(_read(path), split)[::every]
     runs = [as_megatron_ran_it(layouts.vtrain_run(row, number)) for number, row in enumerate(rows)]
     for run in sorted(runs, key=lambda run: (str(run.model), run.batch)):
-        graph = layouts.graph_of(run.model, run.batch)
-        evaluator = Evaluator(graph, run.cluster, DeviceModels(Execution.MEGATRON))
-        found = evaluator.evaluate(run.build(graph, run.cluster), Order.FIFO)
+        predicted_s, evaluator = step_seconds(run)
         yield Compared(
-            family="vTrain, one node",
+            family=family,
             name=f"{run.model.hidden}x{run.model.layers} batch {run.batch} {run.layout}",
             measured_s=run.measured_s,
-            predicted_s=found.step_time_s,
+            predicted_s=predicted_s,
+            interval_s=evaluator.interval(predicted_s),
+            choice=f"{run.model.hidden}x{run.model.layers} batch {run.batch} on "
+            f"{run.cluster.num_devices}",
         )
 
 
@@ -191,70 +194,203 @@ def as_megatron_ran_it(run: layouts.Run) -> layouts.Run:
     layout = replace(parse_layout(run.layout), recompute=Recompute.NONE)
     padded = 128 * layout.tp if layout.tp > 1 else 1
     vocabulary = -(-run.model.vocabulary // padded) * padded
+    shortened = run.shortened
     return replace(
         run,
         model=replace(run.model, is_fused=True, vocabulary=vocabulary),
         layout=str(layout),
+        cluster=replace(run.cluster, execution=Execution.MEGATRON),
         build=lambda graph, cluster: place_layout(layout, graph, cluster).strategy,
+        shortened=None if shortened is None else lambda n: as_megatron_ran_it(shortened(n)),
     )
 
 
-# --- errors --------------------------------------------------------------------------------------
+def step_seconds(run: layouts.Run) -> tuple[float, Evaluator]:
+    """Seconds of a step, of a pipeline in its steady state by two shorter steps."""
+    stages = len(run.pipelines[0])
+    if run.shortened is None or run.num_micro <= _STEADY * stages + _STEADY:
+        return _evaluated(run)
+    few, many = run.shortened(_STEADY * stages), run.shortened(_STEADY * stages + 1)
+    (few_s, _), (many_s, evaluator) = _evaluated(few), _evaluated(many)
+    return many_s + (run.num_micro - many.num_micro) * (many_s - few_s), evaluator
 
 
-def summarised(name: str, runs: Sequence[Compared]) -> dict[str, Any]:
-    """Errors of a family, as shares of the measured seconds."""
-    measured = np.array([run.measured_s for run in runs])
-    predicted = np.array([run.predicted_s for run in runs])
-    error = predicted / measured - 1.0
-    order = float(spearmanr(measured, predicted).statistic) if len(runs) > 2 else None
-    return {
-        "name": name,
-        "num_runs": len(runs),
-        "mape": float(np.abs(error).mean()),
-        "median": float(np.median(np.abs(error))),
-        "p90": float(np.quantile(np.abs(error), 0.9)),
-        "bias": float(np.median(error)),
-        "spearman": order,
-    }
+_STEADY = 2
+"""Micro-batches for each stage after which a 1F1B pipeline is in its steady state."""
+
+
+def _evaluated(run: layouts.Run) -> tuple[float, Evaluator]:
+    graph = layouts.graph_of(run.model, run.batch)
+    evaluator = Evaluator(graph, run.cluster)
+    found = evaluator.evaluate(run.build(graph, run.cluster), Order.FIFO)
+    return found.step_time_s, evaluator
+
+
+# --- MPT -----------------------------------------------------------------------------------------
+
+
+def mpt_runs(path: Path, split: str) -> Iterable[Compared]:
+    """MPT with FSDP, by type of card."""
+    rows = mpt.rows_of(path, split)
+    for row in sorted(rows, key=lambda row: (row.model, row.length, row.batch)):
+        graph = mpt.graph_of(row.model, row.length, row.batch)
+        evaluator = Evaluator(graph, row.cluster)
+        strategy = place_layout(row.layout, graph, row.cluster).strategy
+        predicted_s = evaluator.evaluate(strategy, Order.FIFO).step_time_s
+        yield Compared(
+            family=f"MPT with FSDP, {row.card}",
+            name=row.name,
+            measured_s=row.measured_s,
+            predicted_s=predicted_s,
+            interval_s=evaluator.interval(predicted_s),
+        )
+
+
+# --- Sailor --------------------------------------------------------------------------------------
+
+
+def sailor(path: Path) -> Iterable[Compared]:
+    """Sailor's runs with nothing fitted, then those on more nodes than two with a fit to two."""
+    family = f"Sailor, {path.stem.removeprefix('sailor_')}"
+    runs = [_with_tf32(run) for run in layouts.sailor_rows(path)]
+    yield from (_sailor_compared(run, family, None) for run in runs)
+    few = [run for run in runs if len(run.cluster.hosts) <= _FEW_HOSTS]
+    if 0 < len(few) < len(runs):
+        cases = []
+        for run in few:
+            graph = layouts.graph_of(run.model, run.batch)
+            cases.append(
+                Case(graph=graph, cluster=run.cluster, strategy=run.build(graph, run.cluster),
+                     measured_s=run.measured_s)
+            )  # fmt: skip
+        models = fit_runs(cases, DeviceModels(Execution.MEGATRON)).models
+        more = [run for run in runs if len(run.cluster.hosts) > _FEW_HOSTS]
+        fitted = f"{family}, fitted to one and two nodes"
+        yield from (_sailor_compared(run, fitted, models) for run in more)
+
+
+_FEW_HOSTS = 2
+
+
+def _sailor_compared(run: layouts.Run, family: str, models: DeviceModels | None) -> Compared:
+    graph = layouts.graph_of(run.model, run.batch)
+    evaluator = Evaluator(graph, run.cluster, models)
+    found = evaluator.evaluate(run.build(graph, run.cluster), Order.FIFO)
+    reserved = [each.type.memory_bytes - each.usable_memory_bytes for each in run.cluster.devices]
+    peaks = zip(found.peak_memory_bytes, reserved, strict=True)
+    return Compared(
+        family=family,
+        name=run.name,
+        measured_s=run.measured_s,
+        predicted_s=found.step_time_s,
+        interval_s=evaluator.interval(found.step_time_s),
+        measured_bytes=run.measured_bytes,
+        predicted_bytes=max(peak + more for peak, more in peaks),
+        choice=f"{run.model.family} batch {run.batch} on {run.cluster.num_devices}",
+    )
+
+
+def _with_tf32(run: layouts.Run) -> layouts.Run:
+    """On cards that multiply float32 on tensor cores, where they can, run by Megatron."""
+    devices = []
+    for device in run.cluster.devices:
+        listed = listed_type(device.type.name)
+        kind = device.type
+        if listed is not None and listed.tf32_flops_per_s:
+            peaks = {**kind.peak_flops_per_s, "float32": listed.tf32_flops_per_s}
+            kind = replace(kind, peak_flops_per_s=peaks)
+        usable = kind.memory_bytes - MEGATRON_RESERVES_BYTES
+        devices.append(replace(device, type=kind, usable_memory_bytes=usable))
+    cluster = replace(run.cluster, devices=tuple(devices), execution=Execution.MEGATRON)
+    return replace(run, cluster=cluster)
+
+
+MEGATRON_RESERVES_BYTES = int(4.1e9)
+"""Of context, communicators and buffers: what Sailor's runs on one and two nodes held beyond
+tensors."""
+
+
+# --- all -----------------------------------------------------------------------------------------
+
+
+def by_formula(run: Compared) -> float:
+    """Seconds of a step up to a factor: nothing but the bubble of a pipeline.
+
+    T ~ (micro-batches + stages - 1) / micro-batches.
+    """
+    said = dict(part.split("=") for part in run.name.split(" ")[-1].split(",") if "=" in part)
+    batch = int(run.name.split(" batch ")[1].split(" ")[0])
+    stages, replicas = int(said["pp"]), int(said["dp"])
+    micro = batch / replicas / int(said.get("micro_batch", batch / replicas))
+    return (micro + stages - 1.0) / micro
+
+
+def words(errors: FamilyErrors) -> str:
+    """One line about a family."""
+    line = (
+        f"{errors.name:44} {errors.num_runs:4} runs, MAPE {errors.mape:5.1%}, median "
+        f"{errors.median:5.1%}, p90 {errors.p90:5.1%}, bias {errors.bias:+5.1%}"
+    )
+    if errors.interval_coverage is not None:
+        line += f", {errors.interval_coverage:.0%} in intervals of {errors.interval_width:.0%}"
+    if errors.memory_mape is not None:
+        line += f", memory {errors.memory_mape:.1%}"
+    if errors.pairs is not None:
+        line += f", {errors.pairs.ordered} of {errors.pairs.number} pairs ordered rightly"
+    return line
+
+
+def sources(data: Path, split: str, every: int) -> Iterable[Iterable[Compared]]:
+    """The runs of each file that is there."""
+    if (path := data / "training_steps_one_gpu.csv").is_file():
+        yield one_gpu(path)
+    if (path := data / "mpt_fsdp.csv").is_file():
+        yield mpt_runs(path, split)
+    for path in sorted(data.glob("sailor_*.json")):
+        yield sailor(path)
+    for name in ("one node", "many nodes"):
+        if (path := data / f"vtrain_{name.replace(' ', '_')}.csv").is_file():
+            yield vtrain(path, split, every, f"vTrain, {name}")
 
 
 def main() -> None:
     """Predict every run of the files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--split", default="test", help="of vTrain's rows")
+    parser.add_argument("--split", default="test", help="of the files that have splits")
     parser.add_argument("--every", type=int, default=1, help="one of so many of vTrain's rows")
+    parser.add_argument("--only", default="", help="families that begin so")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    sources: list[Iterable[Compared]] = []
-    if (path := arguments.data / "training_steps_one_gpu.csv").is_file():
-        sources.append(one_gpu(path))
-    if (path := arguments.data / "vtrain_one_node.csv").is_file():
-        sources.append(vtrain(path, arguments.split, arguments.every))
     families: dict[str, list[Compared]] = defaultdict(list)
-    for source in sources:
+    for source in sources(arguments.data, arguments.split, arguments.every):
         for run in source:
+            if not run.family.startswith(arguments.only):
+                break
             families[run.family].append(run)
-            off = run.predicted_s / run.measured_s - 1.0
             print(f"{run.name}: measured {run.measured_s:.4f} s, predicted {run.predicted_s:.4f} "
-                  f"({off:+.0%})", file=sys.stderr, flush=True)  # fmt: skip
-    found = [summarised(name, runs) for name, runs in sorted(families.items())]
+                  f"({run.error:+.0%})", file=sys.stderr, flush=True)  # fmt: skip
+    found = [family_errors(name, runs) for name, runs in sorted(families.items())]
     one = [run for name, runs in families.items() if name.startswith("one GPU") for run in runs]
-    if one:
-        found.append(summarised("one GPU", one))
-        sound = [run for run in one if not run.is_doubtful]
-        found.append(summarised("one GPU, sound rows", sound))
+    every = [run for runs in families.values() for run in runs]
+    sound = [run for run in one if not run.is_doubtful]
+    for name, runs in (("one GPU", one), ("one GPU, sound rows", sound), ("all", every)):
+        if runs:
+            found.append(family_errors(name, runs))
+    of_vtrain = [run for run in every if run.family.startswith("vTrain")]
+    formula = ordered_pairs(of_vtrain, by_formula)
     if arguments.json:
-        runs = [asdict(run) for each in families.values() for run in each]
-        print(json.dumps({"families": found, "runs": runs}, indent=2))
+        document = {
+            "families": [asdict(each) for each in found],
+            "pairs_of_vtrain_by_formula": asdict(formula),
+            "runs": [asdict(run) for run in every],
+        }
+        print(json.dumps(document, indent=2))
         return
-    for row in found:
-        order = "" if row["spearman"] is None else f", rank agreement {row['spearman']:.3f}"
-        print(
-            f"{row['name']:28} {row['num_runs']:4} runs, MAPE {row['mape']:5.1%}, median "
-            f"{row['median']:5.1%}, p90 {row['p90']:5.1%}, bias {row['bias']:+5.1%}{order}"
-        )
+    for errors in found:
+        print(words(errors))
+    if formula.number:
+        print(f"a formula of one line orders {formula.ordered} of {formula.number} of vTrain's")
 
 
 if __name__ == "__main__":

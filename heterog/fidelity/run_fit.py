@@ -149,7 +149,7 @@ def _derivatives(
 
 
 def _parameters(model: DeviceModels, types: Sequence[str]) -> FloatArray:
-    found = [model.host_s]
+    found = [model.host.issue_s]
     for name in types:
         factors = model.in_training(name)
         found += [getattr(factors, factor) for factor in _FACTORS]

@@ -58,7 +58,7 @@ def test_parameters_that_made_the_runs_are_found_again() -> None:
     found = fit_runs(cases(cluster, truth, [512, 4096]), DeviceModels())
     assert np.abs(found.before).max() > 0.3
     assert np.abs(found.after).max() < 0.05
-    assert found.models.host_s == pytest.approx(4e-5, rel=0.2)
+    assert found.models.host.issue_s == pytest.approx(4e-5, rel=0.2)
     factors = found.models.in_training("A100-80GB")
     assert factors.products == pytest.approx(1.7, rel=0.1)
     assert factors.float32 == pytest.approx(1.3, rel=0.1)
@@ -83,7 +83,7 @@ def test_one_run_moves_little_and_a_wild_one_breaks_nothing() -> None:
     cluster = cluster_of((100.0, ["A100-80GB", "A100-80GB"]))
     (case, *_) = cases(cluster, DeviceModels(), [512])
     same = fit_runs([case], DeviceModels()).models
-    assert same.host_s == pytest.approx(DeviceModels().host_s, rel=1e-3)
+    assert same.host.issue_s == pytest.approx(DeviceModels().host.issue_s, rel=1e-3)
     wild = Case(graph=case.graph, cluster=cluster, strategy=case.strategy, measured_s=3600.0)
     found = fit_runs([wild], DeviceModels())
     assert np.isfinite(found.after).all()
@@ -99,7 +99,7 @@ def test_what_was_fitted_prices_a_cluster_that_names_its_file(tmp_path: Path) ->
     )
     found = cost_model_of(load_cluster(tmp_path / "lab.yaml"))
     assert isinstance(found, DeviceModels)
-    assert (found.host_s, found.execution) == (2e-5, Execution.MEGATRON)
+    assert (found.host.issue_s, found.execution) == (2e-5, Execution.MEGATRON)
     assert found.in_training("H100").float32 == 1.3
     assert found.name == "device models, 5 own runs"
 

@@ -287,7 +287,7 @@ def test_what_runs_a_step_is_said_in_a_cluster_file(graph: OpGraph, tmp_path: Pa
     cluster = load_cluster(tmp_path / "lab.yaml")
     model = cost_model_of(cluster)
     assert isinstance(model, DeviceModels)
-    assert model.host_s > DeviceModels().host_s
+    assert model.host.issue_s > DeviceModels().host.issue_s
     cluster.save(tmp_path / "again.yaml")
     assert load_cluster(tmp_path / "again.yaml").execution == cluster.execution
     assert Cluster.from_dict(cluster.to_dict()).execution == cluster.execution
@@ -360,6 +360,31 @@ def test_tf32_as_a_declared_peak_takes_the_tensor_cores(graph: OpGraph) -> None:
         / DeviceModels().op_seconds(large, fast, 4096)[op]
     )
     assert 4.0 < ratio < 9.0
+
+
+def test_a_type_with_a_stated_peak_is_still_that_type(tmp_path: Path) -> None:
+    """TF32, as a cluster file declares it, runs on the tensor cores that were measured."""
+    (tmp_path / "lab.yaml").write_text(
+        "schema_version: 1\nname: lab\nhosts:\n  - name: A\n    devices:\n"
+        "      - {type: GH200, peak_flops: {float32: 494.7 TFLOP/s}}\n"
+        "    nic: {line_rate: 1 Gbit/s}\n"
+    )
+    (stated,) = load_cluster(tmp_path / "lab.yaml").device_types
+    assert stated.name != "GH200"
+    large = capture(
+        Workload(lambda: nn.Linear(4096, 4096), (torch.zeros(4096, 4096),) * 2,
+                 functional.mse_loss, torch.optim.SGD, {"lr": 0.1}, name="large")
+    )  # fmt: skip
+    op = ops(large, "addmm")[0]
+    ratio = (
+        DeviceModels().op_seconds(large, device_type("GH200"), 4096)[op]
+        / DeviceModels().op_seconds(large, stated, 4096)[op]
+    )
+    assert 3.0 < ratio < 9.0
+    assert DeviceModels().in_training(stated.name) == in_training_of("H100")
+    named = DeviceModels(in_training={"GH200": InTraining(products=3.0)})
+    assert named.in_training(stated.name).products == 3.0
+    assert chip_of(stated, 1.0).multiprocessors == 132
 
 
 def test_a_cluster_file_asks_for_them_by_name(graph: OpGraph, tmp_path: Path) -> None:

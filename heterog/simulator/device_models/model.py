@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from statistics import NormalDist
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterog.cluster.catalog import listed_type
-from heterog.cluster.topology import DeviceType, Execution
+from heterog.cluster.topology import Cluster, DeviceType, Execution
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph
+from heterog.simulator.cost_model import ChannelSeconds
 from heterog.simulator.device_models.kernels import Products, local_sizes, products_of, streams_of
 from heterog.simulator.device_models.parameters import (
     ANY_TYPE,
@@ -19,13 +22,15 @@ from heterog.simulator.device_models.parameters import (
     InTraining,
     chip_of,
     families_of,
-    host_seconds,
+    host_of,
     in_training_of,
+    listed_name,
 )
 from heterog.simulator.device_models.products import ProductModel
 from heterog.simulator.device_models.streams import StreamModel
 from heterog.simulator.intervals import MEDIAN_OF_NORMAL
 from heterog.simulator.roofline import Roofline, attainable_flops_per_s
+from heterog.strategy.channels import Channel, ChannelKind
 
 _TENSOR_CORE_GAIN = 1.5
 """A peak that is so much above float32's of the sheet is one of tensor cores."""
@@ -69,12 +74,15 @@ class DeviceModels(Roofline):
     ) -> None:
         self.name = name
         self.execution = execution
-        self.host_s = host_seconds(execution) if host_s is None else host_s
+        self.host = host_of(execution)
+        if host_s is not None:
+            self.host = replace(self.host, issue_s=host_s)
         self.own_factors = in_training
 
     def in_training(self, type_name: str) -> InTraining:
         """The factors of a type."""
-        return self.own_factors.get(type_name) or in_training_of(type_name)
+        own = self.own_factors.get(type_name) or self.own_factors.get(listed_name(type_name))
+        return own or in_training_of(type_name)
 
     def kernel_seconds(
         self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
@@ -84,7 +92,17 @@ class DeviceModels(Roofline):
             return super().kernel_seconds(graph, device_type, flops, num_bytes)
         factors = self.in_training(device_type.name)
         seconds = _kernel_seconds(graph, device_type, factors, flops, num_bytes)
-        return np.maximum(seconds, self.host_s * _share_of_issuing(graph, device_type, factors))
+        return np.maximum(
+            seconds, self.host.issue_s * _share_of_issuing(graph, device_type, factors)
+        )
+
+    def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
+        """Alpha-beta seconds; a collective begins when the last host has issued it."""
+        found = super().channel_seconds(cluster, channel)
+        if channel.kind == ChannelKind.POINT_TO_POINT:
+            return found
+        waits = self.host.collective_s + self.host.skew_s * _largest_of(len(channel.devices))
+        return found._replace(latency_s=found.latency_s + waits)
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
         """By the errors of runs, of the kernels that take the most, and of the host's seconds."""
@@ -106,6 +124,15 @@ class DeviceModels(Roofline):
         assert isinstance(model, StreamModel)
         rate = device_type.memory_bandwidth_bytes_per_s * model.efficiency
         return launch_seconds(device_type), 1.0 / rate
+
+
+def _largest_of(number: int) -> float:
+    """Expected largest of so many standard normal variables (Blom 1958).
+
+    >>> [round(_largest_of(number), 2) for number in (1, 2, 8)]
+    [0.0, 0.59, 1.43]
+    """
+    return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
 
 
 def provenance(device_types: Sequence[DeviceType]) -> str:
@@ -319,7 +346,7 @@ def _product_seconds(
 @lru_cache(maxsize=256)
 def _product_model(device_type: DeviceType, dtype: str) -> tuple[ProductModel, float, bool]:
     """Parameters and peak of the products of a dtype, and whether tensor cores make them."""
-    peaks, listed = device_type.peak_flops_per_s, listed_type(device_type.name)
+    peaks, listed = device_type.peak_flops_per_s, listed_type(listed_name(device_type.name))
     sheet = device_type if listed is None else listed.type
     on_vector_units = sheet.peak_flops_per_s["float32"]
     peak = peaks.get(dtype, peaks["float32"])

@@ -6,6 +6,7 @@ was fitted to all measured types together. They are shares of what the data shee
 are read off its sheet. How far that is off was found by leaving out each measured type in turn.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -90,17 +91,42 @@ class InTraining:
     measured_on: str = ANY_TYPE
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What the host of a device takes.
+
+    Attributes:
+        issue_s: to issue a kernel.
+        collective_s: to issue a collective, beyond what the latency of its links holds.
+        skew_s: deviation of when the members' hosts issue a collective, which begins with the
+            last of them.
+    """
+
+    issue_s: float
+    collective_s: float = 0.0
+    skew_s: float = 0.0
+
+
 class _Tables(NamedTuple):
     """What ``fitted.yaml`` holds: by family and type, by type, and by ``Execution``."""
 
     families: Mapping[str, Mapping[str, Family]]
     in_training: Mapping[str, InTraining]
-    host_s: Mapping[str, float]
+    hosts: Mapping[str, Host]
+
+
+def listed_name(type_name: str) -> str:
+    """The name in the catalogue of a type of which a cluster file states some numbers.
+
+    >>> listed_name("GH200-custom2"), listed_name("GH200")
+    ('GH200', 'GH200')
+    """
+    return re.sub(r"-custom\d*$", "", type_name)
 
 
 def chip_of(device_type: DeviceType, peak_flops_per_s: float) -> Chip:
     """What the data sheet of a type says, with the peak of the dtype at hand."""
-    listed = listed_type(device_type.name)
+    listed = listed_type(listed_name(device_type.name))
     multiprocessors = 0 if listed is None else listed.multiprocessors
     guess = device_type.peak_flops_per_s["float32"] / _FLOPS_OF_A_MULTIPROCESSOR
     return Chip(
@@ -121,9 +147,9 @@ def families_of(type_name: str) -> Mapping[str, Family]:
     return {name: _of_type(by_type, type_name) for name, by_type in _tables().families.items()}
 
 
-def host_seconds(execution: str) -> float:
-    """What the host takes to issue a kernel, in a program that executes steps."""
-    return _tables().host_s[execution]
+def host_of(execution: str) -> Host:
+    """What hosts take in a program that executes steps; see ``cluster.topology.Execution``."""
+    return _tables().hosts[execution]
 
 
 @lru_cache(maxsize=256)
@@ -134,6 +160,7 @@ def in_training_of(type_name: str) -> InTraining:
 
 def _of_type(by_type: Mapping[str, _T], type_name: str) -> _T:
     """What is known of a type, of one with the same chip, or of any."""
+    type_name = listed_name(type_name)
     if type_name in by_type:
         return by_type[type_name]
     listed = listed_type(type_name)
@@ -169,7 +196,8 @@ def _tables() -> _Tables:
     in_training = {
         name: InTraining(**row, measured_on=name) for name, row in document["in_training"].items()
     }
-    return _Tables(families, in_training, document["host_s"])
+    hosts = {name: Host(**row) for name, row in document["hosts"].items()}
+    return _Tables(families, in_training, hosts)
 
 
 def _family(name: str, type_name: str, row: Mapping[str, Any]) -> Family:

@@ -53,7 +53,7 @@ def save_run_models(path: Path, models: DeviceModels, name: str, num_runs: int) 
         "kind": RUNS,
         "name": name,
         "execution": str(models.execution),
-        "host_s": models.host_s,
+        "host_s": models.host.issue_s,
         "num_runs": num_runs,
         "types": types,
     }
