@@ -18,6 +18,7 @@ import argparse
 import csv
 import gzip
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -164,20 +165,23 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def as_yaml(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The package's file of parameters."""
+def families_document(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the package's file says of families."""
     families: dict[str, dict[str, Any]] = defaultdict(dict)
     for row in rows:
         known = {**row["model"], "errors": row["errors"]}
         families[row["family"]][row["type"]] = rounded(known)
-    head = (
-        "# Parameters of kernels by family and GPU type; see products.py and streams.py.\n"
-        "# Written by experiments/device_models.py.\n"
-        "# 16 and 8 bit: matrix products of ai-dynamo/aiconfigurator (Apache-2).\n"
-        "# float32 and streams: kernels of torch, sitar-lab/NeuSight (MIT).\n"
-        "# errors: of rows that were not fitted; of any, of types left out in turn.\n"
-    )
-    return head + yaml.safe_dump({"families": dict(families)}, sort_keys=False, width=99)
+    return dict(families)
+
+
+def write_section(name: str, section: Mapping[str, Any]) -> None:
+    """Put a section into the package's file of parameters; its comments and the rest stay."""
+    path = Path(parameters.__file__).parent / "fitted.yaml"
+    text = path.read_text(encoding="utf-8")
+    made = yaml.safe_dump({name: dict(section)}, sort_keys=False, width=99)
+    found = re.search(rf"^{name}:\n(?:[ ].*\n)*", text, re.M)
+    text = text + made if found is None else text[: found.start()] + made + text[found.end() :]
+    path.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -189,8 +193,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = fit_all(arguments.data)
     if arguments.write:
-        path = Path(parameters.__file__).parent / "fitted.yaml"
-        path.write_text(as_yaml(rows), encoding="utf-8")
+        write_section("families", families_document(rows))
     if arguments.json:
         print(json.dumps({"rows": rows}))
         return

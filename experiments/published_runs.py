@@ -208,11 +208,12 @@ def as_megatron_ran_it(run: layouts.Run) -> layouts.Run:
 def step_seconds(run: layouts.Run) -> tuple[float, Evaluator]:
     """Seconds of a step, of a pipeline in its steady state by two shorter steps."""
     stages = len(run.pipelines[0])
-    if run.shortened is None or run.num_micro <= _STEADY * stages + _STEADY:
+    if run.shortened is None or run.num_micro <= 2 * _STEADY * stages:
         return _evaluated(run)
-    few, many = run.shortened(_STEADY * stages), run.shortened(_STEADY * stages + 1)
+    few, many = run.shortened(_STEADY * stages), run.shortened(2 * _STEADY * stages)
     (few_s, _), (many_s, evaluator) = _evaluated(few), _evaluated(many)
-    return many_s + (run.num_micro - many.num_micro) * (many_s - few_s), evaluator
+    each_s = (many_s - few_s) / (many.num_micro - few.num_micro)
+    return many_s + (run.num_micro - many.num_micro) * each_s, evaluator
 
 
 _STEADY = 2

@@ -416,7 +416,7 @@ class Observer:
                     assert found.kind != ChannelKind.POINT_TO_POINT
                     cost = evaluator.cost_model.channel_seconds(cluster, found)
                     rate[number] += cost.seconds_per_byte
-                    latency[number] += cost.latency_s
+                    latency[number] += cost.latency_s + cost.fill_s
         return rate, latency
 
     def _overlap(self) -> npt.NDArray[np.float64]:

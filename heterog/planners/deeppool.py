@@ -313,7 +313,7 @@ class GroupCosts:
 
     def _channel_seconds(self, channel: Channel, num_bytes: float) -> float:
         cost = self.evaluator.cost_model.channel_seconds(self.evaluator.cluster, channel)
-        return cost.latency_s + num_bytes * cost.seconds_per_byte
+        return cost.latency(num_bytes) + num_bytes * cost.seconds_per_byte
 
     def _seconds_per_sample_byte(self, at: Place, to: Place) -> float:
         """Seconds on the busiest link for one byte per sample of the batch."""

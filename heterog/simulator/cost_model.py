@@ -64,7 +64,10 @@ class CostModel(Protocol):
 
 
 class ChannelSeconds(NamedTuple):
-    """Cost of a channel: ``latency_s + payload x seconds_per_byte`` from start to end.
+    """Cost of a channel: ``latency(payload) + payload x seconds_per_byte`` from start to end.
+
+    latency(payload) = latency_s + min(fill_s, payload x fill_s_per_byte): a collective of many
+    bytes takes its time until its pipeline is full, one of few bytes is over before.
 
     Each link resource is held for ``payload x held`` only: a 100 Gbit/s NIC that talks to one of
     50 Gbit/s is busy half the time. Members of the channel that compute lose time to it, by
@@ -79,6 +82,12 @@ class ChannelSeconds(NamedTuple):
     drag: Mapping[str, float] = MappingProxyType({})
     loaded_latency_s: float = 0.0
     overhead_s: Mapping[str, float] = MappingProxyType({})
+    fill_s: float = 0.0
+    fill_s_per_byte: float = 0.0
+
+    def latency(self, payload: float) -> float:
+        """Seconds of an operation before its bytes move at their rate."""
+        return self.latency_s + min(self.fill_s, payload * self.fill_s_per_byte)
 
 
 class Prices(NamedTuple):
@@ -95,6 +104,8 @@ class Prices(NamedTuple):
     copy_fixed_s: FloatArray  # [num_types]
     copy_s_per_byte: FloatArray  # [num_types]
     channel_latency_s: FloatArray
+    channel_fill_s: FloatArray  # the most that is added to the latency of large payloads
+    channel_fill_s_per_byte: FloatArray
     channel_s_per_byte: FloatArray
     channel_is_collective: npt.NDArray[np.bool_]
     channel_drag: FloatArray  # share of compute speed that members lose  # [channels, num_types]
@@ -120,6 +131,8 @@ class ChannelPrices(NamedTuple):
     """The part of ``Prices`` about channels; made again when new channels appear."""
 
     latency_s: FloatArray
+    fill_s: FloatArray
+    fill_s_per_byte: FloatArray
     s_per_byte: FloatArray
     is_collective: npt.NDArray[np.bool_]
     drag: FloatArray
@@ -183,6 +196,8 @@ class ChannelPricer:
         starts = _starts_of([len(cost.seconds.held) for cost in costs])
         return ChannelPrices(
             latency_s=np.array([cost.seconds.latency_s for cost in costs]),
+            fill_s=np.array([cost.seconds.fill_s for cost in costs]),
+            fill_s_per_byte=np.array([cost.seconds.fill_s_per_byte for cost in costs]),
             s_per_byte=np.array([cost.seconds.seconds_per_byte for cost in costs]),
             is_collective=np.array([cost.queue[0] for cost in costs]),
             drag=np.array([cost.drag for cost in costs]),

@@ -216,7 +216,8 @@ def _latency_on_path(
     A collective spends its latency first; that of a transfer comes last, and what the next one on
     the path did not wait for is not on it.
     """
-    latency_s = cost_model.channel_seconds(timeline.cluster, channel).latency_s
+    payload = float(timeline.program.num_bytes[step.task])
+    latency_s = cost_model.channel_seconds(timeline.cluster, channel).latency(payload)
     if channel.kind == ChannelKind.POINT_TO_POINT:
         whole = float(timeline.finish[step.task] - timeline.start[step.task])
         latency_s -= max(whole - step.seconds, 0.0)

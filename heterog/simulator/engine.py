@@ -170,6 +170,14 @@ def _make_workspace(tape: Tape, prices: Prices, num_devices: int) -> Workspace:
 
 
 @kernel
+def latency_of(prices: Prices, channel: int, payload: float) -> float:
+    """Seconds of an operation before its bytes move at their rate; see ``ChannelSeconds``."""
+    fill: float = payload * prices.channel_fill_s_per_byte[channel]
+    latency: float = prices.channel_latency_s[channel]
+    return latency + min(fill, float(prices.channel_fill_s[channel]))
+
+
+@kernel
 def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
     """Seconds of every task on a tape."""
     for number in range(tape.counts[NUM_TASKS]):
@@ -177,7 +185,7 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
         if task.kind >= FIRST_LINK_KIND:
             channel = task.channel
             seconds[number] = (
-                prices.channel_latency_s[channel]
+                latency_of(prices, channel, task.num_bytes)
                 + task.num_bytes * prices.channel_s_per_byte[channel]
             )
             continue
@@ -593,7 +601,7 @@ def _simulate_kernel(
             timings.queue_size[queue] -= 1
             _remove_first(priority, items, timings.queue_start[queue], timings.queue_size[queue])
             payload = tape.tasks[best].num_bytes
-            latency = prices.channel_latency_s[channel]
+            latency = latency_of(prices, channel, payload)
             if prices.channel_loaded_s[channel] > 0.0:
                 for entry in range(prices.member_start[channel], prices.member_start[channel + 1]):
                     if op_until[prices.member[entry]] > now:

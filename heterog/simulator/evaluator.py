@@ -567,6 +567,8 @@ class Evaluator:
             copy_fixed_s=self._copy_fixed_s,
             copy_s_per_byte=self._copy_s_per_byte,
             channel_latency_s=channel.latency_s,
+            channel_fill_s=channel.fill_s,
+            channel_fill_s_per_byte=channel.fill_s_per_byte,
             channel_s_per_byte=channel.s_per_byte,
             channel_is_collective=channel.is_collective,
             channel_drag=channel.drag,

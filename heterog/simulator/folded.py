@@ -137,8 +137,8 @@ def _is_apart(links: Mapping[int, set[int]], twin: IntArray) -> bool:
 
 def _is_alike(first: ChannelSeconds, second: ChannelSeconds) -> bool:
     mine, theirs = sorted(first.held.values()), sorted(second.held.values())
-    return (first.latency_s, first.seconds_per_byte, mine) == (
-        second.latency_s,
-        second.seconds_per_byte,
-        theirs,
+    one, other = (
+        (each.latency_s, each.fill_s, each.fill_s_per_byte, each.seconds_per_byte)
+        for each in (first, second)
     )
+    return (one, mine) == (other, theirs)

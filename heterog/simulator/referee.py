@@ -29,7 +29,16 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.simulator.cost_model import Prices
-from heterog.simulator.engine import GIVEN_UP, SEND, Timings, pop_event, push_event, sender, touch
+from heterog.simulator.engine import (
+    GIVEN_UP,
+    SEND,
+    Timings,
+    latency_of,
+    pop_event,
+    push_event,
+    sender,
+    touch,
+)
 from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.lowering.tape import NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
@@ -205,7 +214,7 @@ def _replay_kernel(
         payload[task] = record.num_bytes
         position[server[task] + 1] += 1
         if is_link and prices.channel_loaded_s[record.channel] > 0.0:
-            alone = prices.channel_latency_s[record.channel]
+            alone = latency_of(prices, record.channel, payload[task])
             alone += payload[task] * prices.channel_s_per_byte[record.channel]
             loaded[task] = max(seconds[task] - alone, 0.0)
         elif not is_link:
@@ -270,7 +279,7 @@ def _replay_kernel(
             if which < num_devices:
                 when, item = now + seconds[task], 2 * task
             elif prices.channel_is_collective[channel]:
-                when = now + prices.channel_latency_s[channel] + loaded[task]
+                when = now + latency_of(prices, channel, payload[task]) + loaded[task]
                 item = 2 * task + 1
             else:
                 when, item = now, 2 * task + 1
@@ -333,7 +342,7 @@ def _replay_kernel(
             rest = payload[task] * (prices.channel_s_per_byte[channel] - largest_held[channel])
             rest = max(rest, 0.0)
             if not prices.channel_is_collective[channel]:
-                rest += prices.channel_latency_s[channel] + loaded[task]
+                rest += latency_of(prices, channel, payload[task]) + loaded[task]
             if rest > 0.0:
                 num_heap = push_event(heap_time, heap_item, num_heap, now + rest, 2 * task)
             else:

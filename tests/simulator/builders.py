@@ -563,6 +563,7 @@ class DraggingRoofline(Roofline):
         drag: seconds of compute that a payload byte takes from its members, by device type.
         loaded: factor of the latency while a member computes.
         overhead: seconds of compute that an operation takes from busy members, by device type.
+        fill: most seconds, and seconds per byte, until the pipeline of an operation is full.
     """
 
     def __init__(
@@ -570,8 +571,10 @@ class DraggingRoofline(Roofline):
         drag: dict[str, float],
         loaded: float = 1.0,
         overhead: Mapping[str, float] = MappingProxyType({}),
+        fill: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self._drag = drag
+        self._fill = fill
         self._loaded = loaded
         self._overhead = overhead
 
@@ -580,7 +583,11 @@ class DraggingRoofline(Roofline):
         cost = super().channel_seconds(cluster, channel)
         loaded_latency_s = self._loaded * cost.latency_s
         return cost._replace(
-            drag=self._drag, loaded_latency_s=loaded_latency_s, overhead_s=self._overhead
+            drag=self._drag,
+            loaded_latency_s=loaded_latency_s,
+            overhead_s=self._overhead,
+            fill_s=self._fill[0],
+            fill_s_per_byte=self._fill[1],
         )
 
 
@@ -673,6 +680,8 @@ class Tasks:
             copy_fixed_s=np.zeros(1),
             copy_s_per_byte=np.zeros(1),
             channel_latency_s=channels.latency_s,
+            channel_fill_s=channels.fill_s,
+            channel_fill_s_per_byte=channels.fill_s_per_byte,
             channel_s_per_byte=channels.s_per_byte,
             channel_is_collective=channels.is_collective,
             channel_drag=channels.drag,
@@ -709,7 +718,8 @@ def random_case(rng: Random) -> tuple[Evaluator, Choice]:
         overhead = {
             device_type.name: rng.choice([0.0, 1e-5, 1e-3]) for device_type in cluster.device_types
         }
-        cost_model = DraggingRoofline(drag, rng.choice([1.0, 30.0]), overhead)
+        fill = rng.choice([0.0, 1e-5, 1e-3]), rng.choice([0.0, 1e-11, 1e-9])
+        cost_model = DraggingRoofline(drag, rng.choice([1.0, 30.0]), overhead, fill)
     evaluator = Evaluator(graph, cluster, cost_model)
     choice = evaluator.encode(strategy)
     if not strategy.step_barrier:

@@ -86,7 +86,7 @@ def price(
                 communicator = program.channels[channel].devices
             elif kind == TaskKind.SEND and cluster.sends == Sends.BLOCKING:
                 blocks = program.channels[channel].devices[0]
-            seconds = cost.latency_s + payload * cost.seconds_per_byte
+            seconds = cost.latency(payload) + payload * cost.seconds_per_byte
             for member in program.channels[channel].devices:
                 name = cluster.devices[member].type.name
                 overhead[member] = cost.overhead_s.get(name, 0.0)
@@ -221,10 +221,10 @@ def simulate(
             chosen = min(able, key=urgency)
             ready.remove(chosen)
             start[chosen.number] = now
-            latency = chosen.cost.latency_s
+            latency = alone = chosen.cost.latency(chosen.payload)
             if any(op_until[device] > now for device in chosen.drag):
-                latency = max(latency, chosen.cost.loaded_latency_s)
-            seconds[chosen.number] += latency - chosen.cost.latency_s
+                latency += max(chosen.cost.loaded_latency_s - chosen.cost.latency_s, 0.0)
+            seconds[chosen.number] += latency - alone
             end = now + seconds[chosen.number]
             for link, held in chosen.cost.held.items():
                 if chosen.payload * held > 0.0:
@@ -343,7 +343,7 @@ def _line(task: PricedTask) -> object:
 
 def _latency(task: PricedTask, seconds: list[float]) -> float:
     """Of a transfer or collective, with what busy members added to it in the engine."""
-    return task.cost.latency_s + seconds[task.number] - task.seconds
+    return task.cost.latency(task.payload) + seconds[task.number] - task.seconds
 
 
 def progressive_filling(held: list[dict[int, float]]) -> list[float]:

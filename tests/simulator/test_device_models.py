@@ -12,13 +12,14 @@ from torch.nn import functional
 
 from heterog.cluster.catalog import device_type, listed_type, listed_types
 from heterog.cluster.spec import load_cluster
-from heterog.cluster.topology import Cluster, DeviceType
+from heterog.cluster.topology import Cluster, DeviceType, Execution
 from heterog.errors import GraphError, InputFileError
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.graph.workload import Workload
 from heterog.simulator.calibration import cost_model_of
+from heterog.simulator.device_models.collectives import CollectiveModel
 from heterog.simulator.device_models.kernels import local_sizes, products_of, streams_of
 from heterog.simulator.device_models.model import DeviceModels, launch_seconds, provenance
 from heterog.simulator.device_models.parameters import (
@@ -27,6 +28,7 @@ from heterog.simulator.device_models.parameters import (
     STREAMS,
     InTraining,
     chip_of,
+    collectives_of,
     families_of,
     in_training_of,
 )
@@ -34,6 +36,7 @@ from heterog.simulator.device_models.products import Chip, ProductModel, product
 from heterog.simulator.device_models.streams import StreamModel
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.roofline import Roofline
+from heterog.strategy.channels import Channel, ChannelTable
 from heterog.zoo import build
 
 CHIP = Chip(
@@ -484,6 +487,61 @@ def test_a_plan_says_whose_measurements_price_its_kernels() -> None:
         "T4: float32 products, elementwise, layer norm, softmax as measured, the rest as on other "
         "types; MI300X: as on other types; CPU: roofline"
     )
+
+
+# --- collectives ---------------------------------------------------------------------------------
+
+
+def test_a_collective_by_hand() -> None:
+    model = CollectiveModel(
+        rounds=2.0, latency_s=1e-5, hop_s=1e-6, fill_s=3e-5, fill_hop_s=0.0, fill_s_per_byte=1e-11,
+        efficiency=0.5, growth=1.0,
+    )  # fmt: skip
+    members = np.full(3, 4.0)
+    took = model.seconds(np.array([0.0, 1e6, 1e9]), members, 100e9)
+    # 1.5 bytes over each link per byte, at 100 x 0.5 x 4 / 8 = 25 GB/s.
+    expected = [1.3e-5, 1.3e-5 + 1.5e-5 + 6e-5, 1.3e-5 + 3e-5 + 6e-2]
+    np.testing.assert_allclose(took, expected)
+
+
+def ring(cluster: Cluster, devices: tuple[int, ...]) -> Channel:
+    table = ChannelTable(cluster)
+    return table.channels[table.all_reduce(devices, hierarchical=False)]
+
+
+def test_collectives_behind_a_switch_are_as_measured_and_others_as_the_links() -> None:
+    switched = load_cluster("homogeneous_8xa100")
+    channel = ring(switched, (0, 1, 2, 3))
+    found, by_links = (
+        model.channel_seconds(switched, channel) for model in (DeviceModels(), Roofline())
+    )
+    model = collectives_of("A100-80GB")["all_reduce_ring"]
+    rate = switched.hosts[0].intra.bandwidth_bytes_per_s
+    for payload in (1e3, 1e6, 1e9):
+        told = found.latency(payload) + payload * found.seconds_per_byte
+        assert told == pytest.approx(model.seconds(np.array(payload), np.array(4.0), rate))
+    assert found.seconds_per_byte == pytest.approx(by_links.seconds_per_byte, rel=0.2)
+    assert max(found.held.values()) == pytest.approx(found.seconds_per_byte)
+    # Neither between hosts nor among unlike cards has anybody measured.
+    mixed = load_cluster("a100_v100_16")
+    for devices in ((0, 8), (8, 9)):
+        apart = ring(mixed, devices)
+        assert DeviceModels().channel_seconds(mixed, apart) == (
+            Roofline().channel_seconds(mixed, apart)
+        )
+
+
+def test_a_collective_begins_when_the_last_host_has_issued_it() -> None:
+    cluster = load_cluster("homogeneous_8xa100")
+    waits = []
+    for size in (2, 4, 8):
+        channel = ring(cluster, tuple(range(size)))
+        eager, megatron = (
+            DeviceModels(execution).channel_seconds(cluster, channel).latency_s
+            for execution in Execution
+        )
+        waits.append(megatron - eager)
+    assert 0.0 < waits[0] < waits[1] < waits[2]
 
 
 # --- parameters ----------------------------------------------------------------------------------

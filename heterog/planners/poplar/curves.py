@@ -174,7 +174,7 @@ def micro_step_seconds(evaluator: Evaluator, decision: Decision, stage: int) -> 
 
     def seconds(channel: Channel) -> float:
         cost = evaluator.cost_model.channel_seconds(evaluator.cluster, channel)
-        return cost.latency_s + size * cost.seconds_per_byte
+        return cost.latency(size) + size * cost.seconds_per_byte
 
     if stage < 2 or first < 0:
         return 0.0

@@ -221,7 +221,7 @@ class SpmdPrices:
         cost = self.evaluator.cost_model.channel_seconds(
             self.evaluator.cluster, table.channels[number]
         )
-        latency, per_byte = cost.latency_s, cost.seconds_per_byte
+        latency, per_byte = cost.latency_s + cost.fill_s, cost.seconds_per_byte
         if kind == "padded":
             per_byte *= len(devices) * max(self.shares_of(units)) / units
         elif kind == "grouped":

@@ -21,6 +21,7 @@ from heterog.simulator.device_models.parameters import (
     STREAMS,
     InTraining,
     chip_of,
+    collectives_of,
     families_of,
     host_of,
     in_training_of,
@@ -101,6 +102,7 @@ class DeviceModels(Roofline):
         found = super().channel_seconds(cluster, channel)
         if channel.kind == ChannelKind.POINT_TO_POINT:
             return found
+        found = _as_measured(cluster, channel, found)
         waits = self.host.collective_s + self.host.skew_s * _largest_of(len(channel.devices))
         return found._replace(latency_s=found.latency_s + waits)
 
@@ -124,6 +126,32 @@ class DeviceModels(Roofline):
         assert isinstance(model, StreamModel)
         rate = device_type.memory_bandwidth_bytes_per_s * model.efficiency
         return launch_seconds(device_type), 1.0 / rate
+
+
+def _as_measured(cluster: Cluster, channel: Channel, found: ChannelSeconds) -> ChannelSeconds:
+    """A collective among GPUs of one host and type behind a switch, as such were measured."""
+    devices = [cluster.devices[device] for device in channel.devices]
+    models = collectives_of(devices[0].type.name)
+    model = models.get(channel.kind.name.lower())
+    hosts = {device.host_index for device in devices}
+    is_one_type = len({listed_name(device.type.name) for device in devices}) == 1
+    link = cluster.hosts[devices[0].host_index].intra
+    is_even = len(set(channel.slices)) <= 1
+    if model is None or len(hosts) > 1 or not is_one_type or not is_even:
+        return found
+    if link.kind != "nvswitch" or found.seconds_per_byte <= 0.0:
+        return found
+    members = np.array(float(len(devices)))
+    sent = float(model.sent_per_byte(members))
+    per_byte = sent / float(model.rate(members, link.bandwidth_bytes_per_s))
+    scale = per_byte / found.seconds_per_byte
+    return found._replace(
+        latency_s=float(model.alone_s(members)),
+        fill_s=float(model.most_fill_s(members)),
+        fill_s_per_byte=sent * model.fill_s_per_byte,
+        seconds_per_byte=per_byte,
+        held={resource: seconds * scale for resource, seconds in found.held.items()},
+    )
 
 
 def _largest_of(number: int) -> float:

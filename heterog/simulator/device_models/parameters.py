@@ -17,6 +17,7 @@ import yaml
 
 from heterog.cluster.catalog import ListedType, listed_type
 from heterog.cluster.topology import DeviceType
+from heterog.simulator.device_models.collectives import CollectiveModel
 from heterog.simulator.device_models.products import Chip, ProductModel
 from heterog.simulator.device_models.streams import StreamModel
 
@@ -108,11 +109,12 @@ class Host:
 
 
 class _Tables(NamedTuple):
-    """What ``fitted.yaml`` holds: by family and type, by type, and by ``Execution``."""
+    """What ``fitted.yaml`` holds: by family and type, by type, by ``Execution``; by type again."""
 
     families: Mapping[str, Mapping[str, Family]]
     in_training: Mapping[str, InTraining]
     hosts: Mapping[str, Host]
+    collectives: Mapping[str, Mapping[str, CollectiveModel]]
 
 
 def listed_name(type_name: str) -> str:
@@ -158,6 +160,12 @@ def in_training_of(type_name: str) -> InTraining:
     return _of_type(_tables().in_training, type_name)
 
 
+@lru_cache(maxsize=256)
+def collectives_of(type_name: str) -> Mapping[str, CollectiveModel]:
+    """What collectives take among GPUs of a type or its siblings; empty if none were measured."""
+    return _of_type({ANY_TYPE: {}, **_tables().collectives}, type_name)
+
+
 def _of_type(by_type: Mapping[str, _T], type_name: str) -> _T:
     """What is known of a type, of one with the same chip, or of any."""
     type_name = listed_name(type_name)
@@ -197,7 +205,11 @@ def _tables() -> _Tables:
         name: InTraining(**row, measured_on=name) for name, row in document["in_training"].items()
     }
     hosts = {name: Host(**row) for name, row in document["hosts"].items()}
-    return _Tables(families, in_training, hosts)
+    collectives = {
+        type_name: {name: CollectiveModel(**row) for name, row in by_name.items()}
+        for type_name, by_name in document["collectives"].items()
+    }
+    return _Tables(families, in_training, hosts, collectives)
 
 
 def _family(name: str, type_name: str, row: Mapping[str, Any]) -> Family:

@@ -1,0 +1,114 @@
+"""Fit the models of collectives inside a host to measured ones, and say how far off they are.
+
+    python experiments/collective_models.py --data DIR [--json] [--write]
+
+DIR holds ``nccl.csv.gz`` (ai-dynamo/aiconfigurator, Apache-2): seconds of collectives of 2, 4 and
+8 GPUs. Rows of ``fit`` are fitted, errors are of rows of ``test``. Types whose GPUs hang on PCIe
+or on single NVLinks (L40S, V100) keep the links of the cluster file: how fast their collectives
+are depends on how the machine is wired.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from device_models import read, rounded, write_section
+from scipy.optimize import least_squares
+
+from heterog.cluster.catalog import device_type
+from heterog.cluster.links import intra_link
+from heterog.graph.op_graph import FloatArray
+from heterog.simulator.device_models.collectives import CollectiveModel
+
+LINKS = {"A100-80GB": "nvlink_a100", "H100": "nvlink4", "H200": "nvlink4"}
+KINDS = {
+    "all_reduce": ("all_reduce_ring", 2.0),
+    "reduce_scatter": ("reduce_scatter", 1.0),
+    "all_gather": ("all_gather", 1.0),
+}
+"""Name of the channel's kind, and how often each byte goes over a link."""
+BYTES = {"half": 2.0, "int8": 1.0}
+_STARTS = 6
+_BEGIN = (5e-6, 2e-6, 2e-5, 2e-6, 1e-11, 1.0, 0.2)
+_LEAST = (1e-7, 1e-8, 1e-8, 1e-9, 1e-13, 0.2, 1e-3)
+_MOST = (1e-4, 1e-4, 1e-3, 1e-4, 1e-9, 5.0, 1.0)
+
+
+def columns(rows: list[dict[str, str]]) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """(payload bytes, members, seconds) of rows."""
+    payload = [float(row["num_bytes_field"]) * BYTES[row["dtype"]] for row in rows]
+    members = [float(row["num_gpus"]) for row in rows]
+    seconds = [float(row["ms"]) / 1e3 for row in rows]
+    return np.array(payload), np.array(members), np.array(seconds)
+
+
+def fit(rows: list[dict[str, str]], bandwidth: float, rounds: float) -> CollectiveModel:
+    """The parameters that explain rows best, from several starts."""
+    payload, members, seconds = columns(rows)
+
+    def model(logs: FloatArray) -> CollectiveModel:
+        return CollectiveModel(rounds, *map(float, np.exp(logs)))
+
+    def off(logs: FloatArray) -> FloatArray:
+        told = model(logs).seconds(payload, members, bandwidth)
+        return np.asarray(np.log(told / seconds))
+
+    rng = np.random.default_rng(0)
+    found = [
+        least_squares(
+            off,
+            np.maximum(np.log(_BEGIN) + rng.normal(0.0, 0.5, len(_BEGIN)), np.log(_LEAST)),
+            bounds=(np.log(_LEAST), np.log(_MOST)),
+            loss="soft_l1",
+            f_scale=0.1,
+        )
+        for _ in range(_STARTS)
+    ]
+    return model(min(found, key=lambda each: float(each.cost)).x)
+
+
+def main() -> None:
+    """Fit, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    grouped: dict[tuple[str, str, str], list[dict[str, str]]] = defaultdict(list)
+    for row in read(arguments.data / "nccl.csv.gz"):
+        if not row["device"].startswith("vTrain") and row["op"] in KINDS:
+            grouped[device_type(row["device"]).name, row["op"], row["split"]].append(dict(row))
+    told: list[dict[str, Any]] = []
+    document: dict[str, dict[str, Any]] = {}
+    for name, link in LINKS.items():
+        bandwidth = intra_link(link).bandwidth_bytes_per_s
+        for operation, (kind, rounds) in KINDS.items():
+            model = fit(grouped[name, operation, "fit"], bandwidth, rounds)
+            payload, members, seconds = columns(grouped[name, operation, "test"])
+            error = np.abs(model.seconds(payload, members, bandwidth) / seconds - 1.0)
+            fields = {field: getattr(model, field) for field in model.__slots__}
+            document.setdefault(name, {})[kind] = rounded(fields)
+            told.append(
+                {
+                    "type": name,
+                    "operation": operation,
+                    "rows": len(error),
+                    "median": float(np.median(error)),
+                    "p90": float(np.quantile(error, 0.9)),
+                }
+            )
+    if arguments.write:
+        write_section("collectives", document)
+    if arguments.json:
+        print(json.dumps({"rows": told, "parameters": document}, indent=2))
+        return
+    for each in told:
+        print(f"{each['type']:10} {each['operation']:15} {each['rows']:4} rows, median "
+              f"{each['median']:.1%}, p90 {each['p90']:.1%}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
