@@ -13,6 +13,7 @@ The worker is forked from a process that has imported everything, so a case take
 
 import argparse
 import contextlib
+import csv
 import gzip
 import io
 import json
@@ -50,6 +51,8 @@ from heterog.agents.policy import Policy
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError, HeterogWarning
 from heterog.export import TARGETS, ExportError, make_export
+from heterog.fidelity.recorded import RecordedRun, read_runs
+from heterog.files import MAX_JSON_BYTES, read_json
 from heterog.graph import serialize
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
@@ -71,6 +74,9 @@ from heterog.simulator.calibration import (
     op_kind,
     op_signature,
 )
+from heterog.simulator.device_models.model import DeviceModels
+from heterog.simulator.device_models.parameters import InTraining
+from heterog.simulator.device_models.run_file import read_run_models, save_run_models
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import ChannelTable
@@ -274,6 +280,14 @@ def make_kinds(folder: Path) -> tuple[Kind, ...]:
     found = measurements(graph, cluster)
     found.save(folder / "measurements.json")
     calibrate(found, cluster, name="calibrated").save(folder / "calibration.json")
+    factors = {"V100-16GB": InTraining(products=1.2, float32=1.1)}
+    models = DeviceModels(host_s=2e-5, in_training=factors)
+    save_run_models(folder / "runs.json", models, "mine", 5)
+    (folder / "runs.csv").write_text(
+        "model,batch_size,cluster,layout,seconds,peak_bytes,family\n"
+        'gpt2,16,lab.yaml,"tp=2,dp=2",0.412,9126805504,small\n'
+        "graph.json.gz,,lab.yaml,pp=4,3.87e-1,,\n"
+    )
     journal = Journal(folder / "rank0.jsonl", "a V100")
     journal.add("one", found.ops[:4])
     journal.add("two", found.links[:2])
@@ -321,6 +335,20 @@ def make_kinds(folder: Path) -> tuple[Kind, ...]:
             weight=2,
         ),
         Kind(
+            name="run models",
+            files=(folder / "runs.json",),
+            read=_run_models,
+            check=lambda read: check_calibration(read, graph, cluster),
+            form="json",
+        ),
+        Kind(
+            name="recorded runs",
+            files=(folder / "runs.csv",),
+            read=read_runs,
+            check=check_runs,
+            form="csv",
+        ),
+        Kind(
             name="measurements",
             files=(folder / "measurements.json",),
             read=lambda path: (found := Measurements.load(path), _calibrated(found)),
@@ -351,6 +379,10 @@ def make_kinds(folder: Path) -> tuple[Kind, ...]:
             weight=2,
         ),
     )
+
+
+def _run_models(path: Path) -> DeviceModels:
+    return read_run_models(read_json(path, "calibration", MAX_JSON_BYTES), f"calibration {path}")
 
 
 def _calibrated(found: Measurements) -> Calibration:
@@ -474,7 +506,16 @@ def check_cluster(cluster: Cluster, graph: OpGraph) -> str:
     return ""
 
 
-def check_calibration(model: Calibration, graph: OpGraph, cluster: Cluster) -> str:
+def check_runs(runs: list[RecordedRun]) -> str:
+    """Positive seconds, and nothing that would be run."""
+    if not _good([run.seconds for run in runs], positive=True):
+        return "a run has impossible seconds"
+    if any(run.model.endswith(".py") or ":" in run.model for run in runs):
+        return "a run names code"
+    return "" if all(run.family and run.cluster for run in runs) else "a run lacks a name"
+
+
+def check_calibration(model: Calibration | DeviceModels, graph: OpGraph, cluster: Cluster) -> str:
     """Seconds that are finite and not negative, for every op, share and channel."""
     for device_type in cluster.device_types:
         for samples in (1, 12, 24):
@@ -712,6 +753,15 @@ def change_file(rng: random.Random, kind: Kind, target: Path) -> str:
         changed = change_value(rng, lines)
         lines = changed if isinstance(changed, list) else [changed]
         target.write_bytes(b"".join(to_json(rng, line) + b"\n" for line in lines))
+        return "values"
+    if kind.form == "csv":
+        rows: Any = list(csv.reader(text.splitlines()))
+        for _ in range(times):
+            rows = change_value(rng, rows)
+        made = io.StringIO()
+        for row in rows if isinstance(rows, list) else [rows]:
+            csv.writer(made).writerow(row if isinstance(row, list) else [row])
+        target.write_bytes(made.getvalue().encode("utf-8", "surrogatepass"))
         return "values"
     document = json.loads(text)
     for _ in range(times):

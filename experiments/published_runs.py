@@ -315,15 +315,15 @@ tensors."""
 
 
 def by_formula(run: Compared) -> float:
-    """Seconds of a step up to a factor: nothing but the bubble of a pipeline.
+    """Seconds of a step up to a factor: how often a device runs a layer, whatever the layer takes.
 
-    T ~ (micro-batches + stages - 1) / micro-batches.
+    T ~ (micro-batches + stages - 1) / stages.
     """
     said = dict(part.split("=") for part in run.name.split(" ")[-1].split(",") if "=" in part)
     batch = int(run.name.split(" batch ")[1].split(" ")[0])
     stages, replicas = int(said["pp"]), int(said["dp"])
     micro = batch / replicas / int(said.get("micro_batch", batch / replicas))
-    return (micro + stages - 1.0) / micro
+    return (micro + stages - 1.0) / stages
 
 
 def words(errors: FamilyErrors) -> str:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -610,3 +611,108 @@ def test_ranks_need_a_cluster_to_measure_links(
     result = run("profile", model, "-o", tmp_path / "m.json")
     assert result.code == 2
     assert "between the devices of a cluster: pass --cluster" in result.err
+
+
+# --- recorded runs -------------------------------------------------------------------------------
+
+LAB = (
+    "schema_version: 1\nname: lab\nhosts:\n"
+    "  - {name: A, devices: [{type: A100-80GB, count: 2}], intra: nvlink_a100}\n"
+)
+
+
+def recorded(tmp_path: Path, model: str, run: Run, factor: float) -> Path:
+    """A table of runs that take so many times what is predicted."""
+    (tmp_path / "lab.yaml").write_text(LAB)
+    ways = [(layout, batch) for layout in ("dp=2", "tp=2") for batch in (64, 256)]
+    lines = [f"{layout},{batch},0.001,{2**30}" for layout, batch in ways]
+    table = tmp_path / "runs.csv"
+    head = "layout,batch_size,seconds,peak_bytes\n"
+    table.write_text(head + "\n".join(lines) + "\n")
+    called = run("fidelity", table, "--model", model, "--cluster", tmp_path / "lab.yaml", "--json")
+    assert called.code == 0, called.err
+    predicted = {
+        each["name"].split(", ")[1] + each["name"].split(", ")[-1]: each["predicted_s"]
+        for each in json.loads(called.out)["runs"]
+    }
+    rows = [
+        f"{layout},{batch},{factor * predicted[f'batch {batch}{layout}']},{2**30}"
+        for layout, batch in ways
+    ]
+    table.write_text(head + "\n".join(rows) + "\n")
+    return table
+
+
+def test_predictions_are_held_against_recorded_runs(run: Run, model: str, tmp_path: Path) -> None:
+    table = recorded(tmp_path, model, run, factor=1.25)
+    call = ("fidelity", table, "--model", model, "--cluster", tmp_path / "lab.yaml")
+    document = json.loads(run(*call, "--json").out)
+    (family,) = document["families"]
+    assert family["num_runs"] == 4
+    assert family["mape"] == pytest.approx(0.2)
+    assert family["bias"] == pytest.approx(-0.2)
+    assert family["spearman"] == pytest.approx(1.0)
+    assert family["pairs"]["ordered"] == family["pairs"]["number"]
+    assert family["memory_mape"] is not None
+    plain = run(*call)
+    assert plain.code == 0
+    assert "4 runs, mean error 20.0%" in plain.out
+
+
+def test_device_models_are_fitted_to_recorded_runs(run: Run, model: str, tmp_path: Path) -> None:
+    table = recorded(tmp_path, model, run, factor=1.5)
+    call = ("calibrate", "--runs", table, "--model", model, "-o", tmp_path / "mine.json")
+    found = run(*call, "--cluster", tmp_path / "lab.yaml", "--json")
+    assert found.code == 0, found.err
+    errors = json.loads(found.out)["mape"]
+    assert errors["before"] == pytest.approx(1.0 / 3.0, rel=1e-3)
+    assert errors["after"] < 0.1
+    (tmp_path / "fitted.yaml").write_text(
+        LAB.replace("name: lab", "name: lab\ncalibration: mine.json", 1)
+    )
+    again = ("fidelity", table, "--model", model, "--cluster", tmp_path / "fitted.yaml", "--json")
+    (family,) = json.loads(run(*again).out)["families"]
+    assert family["mape"] == pytest.approx(errors["after"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (("calibrate", "-o", "x.json"), "one of them"),
+        (("calibrate", "m.json", "--runs", "r.csv", "-o", "x.json"), "one of them"),
+        (("calibrate", "--runs", "none.csv", "-o", "x.json"), "none.csv"),
+        (("calibrate", "--runs", "none.csv", "-o", "none/x.json"), "does not exist"),
+        (("fidelity", "none.csv"), "none.csv"),
+    ],
+)
+def test_runs_that_cannot_be_read_are_told_in_a_line(
+    run: Run, arguments: tuple[str, ...], fault: str
+) -> None:
+    found = run(*arguments)
+    assert found.code == 2
+    assert fault in found.err
+    assert len(found.err.splitlines()) == 1
+    assert not Path("x.json").exists()
+
+
+def test_a_layout_that_does_not_fit_is_told_by_line(run: Run, model: str, tmp_path: Path) -> None:
+    (tmp_path / "lab.yaml").write_text(LAB)
+    (tmp_path / "runs.csv").write_text("layout,seconds\ndp=2,1.0\ntp=3,1.0\n")
+    found = run("fidelity", tmp_path / "runs.csv", "--model", model,
+                "--cluster", tmp_path / "lab.yaml")  # fmt: skip
+    assert found.code == 2
+    assert "line 3 of the runs" in found.err
+
+
+def test_a_step_time_has_an_interval(run: Run, model: str, tmp_path: Path) -> None:
+    call = ("plan", model, "--cluster", "paper_8gpu", "--budget", "1e", "--method", "ev_ar")
+    found = run(*call, "-o", tmp_path / "plan.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    low, high = document["interval_s"]
+    assert low < document["step_time_s"] < high
+    assert re.search(r"a step \([0-9.]+ to [0-9.]+\)", found.out)
+    document["interval_s"] = [high, 2.0 * high]
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    refused = run("report", tmp_path / "plan.json", "-o", tmp_path / "plan.html")
+    assert refused.code == 2
+    assert "interval_s" in refused.err

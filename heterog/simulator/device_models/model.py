@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from statistics import NormalDist
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +117,7 @@ class DeviceModels(Roofline):
         issued = self.kernel_seconds(graph, device_type, *work)
         of_kernels = _KERNELS_ALIKE * _kernel_error(graph, device_type, alone) / MEDIAN_OF_NORMAL
         of_host = _HOST_SPREAD * (1.0 - float(alone.sum()) / max(float(issued.sum()), 1e-12))
-        return math.hypot(factors.spread, of_kernels, of_host)
+        return math.hypot(factors.spread, self.host.spread, of_kernels, of_host)
 
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
         """Launch, and seconds per byte moved through device memory."""
@@ -237,8 +238,8 @@ def _kernel_error(graph: OpGraph, device_type: DeviceType, seconds: FloatArray) 
     for number, name in enumerate(STREAMS):
         error[streams.op[streams.family == number]] = families[name].errors.median
     for number, dtype in enumerate(products.dtypes):
-        _, _, is_tensor_core = _product_model(device_type, dtype)
-        family = families["16 bit" if is_tensor_core else "float32"]
+        unit = _product_model(device_type, dtype)
+        family = families["16 bit" if unit.is_tensor_core else "float32"]
         error[products.op[products.dtype == number]] = family.errors.median
     return float((error * seconds).sum()) / max(float(seconds.sum()), 1e-12)
 
@@ -358,11 +359,12 @@ def _product_seconds(
         of_dtype = (products.dtype[chosen] == number) & (part > 0.0)
         if not of_dtype.any():
             continue
-        model, peak, is_tensor_core = _product_model(device_type, dtype)
+        unit = _product_model(device_type, dtype)
         count = products.count[chosen][of_dtype]
-        whole = model.seconds(chip_of(device_type, peak), sizes[of_dtype], moved[of_dtype] / count)
-        took[of_dtype] = count * (whole - model.launch_s)
-        if is_tensor_core:
+        chip = chip_of(device_type, unit.peak_flops_per_s)
+        whole = unit.model.seconds(chip, sizes[of_dtype], moved[of_dtype] / count)
+        took[of_dtype] = count * (whole - unit.model.launch_s)
+        if unit.is_slowed:
             took[of_dtype & ~products.is_aligned[chosen]] *= _UNALIGNED
             of_attention = products.is_attention[chosen][of_dtype]
             took[of_dtype] *= np.where(of_attention, factors.fused_attention, factors.products)
@@ -371,16 +373,30 @@ def _product_seconds(
     return took
 
 
+class _Unit(NamedTuple):
+    """What makes matrix products: parameters, peak, and whether it is a tensor core."""
+
+    model: ProductModel
+    peak_flops_per_s: float
+    is_tensor_core: bool
+    is_slowed: bool  # in runs, and by rows that are not aligned
+
+
 @lru_cache(maxsize=256)
-def _product_model(device_type: DeviceType, dtype: str) -> tuple[ProductModel, float, bool]:
-    """Parameters and peak of the products of a dtype, and whether tensor cores make them."""
+def _product_model(device_type: DeviceType, dtype: str) -> _Unit:
+    """What makes the products of a dtype."""
     peaks, listed = device_type.peak_flops_per_s, listed_type(listed_name(device_type.name))
     sheet = device_type if listed is None else listed.type
     on_vector_units = sheet.peak_flops_per_s["float32"]
     peak = peaks.get(dtype, peaks["float32"])
-    if listed is not None and listed.matrix_flops_per_s and peak == on_vector_units:
+    # AMD's matrix units multiply float32 as it is, at a fourth of the rate of 16 bits: power does
+    # not hold them back.
+    is_matrix_unit = (
+        listed is not None and bool(listed.matrix_flops_per_s) and peak == on_vector_units
+    )
+    if listed is not None and listed.matrix_flops_per_s and is_matrix_unit:
         peak = listed.matrix_flops_per_s
     is_tensor_core = peak > _TENSOR_CORE_GAIN * on_vector_units and dtype != "float64"
     model = families_of(device_type.name)["16 bit" if is_tensor_core else "float32"].model
     assert isinstance(model, ProductModel)
-    return model, peak, is_tensor_core
+    return _Unit(model, peak, is_tensor_core, is_tensor_core and not is_matrix_unit)

@@ -101,11 +101,13 @@ class Host:
         collective_s: to issue a collective, beyond what the latency of its links holds.
         skew_s: deviation of when the members' hosts issue a collective, which begins with the
             last of them.
+        spread: of log(measured / predicted) of steps, for what else this program does.
     """
 
     issue_s: float
     collective_s: float = 0.0
     skew_s: float = 0.0
+    spread: float = 0.0
 
 
 class _Tables(NamedTuple):

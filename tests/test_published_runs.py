@@ -1,0 +1,53 @@
+"""Predictions beside a few published runs, by the script that compares all of them."""
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MEASURED = ROOT.parent / "shared" / "data" / "measured"
+
+
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the shared measurements are not here")
+def test_runs_that_nobody_fitted_are_predicted(tmp_path: Path) -> None:
+    """Of MPT and Megatron a few rows each, and of Sailor the runs on one and two nodes."""
+    wanted: dict[str, Callable[[dict[str, str]], bool]] = {
+        "mpt_fsdp.csv": lambda row: row["Model"] == "760m" and row["# GPUs"] in ("16", "64"),
+        "vtrain_one_node.csv": lambda row: (
+            row["pipeline parallelism"] == row["tensor parallelism"] == "1"
+            and row["# GPUs"] == "4" and row["hidden size"] == "1024"
+        ),
+    }  # fmt: skip
+    for name, is_wanted in wanted.items():
+        with (MEASURED / name).open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows = [row for row in reader if row["split"] == "test" and is_wanted(row)][:4]
+        assert rows, name
+        with (tmp_path / name).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    few = [
+        run
+        for run in json.loads((MEASURED / "sailor_gh200_opt.json").read_text())
+        if run["N"] <= 2
+    ]
+    (tmp_path / "sailor_few.json").write_text(json.dumps(few))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "experiments" / "published_runs.py"), "--data", str(tmp_path),
+         "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    families = {each["name"]: each for each in json.loads(done.stdout)["families"]}
+    assert {"MPT with FSDP, A100-40GB", "MPT with FSDP, H100", "vTrain, one node"} <= set(families)
+    for name in ("MPT with FSDP, A100-40GB", "MPT with FSDP, H100", "vTrain, one node"):
+        assert families[name]["mape"] < 0.1, name
+        assert families[name]["interval_coverage"] is not None
+    assert families["Sailor, few"]["mape"] < 0.25
+    assert families["Sailor, few"]["memory_mape"] < 0.08
