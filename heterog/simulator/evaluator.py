@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -238,7 +239,7 @@ class Evaluator:
         self._held = np.zeros((0, 0))  # seconds per byte  # [num_channels, num_resources]
         self._make_rows()
 
-    @property
+    @cached_property
     def spreads(self) -> tuple[float, ...]:
         """How far off what each device type takes may be; see ``CostModel.spread``."""
         return tuple(
