@@ -16,7 +16,7 @@ import numpy as np
 
 import heterog
 from heterog.cluster.spec import load_cluster
-from heterog.cluster.topology import DEVICE_MODELS
+from heterog.cluster.topology import DEVICE_MODELS, ROOFLINE
 from heterog.graph.capture import capture
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
@@ -27,7 +27,7 @@ MODELS = ("bert_large_24l", "gpt2", "transformer_24l", "resnet50", "vgg19", "inc
 
 def compared(cluster_name: str, model: str, budget: str) -> dict[str, Any]:
     """One model on one cluster."""
-    plain = load_cluster(cluster_name)
+    plain = replace(load_cluster(cluster_name), calibration=ROOFLINE)
     modelled = replace(plain, calibration=DEVICE_MODELS)
     graph = capture(build(model))
     by_sheets = heterog.plan(graph, plain, budget=budget)
