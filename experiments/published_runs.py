@@ -349,9 +349,10 @@ def sources(data: Path, split: str, every: int) -> Iterable[Iterable[Compared]]:
         yield mpt_runs(path, split)
     for path in sorted(data.glob("sailor_*.json")):
         yield sailor(path)
-    for name in ("one node", "many nodes"):
-        if (path := data / f"vtrain_{name.replace(' ', '_')}.csv").is_file():
-            yield vtrain(path, split, every, f"vTrain, {name}")
+    for name in ("vtrain_one_node", "vtrain_many_nodes"):
+        if (path := data / f"{name}.csv").is_file():
+            words = name.removeprefix("vtrain_").replace("_", " ")
+            yield vtrain(path, split, every, f"vTrain, {words}")
 
 
 def main() -> None:
