@@ -23,8 +23,10 @@ What the rows do not say is chosen. NeuSight's GPT-3 XL has a hidden size of 307
 set. Rows whose forward pass takes more than 0.7 of the backward pass contradict physics and are
 marked; all of the A100's do. Attention of that time is written out (``eager``). Megatron's fused
 kernels are one op each: GELU with its bias, softmax with scale and mask; its dropouts are on, and
-the vocabulary is padded where a team shares it. vTrain's runs recompute nothing: with full
-recomputation, hidden 2048 and micro-batch 4 would run at 65 % of the peak of the tensor cores.
+the vocabulary is padded where a team shares it. vTrain's runs on one node recompute nothing: with
+full recomputation, hidden 2048 and micro-batch 4 would run at 65 % of the peak of the tensor
+cores. Those on many nodes recompute whole layers where an A100 of 40 GB could not hold them
+otherwise.
 Sailor's products in float32 used TF32 where the card has it: its own layer profiles show the last
 layer at 80 TFLOP/s on an A100 and 150 on a GH200, four and two times what float32 can.
 
@@ -175,9 +177,13 @@ def _of_split(rows: Sequence[dict[str, str]], split: str) -> list[dict[str, str]
 def vtrain(path: Path, split: str, every: int, family: str) -> Iterable[Compared]:
     """One of so many of vTrain's rows; rows of one model and batch share a capture."""
     rows = _of_split(_read(path), split)[::every]
-    runs = [as_megatron_ran_it(layouts.vtrain_run(row, number)) for number, row in enumerate(rows)]
-    for run in sorted(runs, key=lambda run: (str(run.model), run.batch)):
-        predicted_s, evaluator = step_seconds(run)
+    said = [layouts.vtrain_run(row, number) for number, row in enumerate(rows)]
+    for each in sorted(said, key=lambda run: (str(run.model), run.batch)):
+        run = as_megatron_ran_it(each, Recompute.NONE)
+        predicted_s, evaluator, fits = step_seconds(run)
+        if not fits and len(run.cluster.hosts) > 1:
+            run = as_megatron_ran_it(each, Recompute.FULL)
+            predicted_s, evaluator, _ = step_seconds(run)
         yield Compared(
             family=family,
             name=f"{run.model.hidden}x{run.model.layers} batch {run.batch} {run.layout}",
@@ -189,9 +195,9 @@ def vtrain(path: Path, split: str, every: int, family: str) -> Iterable[Compared
         )
 
 
-def as_megatron_ran_it(run: layouts.Run) -> layouts.Run:
-    """With Megatron's fused kernels, its padded vocabulary, and nothing recomputed."""
-    layout = replace(parse_layout(run.layout), recompute=Recompute.NONE)
+def as_megatron_ran_it(run: layouts.Run, recompute: Recompute) -> layouts.Run:
+    """With Megatron's fused kernels and its padded vocabulary."""
+    layout = replace(parse_layout(run.layout), recompute=recompute)
     padded = 128 * layout.tp if layout.tp > 1 else 1
     vocabulary = -(-run.model.vocabulary // padded) * padded
     shortened = run.shortened
@@ -201,30 +207,32 @@ def as_megatron_ran_it(run: layouts.Run) -> layouts.Run:
         layout=str(layout),
         cluster=replace(run.cluster, execution=Execution.MEGATRON),
         build=lambda graph, cluster: place_layout(layout, graph, cluster).strategy,
-        shortened=None if shortened is None else lambda n: as_megatron_ran_it(shortened(n)),
+        shortened=None
+        if shortened is None
+        else lambda n: as_megatron_ran_it(shortened(n), recompute),
     )
 
 
-def step_seconds(run: layouts.Run) -> tuple[float, Evaluator]:
-    """Seconds of a step, of a pipeline in its steady state by two shorter steps."""
+def step_seconds(run: layouts.Run) -> tuple[float, Evaluator, bool]:
+    """Seconds of a step, of a pipeline in its steady state by two shorter ones; if it fits."""
     stages = len(run.pipelines[0])
     if run.shortened is None or run.num_micro <= 2 * _STEADY * stages:
         return _evaluated(run)
     few, many = run.shortened(_STEADY * stages), run.shortened(2 * _STEADY * stages)
-    (few_s, _), (many_s, evaluator) = _evaluated(few), _evaluated(many)
+    (few_s, _, _), (many_s, evaluator, fits) = _evaluated(few), _evaluated(many)
     each_s = (many_s - few_s) / (many.num_micro - few.num_micro)
-    return many_s + (run.num_micro - many.num_micro) * each_s, evaluator
+    return many_s + (run.num_micro - many.num_micro) * each_s, evaluator, fits
 
 
 _STEADY = 2
 """Micro-batches for each stage after which a 1F1B pipeline is in its steady state."""
 
 
-def _evaluated(run: layouts.Run) -> tuple[float, Evaluator]:
+def _evaluated(run: layouts.Run) -> tuple[float, Evaluator, bool]:
     graph = layouts.graph_of(run.model, run.batch)
     evaluator = Evaluator(graph, run.cluster)
     found = evaluator.evaluate(run.build(graph, run.cluster), Order.FIFO)
-    return found.step_time_s, evaluator
+    return found.step_time_s, evaluator, found.is_ok
 
 
 # --- MPT -----------------------------------------------------------------------------------------
