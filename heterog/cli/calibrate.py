@@ -115,7 +115,7 @@ def _calibrate_on_runs(
     from heterog.simulator.device_models.run_file import save_run_models
 
     rows = read_runs(runs, model=model, cluster=cluster)
-    cases = list(cases_of(rows, load_model_graph, lru_cache(load_cluster)))
+    cases = [case for _, case in cases_of(rows, load_model_graph, lru_cache(load_cluster))]
     starts = {case.cluster.calibration: cost_model_of(case.cluster) for case in cases}
     executions = {case.cluster.execution for case in cases}
     start = next(iter(starts.values()))

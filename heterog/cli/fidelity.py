@@ -40,8 +40,9 @@ def fidelity(
 
     rows = read_runs(runs, model=model, cluster=cluster)
     found = []
-    for number, case in enumerate(cases_of(rows, load_model_graph, lru_cache(load_cluster)), 1):
-        found.append(compared(case))
+    cases = cases_of(rows, load_model_graph, lru_cache(load_cluster))
+    for number, (row, case) in enumerate(cases, 1):
+        found.append(compared(row, case))
         if not as_json:
             each = found[-1]
             out.print(
@@ -63,8 +64,8 @@ def fidelity(
             }
         )
         return
-    for row in errors:
-        out.print(words(row), soft_wrap=True, highlight=False)
+    for family in errors:
+        out.print(words(family), soft_wrap=True, highlight=False)
 
 
 def words(errors: "FamilyErrors") -> str:

@@ -18,8 +18,10 @@ Graphs = Callable[[str, int | None], OpGraph]
 Clusters = Callable[[str], Cluster]
 
 
-def cases_of(runs: Sequence[RecordedRun], graphs: Graphs, clusters: Clusters) -> Iterator[Case]:
-    """The runs, ready to be simulated; those of one model and batch size share a graph.
+def cases_of(
+    runs: Sequence[RecordedRun], graphs: Graphs, clusters: Clusters
+) -> Iterator[tuple[RecordedRun, Case]]:
+    """The runs, each ready to be simulated; those of one model and batch size share a graph.
 
     Raises:
         InputFileError: a layout does not fit its model or cluster, or one of them is not known.
@@ -35,17 +37,13 @@ def cases_of(runs: Sequence[RecordedRun], graphs: Graphs, clusters: Clusters) ->
             strategy = place_layout(layout, graph, cluster).strategy
         except HeterogError as error:
             raise InputFileError(f"line {run.line} of the runs: {error}") from error
-        yield Case(
-            run=run, graph=graph, cluster=cluster, strategy=strategy, measured_s=run.seconds
-        )
+        yield run, Case(graph=graph, cluster=cluster, strategy=strategy, measured_s=run.seconds)
 
 
-def compared(case: Case) -> Compared:
+def compared(run: RecordedRun, case: Case) -> Compared:
     """A run beside its prediction, by the cost model that its cluster names."""
     evaluator = Evaluator(case.graph, case.cluster)
     found = evaluator.evaluate(case.strategy, Order.FIFO)
-    run = case.run
-    assert run is not None
     peaks = zip(found.peak_memory_bytes, case.cluster.devices, strict=True)
     reserved = (peak + each.type.memory_bytes - each.usable_memory_bytes for peak, each in peaks)
     return Compared(

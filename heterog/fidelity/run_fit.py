@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterog.cluster.topology import Cluster, Execution
-from heterog.fidelity.recorded import RecordedRun
 from heterog.graph.op_graph import FloatArray, OpGraph
 from heterog.simulator.device_models.model import DeviceModels
 from heterog.simulator.device_models.parameters import InTraining
@@ -48,14 +47,12 @@ class Case:
         cluster: that it ran on.
         strategy: how.
         measured_s: seconds of a step.
-        run: the row it is of, if it is from a file.
     """
 
     graph: OpGraph
     cluster: Cluster
     strategy: Strategy
     measured_s: float
-    run: RecordedRun | None = None
 
     def predicted_s(self, model: DeviceModels) -> float:
         """Seconds of a step by a cost model."""

@@ -83,8 +83,10 @@ class DeviceModels(Roofline):
 
     def in_training(self, type_name: str) -> InTraining:
         """The factors of a type."""
-        own = self.own_factors.get(type_name) or self.own_factors.get(listed_name(type_name))
-        return own or in_training_of(type_name)
+        return self._own(type_name) or in_training_of(type_name)
+
+    def _own(self, type_name: str) -> InTraining | None:
+        return self.own_factors.get(type_name) or self.own_factors.get(listed_name(type_name))
 
     def kernel_seconds(
         self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
@@ -117,7 +119,9 @@ class DeviceModels(Roofline):
         issued = self.kernel_seconds(graph, device_type, *work)
         of_kernels = _KERNELS_ALIKE * _kernel_error(graph, device_type, alone) / MEDIAN_OF_NORMAL
         of_host = _HOST_SPREAD * (1.0 - float(alone.sum()) / max(float(issued.sum()), 1e-12))
-        return math.hypot(factors.spread, self.host.spread, of_kernels, of_host)
+        # Own runs have shown what this program does on the type: their spread holds it.
+        of_program = 0.0 if self._own(device_type.name) else self.host.spread
+        return math.hypot(factors.spread, of_program, of_kernels, of_host)
 
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
         """Launch, and seconds per byte moved through device memory."""
