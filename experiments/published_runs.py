@@ -56,7 +56,7 @@ from heterog.cluster import Cluster
 from heterog.cluster.catalog import device_type, listed_type
 from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Execution
-from heterog.fidelity.comparison import Compared, FamilyErrors, family_errors, ordered_pairs
+from heterog.fidelity.comparison import Compared, family_errors, in_words, ordered_pairs
 from heterog.fidelity.run_fit import Case, fit_runs
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
@@ -334,21 +334,6 @@ def by_formula(run: Compared) -> float:
     return (micro + stages - 1.0) / stages
 
 
-def words(errors: FamilyErrors) -> str:
-    """One line about a family."""
-    line = (
-        f"{errors.name:44} {errors.num_runs:4} runs, MAPE {errors.mape:5.1%}, median "
-        f"{errors.median:5.1%}, p90 {errors.p90:5.1%}, bias {errors.bias:+5.1%}"
-    )
-    if errors.interval_coverage is not None:
-        line += f", {errors.interval_coverage:.0%} in intervals of {errors.interval_width:.0%}"
-    if errors.memory_mape is not None:
-        line += f", memory {errors.memory_mape:.1%}"
-    if errors.pairs is not None:
-        line += f", {errors.pairs.ordered} of {errors.pairs.number} pairs ordered rightly"
-    return line
-
-
 def sources(data: Path, split: str, every: int) -> Iterable[Iterable[Compared]]:
     """The runs of each file that is there."""
     if (path := data / "training_steps_one_gpu.csv").is_file():
@@ -398,7 +383,7 @@ def main() -> None:
         print(json.dumps(document, indent=2))
         return
     for errors in found:
-        print(words(errors))
+        print(in_words(errors))
     if formula.number:
         print(f"a formula of one line orders {formula.ordered} of {formula.number} of vTrain's")
 

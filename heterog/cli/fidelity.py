@@ -2,14 +2,11 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from heterog.cli.common import JsonOption, load_cluster, load_model_graph, out, print_json
-
-if TYPE_CHECKING:
-    from heterog.fidelity.comparison import FamilyErrors
 
 
 def fidelity(
@@ -34,7 +31,7 @@ def fidelity(
     """
     from functools import lru_cache
 
-    from heterog.fidelity.comparison import family_errors
+    from heterog.fidelity.comparison import family_errors, in_words
     from heterog.fidelity.predicting import cases_of, compared
     from heterog.fidelity.recorded import read_runs
 
@@ -65,20 +62,4 @@ def fidelity(
         )
         return
     for family in errors:
-        out.print(words(family), soft_wrap=True, highlight=False)
-
-
-def words(errors: "FamilyErrors") -> str:
-    """One line about a family."""
-    text = (
-        f"{errors.name}: {errors.num_runs} run{'s' * (errors.num_runs > 1)}, mean error "
-        f"{errors.mape:.1%}, median {errors.median:.1%}, 90th percentile {errors.p90:.1%}, bias "
-        f"{errors.bias:+.1%}"
-    )
-    if errors.interval_coverage is not None and errors.interval_width is not None:
-        text += f"; {errors.interval_coverage:.0%} inside intervals of {errors.interval_width:.0%}"
-    if errors.memory_mape is not None:
-        text += f"; memory {errors.memory_mape:.1%}"
-    if errors.pairs is not None:
-        text += f"; {errors.pairs.ordered} of {errors.pairs.number} pairs ordered rightly"
-    return text
+        out.print(in_words(family), soft_wrap=True, highlight=False)

@@ -130,6 +130,22 @@ def family_errors(name: str, runs: Sequence[Compared]) -> FamilyErrors:
     )
 
 
+def in_words(errors: FamilyErrors) -> str:
+    """One line about a family."""
+    text = (
+        f"{errors.name}: {errors.num_runs} run{'s' * (errors.num_runs > 1)}, mean error "
+        f"{errors.mape:.1%}, median {errors.median:.1%}, 90th percentile {errors.p90:.1%}, bias "
+        f"{errors.bias:+.1%}"
+    )
+    if errors.interval_coverage is not None and errors.interval_width is not None:
+        text += f"; {errors.interval_coverage:.0%} inside intervals of {errors.interval_width:.0%}"
+    if errors.memory_mape is not None:
+        text += f"; memory {errors.memory_mape:.1%}"
+    if errors.pairs is not None:
+        text += f"; {errors.pairs.ordered} of {errors.pairs.number} pairs ordered rightly"
+    return text
+
+
 def ordered_pairs(
     runs: Sequence[Compared], predicted: Callable[[Compared], float] = lambda run: run.predicted_s
 ) -> Pairs:
