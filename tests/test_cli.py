@@ -615,7 +615,7 @@ def test_ranks_need_a_cluster_to_measure_links(
 
 # --- recorded runs -------------------------------------------------------------------------------
 
-LAB = (
+TWO_GPUS = (
     "schema_version: 1\nname: lab\nhosts:\n"
     "  - {name: A, devices: [{type: A100-80GB, count: 2}], intra: nvlink_a100}\n"
 )
@@ -623,7 +623,7 @@ LAB = (
 
 def recorded(tmp_path: Path, model: str, run: Run, factor: float) -> Path:
     """A table of runs that take so many times what is predicted."""
-    (tmp_path / "lab.yaml").write_text(LAB)
+    (tmp_path / "lab.yaml").write_text(TWO_GPUS)
     ways = [(layout, batch) for layout in ("dp=2", "tp=2") for batch in (64, 256)]
     lines = [f"{layout},{batch},0.001,{2**30}" for layout, batch in ways]
     table = tmp_path / "runs.csv"
@@ -668,7 +668,7 @@ def test_device_models_are_fitted_to_recorded_runs(run: Run, model: str, tmp_pat
     assert errors["before"] == pytest.approx(1.0 / 3.0, rel=1e-3)
     assert errors["after"] < 0.1
     (tmp_path / "fitted.yaml").write_text(
-        LAB.replace("name: lab", "name: lab\ncalibration: mine.json", 1)
+        TWO_GPUS.replace("name: lab", "name: lab\ncalibration: mine.json", 1)
     )
     again = ("fidelity", table, "--model", model, "--cluster", tmp_path / "fitted.yaml", "--json")
     (family,) = json.loads(run(*again).out)["families"]
@@ -696,7 +696,7 @@ def test_runs_that_cannot_be_read_are_told_in_a_line(
 
 
 def test_a_layout_that_does_not_fit_is_told_by_line(run: Run, model: str, tmp_path: Path) -> None:
-    (tmp_path / "lab.yaml").write_text(LAB)
+    (tmp_path / "lab.yaml").write_text(TWO_GPUS)
     (tmp_path / "runs.csv").write_text("layout,seconds\ndp=2,1.0\ntp=3,1.0\n")
     found = run("fidelity", tmp_path / "runs.csv", "--model", model,
                 "--cluster", tmp_path / "lab.yaml")  # fmt: skip
