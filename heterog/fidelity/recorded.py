@@ -37,7 +37,6 @@ COLUMNS = ("model", "batch_size", "cluster", "layout", "seconds", "peak_bytes", 
 _NUMBERS = {"batch_size": int, "seconds": float, "peak_bytes": int}
 _MOST_BYTES = 64 * 2**20
 _MOST_ROWS = 100_000
-_GRAPH_FILES = (".json", ".json.gz")
 
 
 class RecordedRun(Record):
@@ -105,21 +104,15 @@ def _rows(
             raise InputFileError(
                 f"runs {path}, line {reader.line_num}: as many values as columns are needed."
             )
-        found.append(
-            _run({**row, **given}, f"runs {path}, line {reader.line_num}", reader.line_num)
-        )
-        if "model" not in given and found[-1].model.endswith(".py"):
-            raise InputFileError(_is_code(path, reader.line_num, found[-1].model))
-        if "model" not in given and ":" in found[-1].model:
-            raise InputFileError(_is_code(path, reader.line_num, found[-1].model))
+        where = f"runs {path}, line {reader.line_num}"
+        run = _run({**row, **given}, where, reader.line_num)
+        if "model" not in given and (run.model.endswith(".py") or ":" in run.model):
+            raise InputFileError(
+                f"{where}: {shown(run.model)} is Python code, which a table does not get to run; "
+                "if you trust it, give it by --model."
+            )
+        found.append(run)
     return found
-
-
-def _is_code(path: Path, line: int, model: str) -> str:
-    return (
-        f"runs {path}, line {line}: {shown(model)} is Python code, which a table does not get to "
-        "run; if you trust it, give it by --model."
-    )
 
 
 def _run(row: Mapping[str, str], where: str, line: int) -> RecordedRun:

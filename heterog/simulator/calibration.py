@@ -34,7 +34,7 @@ from heterog.files import MAX_JSON_BYTES, read_json, write_json
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
-from heterog.records import read_record
+from heterog.records import parse_record, read_record
 from heterog.simulator.calibration_files import (
     CalibrationRecord,
     KindRecord,
@@ -443,23 +443,28 @@ class Calibration:
         Raises:
             InputFileError: the file is missing, broken or of another version.
         """
-        record = read_record(path, "calibration", CalibrationRecord, versions=(SCHEMA_VERSION,))
-        links = record.links
-        return Calibration(
-            name=record.name,
-            types={name: _type_fit(each) for name, each in record.types.items()},
-            links=LinkFit(
-                rates=links.rates,
-                factors={kind: (each[0], each[1]) for kind, each in links.factors.items()},
-                drag=links.drag,
-                loaded=links.loaded,
-                overhead=links.overhead,
-            ),
-            held_out_error={
-                kind: (_number_or_nan(errors[0]), _number_or_nan(errors[1]))
-                for kind, errors in record.held_out_error.items()
-            },
-        )
+        value = read_json(path, "calibration", MAX_JSON_BYTES)
+        return _calibration_of(value, f"calibration {path}")
+
+
+def _calibration_of(value: object, where: str) -> Calibration:
+    record = parse_record(value, CalibrationRecord, where, versions=(SCHEMA_VERSION,))
+    links = record.links
+    return Calibration(
+        name=record.name,
+        types={name: _type_fit(each) for name, each in record.types.items()},
+        links=LinkFit(
+            rates=links.rates,
+            factors={kind: (each[0], each[1]) for kind, each in links.factors.items()},
+            drag=links.drag,
+            loaded=links.loaded,
+            overhead=links.overhead,
+        ),
+        held_out_error={
+            kind: (_number_or_nan(errors[0]), _number_or_nan(errors[1]))
+            for kind, errors in record.held_out_error.items()
+        },
+    )
 
 
 def cost_model_of(cluster: Cluster) -> CostModel:
@@ -478,9 +483,10 @@ def cost_model_of(cluster: Cluster) -> CostModel:
 @lru_cache(maxsize=8)
 def _load_once(path: str) -> CostModel:
     value = read_json(path, "calibration", MAX_JSON_BYTES)
+    where = f"calibration {path}"
     if isinstance(value, dict) and value.get("kind") == RUNS:
-        return read_run_models(value, f"calibration {path}")
-    return Calibration.load(path)
+        return read_run_models(value, where)
+    return _calibration_of(value, where)
 
 
 def calibrate(

@@ -395,11 +395,10 @@ def _product_model(device_type: DeviceType, dtype: str) -> _Unit:
     peak = peaks.get(dtype, peaks["float32"])
     # AMD's matrix units multiply float32 as it is, at a fourth of the rate of 16 bits: power does
     # not hold them back.
-    is_matrix_unit = (
-        listed is not None and bool(listed.matrix_flops_per_s) and peak == on_vector_units
-    )
-    if listed is not None and listed.matrix_flops_per_s and is_matrix_unit:
-        peak = listed.matrix_flops_per_s
+    matrix_peak = None if listed is None else listed.matrix_flops_per_s
+    is_matrix_unit = False
+    if matrix_peak and peak == on_vector_units:
+        peak, is_matrix_unit = matrix_peak, True
     is_tensor_core = peak > _TENSOR_CORE_GAIN * on_vector_units and dtype != "float64"
     model = families_of(device_type.name)["16 bit" if is_tensor_core else "float32"].model
     assert isinstance(model, ProductModel)
