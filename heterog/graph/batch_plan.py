@@ -7,6 +7,7 @@ no special treatment: a weight gradient comes out as P, a sum over the devices.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -235,6 +236,25 @@ def counts_known_labels(graph: OpGraph, op: int, follows_batch: Sequence[bool]) 
     return bool(graph.consumers[weight]) and all(follows_batch[tensor] for tensor in labels)
 
 
+@contextmanager
+def claims_checked(fault: str) -> Iterator[None]:
+    """Around code that reads the args of an op: in an imported graph it may claim anything.
+
+    Args:
+        fault: what is wrong if the code fails on them, without a full stop.
+
+    Raises:
+        GraphError: it does.
+    """
+    try:
+        yield
+    except (
+        ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError
+    ) as error:  # fmt: skip
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise GraphError(f"{fault} ({why}).") from error
+
+
 def built_in_rule(
     call: OpCall, given: tuple[Placement, ...], batch_size: int, name: str
 ) -> RuleResult | None:
@@ -250,15 +270,8 @@ def built_in_rule(
         GraphError: the op has other arguments, inputs or outputs than its kind has. Without a
             placement for each output, all tensors after it would have that of another one.
     """
-    try:
+    with claims_checked(f"the args of {name} do not fit its built-in sharding rule"):
         found = propagate(call, given, batch_size)
-    except (
-        ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError
-    ) as error:  # fmt: skip
-        raise GraphError(
-            f"the args of {name} do not fit its built-in sharding rule "
-            f"({type(error).__name__}: {' '.join(str(error).split())})."
-        ) from error
     if found is None:
         return None
     claimed = len(call.inputs), len(call.outputs)

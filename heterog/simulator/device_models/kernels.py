@@ -1,7 +1,7 @@
 """What the ops of a graph are to a GPU: matrix products with their sizes, or streams of bytes."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from heterog.errors import GraphError
-from heterog.graph.batch_plan import batch_plan
+from heterog.graph.batch_plan import batch_plan, claims_checked
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.placement import OpCall, TensorMeta, TensorRef
 
@@ -123,7 +122,7 @@ def products_of(graph: OpGraph) -> Products:
     for index in range(graph.num_ops):
         if graph.is_view[index] or graph.flops[index] <= 0.0:
             continue
-        with _claims_checked(graph, index):
+        with _args_checked(graph, index):
             found = [each for each in _products(graph, index) if prod(each.sizes) > 0]
         for product in found:
             ops.append(index)
@@ -168,7 +167,7 @@ def streams_of(graph: OpGraph) -> Streams:
     ops = np.flatnonzero(runs_kernel)
     kinds = []
     for op in ops.tolist():
-        with _claims_checked(graph, op):
+        with _args_checked(graph, op):
             kinds.append(_family(graph, op))
     return Streams(
         op=ops.astype(np.int32),
@@ -178,18 +177,10 @@ def streams_of(graph: OpGraph) -> Streams:
     )
 
 
-@contextmanager
-def _claims_checked(graph: OpGraph, op: int) -> Iterator[None]:
-    """An op of an imported graph may claim anything: what does not fit its kind is told."""
-    try:
-        yield
-    except (
-        ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError
-    ) as error:  # fmt: skip
-        raise GraphError(
-            f"the args of {graph.ops[op].name} do not fit those of {graph.ops[op].kind} "
-            f"({type(error).__name__}: {' '.join(str(error).split())})."
-        ) from error
+def _args_checked(graph: OpGraph, op: int) -> AbstractContextManager[None]:
+    """Around code that reads the args of an op."""
+    checked = graph.ops[op]
+    return claims_checked(f"the args of {checked.name} do not fit those of {checked.kind}")
 
 
 def _masks(graph: OpGraph) -> Iterator[int]:
