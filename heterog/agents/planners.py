@@ -120,6 +120,7 @@ class AgentSearch:
     """
 
     stage = "search"
+    resumes = True
 
     def __init__(self, policy: str = DEFAULT_POLICY, *, name: str = "agent+search") -> None:
         self.name = name
@@ -134,6 +135,8 @@ class AgentSearch:
         from heterog.agents.policy import draw
 
         begin = time.perf_counter()
+        if problem.memory:  # it was asked before
+            return LocalSearch().plan(problem)
         spending = problem.spend()
         # Half of a budget in seconds is left for the search, however long the policy takes.
         asked = (

@@ -98,7 +98,7 @@ def plan(
     from heterog.planners.plan import make_plan, parse_orders
     from heterog.planners.planner import Budget
     from heterog.planners.promise import Promise
-    from heterog.report.answer import answer
+    from heterog.report.answer import answer, brief_answer
     from heterog.report.html import write_report
     from heterog.simulator.evaluator import Evaluator
 
@@ -151,19 +151,22 @@ def plan(
             from heterog.report.trace import write_trace
 
             write_trace(trace, found.timeline())
-        explanation = explain(
-            found,
-            evaluator,
-            changes=not (no_changes or stop.is_requested),
-            progress=progress,
-            stop=stop,
-            seconds=None if parsed.seconds is None else promise.changes_s,
-        )
+        explanation = None
+        if found.is_written:
+            explanation = explain(
+                found,
+                evaluator,
+                changes=not (no_changes or stop.is_requested),
+                progress=progress,
+                stop=stop,
+                seconds=None if parsed.seconds is None else promise.changes_s,
+            )
     if report is not None:
         write_report(report, found, explanation=explanation)
     extrapolated = _extrapolated(found)
     if as_json:
-        extra = {"extrapolated": extrapolated, "explanation": explanation.to_dict()}
+        explained = None if explanation is None else explanation.to_dict()
+        extra = {"extrapolated": extrapolated, "explanation": explained}
         print_json(found.summary() | extra)
         _end_if(stop, found, output)
         return
@@ -174,16 +177,16 @@ def plan(
         remarks.append(_trust(found.calibration, extrapolated))
     if not remarks:
         remarks = _modelled(found.cluster)
-    for line in answer(
-        explanation,
-        width=min(out.width, 100),
-        remarks=remarks,
-        files=_written(output=output, trace=trace, report=report),
-        advice="--explain says why and shows all methods" * (not why),
-    ):
+    width, files = min(out.width, 100), _written(output=output, trace=trace, report=report)
+    if explanation is None:
+        lines = brief_answer(found, width=width, remarks=remarks, files=files)
+    else:
+        advice = "--explain says why and shows all methods" * (not why)
+        lines = answer(explanation, width=width, remarks=remarks, files=files, advice=advice)
+    for line in lines:
         out.print(line, soft_wrap=True, highlight=False)
     if why:
-        _print_everything(explanation)
+        _print_everything(found, explanation)
     _end_if(stop, found, output)
 
 
@@ -195,18 +198,18 @@ def _end_if(stop: "Stop", found: "Plan", output: Path | None) -> None:
         end_interrupted(f"the best so far ({found.method}, {step}) is {where}")
 
 
-def _print_everything(explanation: "Explanation") -> None:
+def _print_everything(found: "Plan", explanation: "Explanation | None") -> None:
     """Every method, and all that there is to say about the plan."""
     from heterog.report.tables import methods_table
     from heterog.report.words import explanation_text, memory_table
 
-    found = explanation.plan
     out.print()
     out.print(methods_table(found.rows, found.cluster, title=_title(found)))
     out.print(_verdict(found))
-    out.print()
-    out.print(explanation_text(explanation))
-    out.print(memory_table(explanation.fit))
+    if explanation is not None:
+        out.print()
+        out.print(explanation_text(explanation))
+        out.print(memory_table(explanation.fit))
 
 
 def _written(*, output: Path | None, trace: Path | None, report: Path | None) -> list[str]:

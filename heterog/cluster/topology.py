@@ -228,6 +228,7 @@ class Cluster:
         device_types: The distinct types by value, in order of first appearance.
         type_index: Position in ``device_types``, per device.
         host_of: Position in ``hosts``, per device.
+        host_kind: Number of its kind, per host: alike hosts have the same devices, link and NICs.
         resources: Everything that a transfer can occupy.
 
     >>> cluster = Cluster.load("paper_8gpu")
@@ -247,6 +248,7 @@ class Cluster:
     device_types: tuple[DeviceType, ...] = field(init=False, repr=False, compare=False)
     type_index: tuple[int, ...] = field(init=False, repr=False, compare=False)
     host_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    host_kind: tuple[int, ...] = field(init=False, repr=False, compare=False)
     resources: tuple[LinkResource, ...] = field(init=False, repr=False, compare=False)
     _host_devices: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _port_of: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
@@ -263,10 +265,15 @@ class Cluster:
         members: list[list[int]] = [[] for _ in self.hosts]
         for index, device in enumerate(self.devices):
             members[device.host_index].append(index)
+        kinds: dict[tuple[object, ...], int] = {}
         derived: dict[str, object] = {
             "device_types": tuple(types),
             "type_index": type_index,
             "host_of": tuple(d.host_index for d in self.devices),
+            "host_kind": tuple(
+                kinds.setdefault(_kind_of(host, [self.devices[d] for d in own]), len(kinds))
+                for host, own in zip(self.hosts, members, strict=True)
+            ),
             "_host_devices": tuple(tuple(m) for m in members),
             "_device_index": {d.name: i for i, d in enumerate(self.devices)},
         }
@@ -428,6 +435,15 @@ class Cluster:
         return cluster_from_dict(record)
 
 
+def _kind_of(host: Host, devices: Iterable[Device]) -> tuple[object, ...]:
+    """What makes hosts alike: all but names and quotas."""
+    return (
+        tuple((device.type, device.usable_memory_bytes) for device in devices),
+        host.intra,
+        (host.nic_line_rate_bytes_per_s, host.num_nics, host.nic_latency_s),
+    )
+
+
 def _check_name(name: str, what: str) -> None:
     if not name:
         raise ClusterError(f"{what} has an empty name; give it one.")
@@ -463,9 +479,8 @@ def _check_least(value: float, what: str) -> None:
         raise ClusterError(f"{what} is {value:g}; it must be at least {_LEAST:g}.")
 
 
-MAX_DEVICES = 512
-"""Channels are numbered by pairs of devices: planning on 512 takes 3 GiB and minutes, on 1024 more
-memory than most machines have."""
+MAX_DEVICES = 2048
+"""Channels are numbered by pairs of devices: there would be four million of them."""
 
 
 def _check_cluster(cluster: Cluster) -> None:

@@ -103,9 +103,9 @@ def traffic_of(evaluator: CoarseEvaluator, decision: Decision) -> tuple[tuple[in
     first, second = table.for_decision(decision)
     if first < 0:
         return ((-1, float(decision.sync)),)
-    load = dict(table.channels[first].traffic())
+    load = dict(table[first].traffic())
     if second >= 0:
-        for resource, multiple in table.channels[second].traffic().items():
+        for resource, multiple in table[second].traffic().items():
             load[resource] = load.get(resource, 0.0) + multiple
     return tuple(sorted((resource, round(multiple, 3)) for resource, multiple in load.items()))
 

@@ -12,7 +12,6 @@ from heterog.envs.merging import merge_tables, sums
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.lowering import make_scratch
 from heterog.strategy.program import FloatArray
 
 
@@ -38,7 +37,6 @@ class CoarseEvaluator(Evaluator):
         num_parameters = len(self.tables.parameter_bytes)
         plain = self._rule_sets[0]
         plain.tables = self.tables
-        plain.scratch = make_scratch(self.tables, cluster.num_devices)
         plain.has_rule = np.zeros(len(self.tables.op_id), np.bool_)
         self._make_rows()
         self._update_seconds = np.array(

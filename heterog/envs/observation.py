@@ -412,7 +412,7 @@ class Observer:
                 continue
             for channel in evaluator.channels.for_decision(decision):
                 if channel >= 0:
-                    found = evaluator.channels.channels[channel]
+                    found = evaluator.channels[channel]
                     assert found.kind != ChannelKind.POINT_TO_POINT
                     cost = evaluator.cost_model.channel_seconds(cluster, found)
                     rate[number] += cost.seconds_per_byte

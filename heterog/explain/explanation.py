@@ -211,9 +211,14 @@ def explain(
         evaluations: about as many simulations for each change.
         progress: told about what is going on.
         stop: leaves out what buying would save, from then on.
-        seconds: that baselines which the plan was made without, and simulating what buying would
-            save, may take together; all it takes if ``None``. What is not reached is left out.
+        seconds: that idle devices, baselines which the plan was made without, and simulating what
+            buying would save, may take together; all it takes if ``None``. What is not reached is
+            left out.
+
+    Raises:
+        StrategyError: the plan's step has too many tasks; see ``Plan.is_written``.
     """
+    plan.require_written()
     evaluator = evaluator or Evaluator(plan.graph, plan.cluster)
     limit = Budget(evaluations=_NO_LIMIT) if seconds is None else Budget(seconds=seconds)
     spending = Spending(limit, evaluator, stop=stop)
@@ -248,7 +253,7 @@ def explain(
         plan=plan,
         step_time_s=evaluation.step_time_s,
         decided=decided,
-        left_out=_left_out(plan, evaluator, decided, order),
+        left_out=_left_out(plan, evaluator, decided, order, spending),
         pieces=tuple(
             replace(piece, seconds=piece.seconds / program.num_steps)
             for piece in totals(critical_pieces(timeline, evaluator.cost_model))
@@ -340,15 +345,22 @@ def _uses_several(row: MethodRow) -> bool:
 
 
 def _left_out(
-    plan: Plan, evaluator: Evaluator, decided: Decided, order: Order
+    plan: Plan, evaluator: Evaluator, decided: Decided, order: Order, spending: Spending
 ) -> tuple[LeftOut, ...]:
+    """Idle devices host by host, of alike hosts simulated once, as far as time goes."""
+    cluster = plan.cluster
     found = []
-    for host in range(plan.cluster.num_hosts):
-        idle = tuple(d for d in plan.cluster.host_devices(host) if d in decided.idle)
-        if idle:
-            best = with_idle_devices(evaluator, plan.strategy, order, idle)
-            seconds = best.step_time_s if best.is_ok else None
-            found.append(LeftOut(devices=idle, step_time_s=seconds))
+    known: dict[tuple[int, int], float | None] = {}
+    with spending.limits():
+        for host in range(cluster.num_hosts):
+            idle = tuple(d for d in cluster.host_devices(host) if d in decided.idle)
+            if not idle:
+                continue
+            key = cluster.host_kind[host], len(idle)
+            if key not in known:
+                best = with_idle_devices(evaluator, plan.strategy, order, idle)
+                known[key] = best.step_time_s if best.is_ok else None
+            found.append(LeftOut(devices=idle, step_time_s=known[key]))
     return tuple(found)
 
 

@@ -307,8 +307,7 @@ class GroupCosts:
         """Seconds of a decision's collectives for some bytes of gradients."""
         numbers = [n for n in self.evaluator.channels.for_decision(decision) if n >= 0]
         return sum(
-            self._channel_seconds(self.evaluator.channels.channels[number], num_bytes)
-            for number in numbers
+            self._channel_seconds(self.evaluator.channels[number], num_bytes) for number in numbers
         )
 
     def _channel_seconds(self, channel: Channel, num_bytes: float) -> float:
@@ -330,7 +329,7 @@ class GroupCosts:
         """Seconds per byte that a transfer holds each link resource."""
         if (source, target) not in self._routes:
             evaluator, count = self.evaluator, self.evaluator.cluster.num_devices
-            channel = evaluator.channels.channels[source * count + target]
+            channel = evaluator.channels[source * count + target]
             cost = evaluator.cost_model.channel_seconds(evaluator.cluster, channel)
             self._routes[source, target] = cost.held
         return self._routes[source, target]

@@ -89,9 +89,15 @@ class Enumeration(ABC, Generic[Point]):
         """Whether a point means a strategy; the others are passed over."""
         return True
 
-    def run(self, *, reason: str = "") -> PlanResult:
-        """Search; ``reason`` is given where there was no point to try."""
+    def run(self, problem: Problem, *, reason: str = "") -> PlanResult:
+        """Search with the budget of a problem, which may be a later one than the first.
+
+        Args:
+            problem: on the same evaluator.
+            reason: given where there was no point to try.
+        """
         begin = time.perf_counter()
+        self.problem, self.spending = problem, problem.spend()
         with self.spending.limits():
             self.search()
         return PlanResult(

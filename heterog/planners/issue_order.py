@@ -49,8 +49,20 @@ class Rehearse(Protocol):
         """
 
 
+MOST_WRITTEN = 2_000_000
+"""Ops on all devices and in all micro-batches of a step whose order a plan holds: a minute of
+work and a hundred megabytes."""
+
+_MADE_AT_ONCE = 100_000
+_S_PER_TASK = 2e-6
+"""Of orders: a search does not stop for that of a large step, but keeps back what it will take."""
+
+
 class IssuedSteps:
     """The programs and orders of candidates on one evaluator, each made once.
+
+    Of a step of more than ``MOST_WRITTEN`` ops there is none: its plan can be judged and compared,
+    but neither rehearsed nor run.
 
     Args:
         evaluator: of the graph and cluster.
@@ -62,21 +74,31 @@ class IssuedSteps:
     ) -> None:
         self._evaluator = evaluator
         self._clock = clock
-        self._known: dict[tuple[Strategy, Order], tuple[IssuedStep, float]] = {}
+        self._known: dict[tuple[Strategy, Order], tuple[IssuedStep | None, float]] = {}
 
-    def of(self, candidate: Candidate) -> IssuedStep:
+    def of(self, candidate: Candidate) -> IssuedStep | None:
         """The program and order of a candidate, in the first of its orders."""
         return self._made(candidate)[0]
 
     def seconds(self, candidate: Candidate) -> float:
-        """How long it took to make them."""
+        """How long it took to make them; of many tasks about how long it will take."""
+        if (candidate.strategy, candidate.orders[0]) not in self._known:
+            num_tasks = self._tasks_of(candidate)
+            if num_tasks > _MADE_AT_ONCE:
+                return num_tasks * _S_PER_TASK if num_tasks <= MOST_WRITTEN else 0.0
         return self._made(candidate)[1]
 
-    def _made(self, candidate: Candidate) -> tuple[IssuedStep, float]:
+    def _tasks_of(self, candidate: Candidate) -> int:
+        choice = self._evaluator.encode(candidate.strategy)
+        return self._evaluator.tasks_of(choice._replace(num_steps=1))
+
+    def _made(self, candidate: Candidate) -> tuple[IssuedStep | None, float]:
         key = candidate.strategy, candidate.orders[0]
         if key not in self._known:
             begin_s = self._clock()
-            made = issued_step(self._evaluator, candidate)
+            made = None
+            if self._tasks_of(candidate) <= MOST_WRITTEN:
+                made = issued_step(self._evaluator, candidate)
             self._known[key] = made, self._clock() - begin_s
         return self._known[key]
 
@@ -134,21 +156,22 @@ def sends_by_op(
         (transfer of a value, the first op on its source that begins when it has ended), for the
         transfers for which there is such an op.
     """
-    ops: dict[int, list[int]] = {}
-    for task in order.tolist():
-        if program.kind[task] <= TaskKind.RECOMPUTE:
-            ops.setdefault(int(program.device[task]), []).append(task)
-    begins = {device: start[tasks] for device, tasks in ops.items()}
+    is_op = program.kind[order] <= TaskKind.RECOMPUTE
+    ops_in_order = order[is_op]
     place = np.argsort(order)
-    pairs = []
-    for send in np.flatnonzero(program.kind == TaskKind.SEND).tolist():
-        source = program.channels[int(program.channel[send])].devices[0]
-        if source in ops:
-            number = int(np.searchsorted(begins[source], finish[send]))
-            later = ops[source][number:]
-            if later and place[later[0]] > place[send]:
-                pairs.append((send, later[0]))
-    return tuple(pairs)
+    sends = np.flatnonzero(program.kind == TaskKind.SEND)
+    first = np.array([channel.devices[0] for channel in program.channels], np.int32)
+    source = first[program.channel[sends]]
+    found = np.full(len(sends), -1, np.int64)
+    for device in np.unique(source):
+        ops = ops_in_order[program.device[ops_in_order] == device]
+        own = np.flatnonzero(source == device)
+        number = np.searchsorted(start[ops], finish[sends[own]])
+        has_later = number < len(ops)
+        found[own[has_later]] = ops[number[has_later]]
+    is_pair = found >= 0
+    is_pair[is_pair] = place[found[is_pair]] > place[sends[is_pair]]
+    return tuple(zip(sends[is_pair].tolist(), found[is_pair].tolist(), strict=True))
 
 
 def _announce_ahead(program: Program, start: FloatArray, moment: FloatArray) -> None:

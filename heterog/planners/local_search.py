@@ -62,10 +62,11 @@ class LocalSearch:
 
     name = "local_search"
     stage = "search"
+    resumes = True
 
     def plan(self, problem: Problem) -> PlanResult:
         """Search until the budget is over; the best few different strategies come back."""
-        return _Search(problem).run()
+        return problem.resumed(_Search).run(problem)
 
 
 class _Judge:
@@ -112,6 +113,7 @@ class _Search:
         self.evaluator = problem.evaluator
         self.rng = np.random.default_rng(problem.seed)
         self.spending = problem.spend()
+        self.is_seeded = False
         self.speeds = device_speeds(problem.evaluator)
         self.space = StrategySpace(
             problem.evaluator.graph,
@@ -127,10 +129,12 @@ class _Search:
         self.engine = _Judge(partial(self._ask, problem.evaluator.evaluate_choice))
         self.referee = _Judge(
             partial(self._ask, problem.evaluator.referee),
-            tell=lambda cost: problem.report(self.spending.fraction, cost),
+            tell=lambda cost: self.problem.report(self.spending.fraction, cost),
         )
 
-    def run(self) -> PlanResult:
+    def run(self, problem: Problem) -> PlanResult:
+        """Search with the budget of a problem, which may be a later one than the first."""
+        self.problem, self.spending = problem, problem.spend()
         begin = time.perf_counter()
         with self.spending.limits():
             self._search()
@@ -162,7 +166,11 @@ class _Search:
         return without_needless_rules(self.evaluator.graph, strategy)
 
     def _search(self) -> None:
-        self._seed()
+        if self.is_seeded:
+            self._join_seeds()
+        else:
+            self._seed()
+        self.is_seeded = True
         idle = 0
         while (
             self.spending.fraction < SIMPLIFY_FROM
@@ -206,6 +214,13 @@ class _Search:
             if index and self.spending.is_over:
                 break
             self.referee.cost(state, _IF_KEPT)
+
+    def _join_seeds(self) -> None:
+        """Score what other methods have found since; the best of it meets the referee."""
+        for seed in self.problem.seeds:
+            for state in self._states(seed):
+                if self.engine.cost(state) <= self.engine.best[-1][0]:
+                    self.referee.cost(state, _IF_KEPT)
 
     def _states(self, candidate: Candidate) -> list[State]:
         """A candidate's points of the search, one per order."""
@@ -399,6 +414,7 @@ class _Search:
         return state
 
 
+_NOT_SIMULATED = 1e15
 _CANNOT_RUN_CHARGE = 1e6
 """More than any overflow of memory costs; finite, as differences of costs decide."""
 
@@ -410,6 +426,8 @@ def _judged_cost(candidate: Candidate) -> float:
 
 def _cost(evaluation: Evaluation) -> float:
     """Seconds, plus a charge for memory overflow that always outweighs speed."""
+    if evaluation.outcome == Outcome.TOO_LARGE:
+        return _NOT_SIMULATED
     if evaluation.outcome == Outcome.CANNOT_RUN:
         return evaluation.step_time_s * _CANNOT_RUN_CHARGE
     if evaluation.outcome != Outcome.OUT_OF_MEMORY:

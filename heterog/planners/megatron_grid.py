@@ -19,7 +19,7 @@ from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.model_parallel import activation_bytes, parameter_bytes
-from heterog.planners.planner import Candidate, PlanResult, Problem, Spending, register
+from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.division import split_evenly
@@ -55,12 +55,14 @@ class MegatronGrid:
 
     name = "megatron_grid"
     stage = "baseline"
+    resumes = True
 
     def plan(self, problem: Problem) -> PlanResult:
         """Go through the grid, then vary the manner of the best points."""
         begin = time.perf_counter()
         spending = problem.spend()
-        grid = _Grid(problem, spending)
+        grid = problem.resumed(_Grid)
+        grid.problem, grid.spending = problem, spending
         with spending.limits():
             grid.search()
         return PlanResult(
@@ -78,9 +80,9 @@ class MegatronGrid:
 class _Grid:
     """The points of a problem, and what they came to."""
 
-    def __init__(self, problem: Problem, spending: Spending) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.spending = spending
+        self.spending = problem.spend()
         evaluator = problem.evaluator
         self.graph, self.cluster = evaluator.graph, evaluator.cluster
         self.speeds = device_speeds(evaluator)
@@ -89,6 +91,7 @@ class _Grid:
         self.parameters = float(parameter_bytes(evaluator).sum())
         self.activations = float(activation_bytes(evaluator).sum()) / self.graph.batch_size
         self.found: dict[_Point, tuple[Evaluation, Given]] = {}
+        self.refused: set[_Point] = set()
 
     def search(self) -> None:
         """Shapes and micro-batches in the leanest manner that fits, then other manners."""
@@ -111,7 +114,7 @@ class _Grid:
         """Simulate a point; ``None`` for one that makes no sense or comes too late."""
         if point in self.found:
             return self.found[point][0]
-        if self.found and self.spending.is_over:
+        if point in self.refused or (self.found and self.spending.is_over):
             return None
         try:
             given = place_layout(
@@ -124,6 +127,7 @@ class _Grid:
             choice = self.problem.evaluator.encode(given.strategy)
             evaluation = self.problem.evaluator.evaluate_choice(choice, Order.FIFO)
         except (LayoutError, StrategyError):
+            self.refused.add(point)
             return None
         self.found[point] = evaluation, given
         return evaluation

@@ -51,12 +51,14 @@ class PipelineSearch:
 
     name = "pipeline"
     stage = "search"
+    resumes = True
 
     def plan(self, problem: Problem) -> PlanResult:
         """Enumerate, then refine the best until nothing improves or the budget is over."""
         groups = problem.evaluator.tables.num_groups
-        return _Enumeration(problem).run(
-            reason=f"every stage needs a group of layers, and the model has {groups} of them"
+        return problem.resumed(_Enumeration).run(
+            problem,
+            reason=f"every stage needs a group of layers, and the model has {groups} of them",
         )
 
 

@@ -25,7 +25,7 @@ from heterog.names import shown
 from heterog.planners.background import BackgroundPlan, plan_background
 from heterog.planners.given import GIVEN
 from heterog.planners.history import MethodHistory, SearchHistory
-from heterog.planners.issue_order import IssuedSteps, Rehearse
+from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.planners.plan_file import BackgroundRecord, PlanRecord, RowRecord, read_plan_record
 from heterog.planners.planner import Budget, MethodRow, Planner, Spending, Stop
 from heterog.planners.portfolio import (
@@ -66,7 +66,7 @@ class Plan:
         strategy: the decisions.
         order: name of the order in which tasks run.
         task_order: every task of the program in the order in which ranks take them up; see
-            ``issue_order``.
+            ``issue_order``. Empty for a step of too many tasks (``is_written``).
         sent_before: (transfer, op) of the sender: the transfer has ended when the op begins; see
             ``sends_by_op``.
         program_hash: hash of the program that ``task_order`` belongs to.
@@ -118,6 +118,27 @@ class Plan:
         return None if self.step_time_s is None else self.graph.batch_size / self.step_time_s
 
     @property
+    def is_written(self) -> bool:
+        """Whether the plan says in what order tasks run: without, it can be judged but not run.
+
+        See ``issue_order.MOST_WRITTEN``.
+        """
+        return bool(self.program_hash)
+
+    def require_written(self) -> None:
+        """Refuse a plan that cannot be run or shown task by task.
+
+        Raises:
+            StrategyError: it holds no order.
+        """
+        if not self.is_written:
+            raise StrategyError(
+                f"the step has more than {MOST_WRITTEN:,} ops on all devices, and a plan for it "
+                "says what is best but not the order of its tasks: it can be neither run, "
+                "exported nor shown as a timeline."
+            )
+
+    @property
     def gains(self) -> tuple[Gain, ...]:
         """Speed-ups over the best data parallelism and over ``tuned_uniform``, with their spread.
 
@@ -138,7 +159,12 @@ class Plan:
         return None if given is None or winner.step_time_s is None else gain(winner, given)
 
     def timeline(self) -> Timeline:
-        """The predicted step, by the referee."""
+        """The predicted step, by the referee.
+
+        Raises:
+            StrategyError: it has too many tasks.
+        """
+        self.require_written()
         evaluator = Evaluator(self.graph, self.cluster)
         choice = evaluator.encode(self.strategy)
         order = Order[self.order.upper()]
@@ -283,7 +309,9 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def _program_fault(plan: Plan) -> str:
-    """Why the stored order cannot be run; empty if it can."""
+    """Why the stored order cannot be run; empty if it can, or if there is none."""
+    if not plan.is_written:
+        return ""
     program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
     if program.hash != plan.program_hash:
         return (
@@ -470,9 +498,9 @@ def plan_from_rows(
         cluster=cluster,
         strategy=strategy,
         order=row.order,
-        task_order=step.task_order,
-        sent_before=step.sent_before,
-        program_hash=step.program.hash,
+        task_order=() if step is None else step.task_order,
+        sent_before=() if step is None else step.sent_before,
+        program_hash="" if step is None else step.program.hash,
         outcome=row.outcome,
         step_time_s=row.step_time_s,
         peak_memory_bytes=row.peak_memory_bytes,

@@ -126,7 +126,7 @@ class PlanRecord(Record):
     methods: Annotated[list[RowRecord], Field(min_length=1, max_length=1000)]
     strategy: dict[str, Any]
     background: BackgroundRecord | None = None  # plans of earlier versions have none
-    program_hash: _Hash
+    program_hash: _Hash | Literal[""]
     task_order: Many[Int32]
     sent_before: Many[_Pair] = Field(default_factory=list)  # nor these
     history: Annotated[list[HistoryRecord], Field(max_length=1000)] = Field(default_factory=list)
@@ -197,6 +197,8 @@ def _order_fault(record: PlanRecord) -> str:
     """The tasks are listed once each, and those that wait for each other are among them."""
     order = np.array(record.task_order, np.int64)
     num_tasks = len(order)
+    if not record.program_hash:  # of a step of too many tasks
+        return "field 'task_order' is of no program" if num_tasks else ""
     if not num_tasks or order.max(initial=0) >= num_tasks:
         return f"field 'task_order' names a task that is none of its {num_tasks:,}"
     if (np.bincount(order, minlength=num_tasks) != 1).any():

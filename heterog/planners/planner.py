@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from heterog.errors import BudgetError, UnknownNameError
 from heterog.names import name_fault
@@ -283,6 +283,10 @@ class PlanResult:
     note: str = ""
 
 
+Search = TypeVar("Search")
+_RESUMED = "resumed"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """What a planner is asked to do, beyond graph and cluster, which the evaluator knows.
@@ -299,6 +303,7 @@ class Problem:
         report: called with (fraction of the budget spent, best seconds so far).
         stop: asks the search to hand over its best so far.
         clock: seconds, by which a budget in seconds is kept.
+        memory: what a method ``resumes`` from; its own, the same whenever it is asked again.
     """
 
     evaluator: Evaluator
@@ -311,18 +316,31 @@ class Problem:
     report: Callable[[float, float], None] = field(default=lambda fraction, best: None)
     stop: Stop = field(default_factory=Stop)
     clock: Callable[[], float] = time.perf_counter
+    memory: dict[str, Any] = field(default_factory=dict)
 
     @property
     def first_order(self) -> Order:
         """The order that a search scores its starts in: the second of those that it may choose."""
         return self.orders[min(1, len(self.orders) - 1)]
 
+    def resumed(self, make: Callable[["Problem"], Search]) -> Search:
+        """What a method works with: as it left it in the memory, or made anew.
+
+        What it left for another evaluator is of no use: its channels have other numbers.
+        """
+        evaluator, known = self.memory.get(_RESUMED, (None, None))
+        if evaluator is not self.evaluator:
+            known = make(self)
+            self.memory[_RESUMED] = self.evaluator, known
+        found: Search = known
+        return found
+
     def spend(self) -> Spending:
         """Begin to spend the budget."""
         return Spending(self.budget, self.evaluator, stop=self.stop, clock=self.clock)
 
 
-OUTCOMES = ("ok", "out_of_memory", "cannot_run", "not_applicable")
+OUTCOMES = ("ok", "out_of_memory", "cannot_run", "too_large", "not_applicable")
 """What can become of a method; a plan's file with another word is refused."""
 
 
@@ -390,7 +408,8 @@ class Planner(Protocol):
         """Find strategies for the problem's graph and cluster.
 
         A planner with a method ``prepare(evaluator)`` does there what no budget counts: imports,
-        reading a policy.
+        reading a policy. One with an attribute ``resumes`` that is true goes on where it was when
+        it is asked about a problem with the same ``memory`` again.
         """
 
 

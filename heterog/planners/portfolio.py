@@ -9,7 +9,7 @@ referee.
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ import heterog.planners.two_segment
 import heterog.planners.local_search  # noqa: F401
 from heterog.errors import StrategyError
 from heterog.planners.given import GIVEN
-from heterog.planners.issue_order import IssuedSteps, Rehearse
+from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.planners.planner import (
     Budget,
     Candidate,
@@ -43,6 +43,7 @@ from heterog.planners.planner import (
     planners,
 )
 from heterog.planners.promise import Promise
+from heterog.planners.rounds import STARVED, Contender, next_of
 from heterog.planners.stability import TUNED_UNIFORM, best_data_parallel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
@@ -63,8 +64,15 @@ JUDGED_PART = 0.15
 """Of a method's budget in seconds, for the referee to judge what it found."""
 LEAST_SEARCHED = 0.25
 """Of a budget in seconds, for all searches of ``auto`` together, whatever else there is to do."""
-ENOUGH_EVALUATIONS = 20
-"""A search that was cut before it had made so many was starved."""
+FIRST_ROUND = 0.5
+"""Of the searches' seconds, in equal parts; the rest goes to whom it pays."""
+ROUND = 0.3
+"""Of the seconds that are left, for the next round."""
+LEAST_ROUND = 0.03
+"""Of a budget in seconds: a shorter round is not begun."""
+_TASKS_PER_S = 50_000
+_LEAST_TASKS = 200_000
+"""What a simulation may have of a budget: a tenth, at half a million tasks a second."""
 Progress = Callable[[str, float, float], None]
 """Called with (method, fraction of its budget spent, best seconds so far)."""
 
@@ -88,8 +96,9 @@ def run_methods(
 
     Nothing is counted before every kernel is compiled and every library imported. Then a budget in
     seconds is for all that ``auto`` does: baselines get ``BASELINE_PART`` of it, the searches the
-    rest, each an equal part (``Purse``), but for what ``promise`` keeps back. A budget in
-    evaluations is divided among the searches; baselines do not count.
+    rest but for what ``promise`` keeps back: half of it in equal parts (``Purse``), the other half
+    in rounds to whom it pays (``rounds``). A budget in evaluations is divided among the searches
+    in equal parts; baselines do not count.
 
     Args:
         evaluator: of the graph and cluster.
@@ -125,47 +134,145 @@ def run_methods(
         running.insert(0, given)
     stop = stop or Stop()
     prepare(evaluator, running, progress, stop)
+    if budget.seconds is not None:  # no single evaluation may eat up what all have
+        evaluator.most_tasks = max(_TASKS_PER_S * budget.seconds, _LEAST_TASKS)
     is_shared = AUTO in methods or (promise is not None and budget.seconds is not None)
     promise = promise or Promise(budget, clock=clock)
-    clock = promise.clock
     promise.begin()
-    baselines = [planner for planner in running if planner.stage == "baseline"]
-    searches = [planner for planner in running if planner.stage != "baseline"]
-    rows: list[MethodRow] = []
-    seeds: list[Candidate] = []
-    for stage in (baselines, searches):
-        purse = None
-        if is_shared:
-            purse = Purse(_whole(budget, stage is baselines, promise.search_s(seeds)), len(stage))
-        for planner in stage:
-            if stop.is_requested and seeds:
-                break
-            progress(planner.name, 0.0, math.inf)
-            part = budget
-            if purse is not None:
-                part = purse.next_part(promise.search_s(seeds) if stage is searches else math.inf)
-            problem = Problem(
-                evaluator=evaluator,
-                budget=part,
-                seed=seed,
-                step_barrier=step_barrier,
-                orders=orders,
-                seeds=tuple(seeds),
-                report=_named(planner, progress),
-                stop=stop if seeds else Stop(),
-                clock=clock,
-            )
-            spending = problem.spend()
-            row = run_method(planner, problem)
-            if purse is not None:
-                in_seconds = budget.evaluations is None
-                purse.settle(spending.seconds if in_seconds else row.num_evaluations)
-            if row.candidate is not None:
-                seeds.append(row.candidate)
-            if planner in chosen:
-                rows.append(row)
-            progress(planner.name, 1.0, row.step_time_s or math.inf)
-    return rows
+    asked = Problem(
+        evaluator=evaluator,
+        budget=budget,
+        seed=seed,
+        step_barrier=step_barrier,
+        orders=orders,
+        stop=stop,
+        clock=promise.clock,
+    )
+    shares = _Shares(asked, running, promise, progress)
+    if is_shared:
+        shares.divide()
+        if budget.seconds is not None and searching:
+            shares.go_on([planner for planner in chosen if getattr(planner, "resumes", False)])
+    else:
+        shares.give_each()
+    return [
+        shares.rows[planner.name]
+        for planner in running
+        if planner in chosen and planner.name in shares.rows
+    ]
+
+
+class _Shares:
+    """Runs methods, each on its share of a budget, and keeps their rows.
+
+    Args:
+        asked: what all are asked, with the budget of all.
+        running: methods, those first that run first.
+        promise: what else the budget is for.
+        progress: told about every method's progress.
+    """
+
+    def __init__(
+        self, asked: Problem, running: Sequence[Planner], promise: Promise, progress: Progress
+    ) -> None:
+        self.rows: dict[str, MethodRow] = {}
+        self._asked = asked
+        self._running = running
+        self._promise = promise
+        self._progress = progress
+        self._contenders = {planner.name: Contender(planner=planner) for planner in running}
+
+    def give_each(self) -> None:
+        """Every method may spend the whole budget."""
+        for planner in self._running:
+            if not self._is_stopped:
+                self._run(planner, self._asked.budget)
+
+    def divide(self) -> None:
+        """Baselines share one part equally, searches another; see ``Purse``."""
+        budget = self._asked.budget
+        for is_baseline in (True, False):
+            stage = [each for each in self._running if (each.stage == "baseline") == is_baseline]
+            part = 1.0 if is_baseline or budget.seconds is None else FIRST_ROUND
+            whole = _whole(budget, is_baseline, self._left_s)
+            purse = Purse(whole.part(part), len(stage))
+            for planner in stage:
+                if self._is_stopped:
+                    return
+                left_s = math.inf if is_baseline else part * self._left_s
+                seconds = self._run(planner, purse.next_part(left_s))
+                evaluations = self.rows[planner.name].num_evaluations
+                purse.settle(evaluations if budget.seconds is None else seconds)
+
+    def go_on(self, planners: Sequence[Planner]) -> None:
+        """Some methods go on with the seconds that are left; see ``rounds``."""
+        contenders = [self._contenders[planner.name] for planner in planners]
+        least_s = LEAST_ROUND * (self._asked.budget.seconds or 0.0)
+        while not self._is_stopped and (left_s := self._left_s) >= least_s:
+            contender = next_of(contenders)
+            if contender is None:
+                return
+            self._run(contender.planner, Budget(seconds=max(ROUND * left_s, least_s)))
+
+    @property
+    def _candidates(self) -> list[Candidate]:
+        return [row.candidate for row in self.rows.values() if row.candidate is not None]
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether somebody asked to stop, and there is something to hand over."""
+        return self._asked.stop.is_requested and bool(self._candidates)
+
+    @property
+    def _left_s(self) -> float:
+        return self._promise.search_s(self._candidates)
+
+    def _run(self, planner: Planner, part: Budget) -> float:
+        """Let a method spend a part; returns the seconds that it took."""
+        contender, seeds = self._contenders[planner.name], tuple(self._candidates)
+        self._progress(planner.name, 0.0, math.inf)
+        problem = replace(
+            self._asked,
+            budget=part,
+            seeds=seeds,
+            report=_named(planner, self._progress),
+            stop=self._asked.stop if seeds else Stop(),
+            memory=contender.memory,
+        )
+        spending, before_s = problem.spend(), _best_s(self.rows.values())
+        row = run_method(planner, problem)
+        self.rows[planner.name] = _joined(self.rows.get(planner.name), row)
+        contender.tell(
+            given_s=part.seconds or 0.0,
+            seconds=spending.seconds,
+            evaluations=row.num_evaluations,
+            before_s=before_s,
+            after_s=_best_s(self.rows.values()),
+        )
+        self._progress(planner.name, 1.0, row.step_time_s or math.inf)
+        return spending.seconds
+
+
+def _best_s(rows: Iterable[MethodRow]) -> float:
+    """Seconds of the best step so far; infinite if none fits."""
+    return min((row.step_time_s for row in rows if row.step_time_s is not None), default=math.inf)
+
+
+def _joined(before: MethodRow | None, row: MethodRow) -> MethodRow:
+    """The better one of a method's rows, with what all its rounds took."""
+    if before is None:
+        return row
+    rows = [each for each in (before, row) if each.candidate is not None] or [row]
+    evaluations = before.num_evaluations + row.num_evaluations
+    best = min(rows, key=lambda each: each.preference)
+    is_starved = row.is_starved and evaluations < STARVED
+    return replace(
+        best,
+        num_evaluations=evaluations,
+        search_seconds=before.search_seconds + row.search_seconds,
+        note=row.note,
+        is_starved=is_starved,
+    )
 
 
 def prepare(
@@ -219,7 +326,7 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
         result = planner.plan(replace(problem, budget=searching))
     is_cut = spending.seconds >= (1.0 - JUDGED_PART) * (problem.budget.seconds or math.inf)
     judged = _judged(planner, problem, result, spending)
-    is_starved = is_cut and result.num_evaluations < ENOUGH_EVALUATIONS
+    is_starved = is_cut and result.num_evaluations < STARVED
     notes = [result.note] * bool(result.note)
     if is_starved:
         notes.append(
@@ -382,6 +489,9 @@ def rehearsed(
         row = result[number]
         assert row.candidate is not None
         key = row.candidate.strategy, row.candidate.orders[0]
+        if key not in known and issued.of(row.candidate) is None:
+            result[number] = replace(row, note="; ".join(filter(None, (row.note, UNWRITTEN))))
+            break
         if key not in known:
             said = _said_of(issued, row.candidate, rehearse, spending)
             if said is None:
@@ -409,15 +519,23 @@ UNPLAYED = (
 )
 
 
+UNWRITTEN = (
+    f"not rehearsed: a step of more than {MOST_WRITTEN:,} ops on all devices is judged and "
+    "compared, but no plan to run is written"
+)
+
+
 def _said_of(
     issued: IssuedSteps, candidate: Candidate, rehearse: Rehearse, spending: Spending | None
 ) -> str | None:
     """What a rehearsal says; ``None`` if time was up before it had ended."""
+    step = issued.of(candidate)
+    assert step is not None
     if spending is None:
-        return rehearse(candidate.strategy, issued.of(candidate), lambda: None)
+        return rehearse(candidate.strategy, step, lambda: None)
     said: str | None = None
     with spending.limits():
-        said = rehearse(candidate.strategy, issued.of(candidate), spending.check)
+        said = rehearse(candidate.strategy, step, spending.check)
     return said
 
 

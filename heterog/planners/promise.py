@@ -96,8 +96,12 @@ class Promise:
         if self._issued is not None and found:
             best = min(found, key=_preference)
             self._order_s = self._issued.seconds(best)
-            follows_s = self._order_s * (REHEARSAL * self._is_rehearsed + NOISE) + self._last_s
+            follows_s = self._order_s * NOISE + self._last_s
             follows_s += self._kept_for_changes_s - LATE * self._budget_s
+            rehearsal_s = self._order_s * REHEARSAL * self._is_rehearsed
+            # A rehearsal that cannot end in time is left out, and nothing kept back for it.
+            if follows_s + rehearsal_s <= MOST_KEPT * self._budget_s:
+                follows_s += rehearsal_s
         kept_s = min(max(follows_s, 0.0), MOST_KEPT * self._budget_s)
         return self._left_s(0.0) - kept_s
 

@@ -25,10 +25,11 @@ class TwoSegment:
 
     name = "two_segment"
     stage = "search"
+    resumes = True
 
     def plan(self, problem: Problem) -> PlanResult:
         """Enumerate until all is tried or the budget is over."""
-        return _Enumeration(problem).run()
+        return problem.resumed(_Enumeration).run(problem)
 
 
 class _Point(NamedTuple):

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.text import Text
 
+from heterog.explain.decided import what_was_decided
 from heterog.explain.explanation import Explanation
+from heterog.planners.plan import Plan
 from heterog.planners.stability import TUNED_UNIFORM
 from heterog.report.placement_table import placement_lines
 from heterog.simulator.critical_path import Limit
@@ -57,11 +59,44 @@ def answer(
         left = MOST_LINES - 1 - sum(len(lines) for _, lines in around)
         if left >= min(2 + len(explanation.decided.ranges), _GOOD_TABLE):
             break
-    where = placement_lines(explanation, room, max(left, _LEAST_TABLE))
+    where = placement_lines(explanation.plan, explanation.decided, room, max(left, _LEAST_TABLE))
     texts.insert(-1, ("where", where))
-    head = Text(_cut(_head(explanation, width), width), style="bold", no_wrap=True)
+    head = Text(_cut(_head(explanation.plan, width), width), style="bold", no_wrap=True)
     shown = [line for part in (*texts, *also, *rest) for line in _beside(part)]
     return [head, *_at_most(shown, MOST_LINES - 1)]
+
+
+def brief_answer(
+    plan: Plan, *, width: int = 80, remarks: Sequence[str] = (), files: Sequence[str] = ()
+) -> list[Text]:
+    """The same of a plan without explanation, whose step has too many tasks to look at each.
+
+    Args:
+        plan: not ``is_written``.
+        width: as for ``answer``.
+        remarks: likewise.
+        files: likewise.
+    """
+    width = max(width, NARROWEST)
+    room = width - _LABEL
+    decided = what_was_decided(plan.strategy, plan.graph, plan.cluster)
+    usable = [device.usable_memory_bytes for device in plan.cluster.devices]
+    parts = [peak / of for peak, of in zip(plan.peak_memory_bytes, usable, strict=True)]
+    fullest = max(range(len(parts)), key=parts.__getitem__)
+    device = plan.cluster.devices[fullest]
+    size = f"{format_bytes(plan.peak_memory_bytes[fullest])} of {format_bytes(usable[fullest])}"
+    verdict = f"does not fit: {plan.shortage}" if plan.shortage else "fits"
+    memory = f"{verdict}; fullest is {device.name} ({device.type.name}), {size}"
+    gains = [f"{each.speedup:.2f}x over {each.over}" for each in plan.gains]
+    texts: list[Part] = [
+        ("gain", _wrapped(", ".join(gains) or "no other method fits", room, 2)),
+        ("memory", _wrapped(memory, room, 2)),
+        ("where", placement_lines(plan, decided, room, _GOOD_TABLE)),
+        *(("also", _wrapped(remark, room, 2)) for remark in remarks),
+        *([("files", files)] if files else []),
+    ]
+    head = Text(_cut(_head(plan, width), width), style="bold", no_wrap=True)
+    return [head, *_at_most([line for part in texts for line in _beside(part)], MOST_LINES - 1)]
 
 
 def _texts(explanation: Explanation, room: int, most: Mapping[str, int]) -> list[Part]:
@@ -85,13 +120,12 @@ def _first_that_fits(wordings: Sequence[str], room: int, most: int) -> list[str]
     return _wrapped(wordings[-1], room, most)
 
 
-def _head(explanation: Explanation, width: int) -> str:
+def _head(plan: Plan, width: int) -> str:
     """What a step takes, by which method; the rate as well where there is room."""
-    plan = explanation.plan
     name = f"{plan.graph.name} on {plan.cluster.name}"
     if plan.step_time_s is None:
         return f"{name}: does not run; the nearest is {plan.method}"
-    barrier = ", no step barrier" * (not explanation.decided.step_barrier)
+    barrier = ", no step barrier" * (not plan.strategy.step_barrier)
     interval = ""
     if plan.interval_s is not None:
         interval = f" ({format_range(*plan.interval_s, around_s=plan.step_time_s)})"

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from heterog.cluster.topology import Cluster
-from heterog.explain.decided import Range
-from heterog.explain.explanation import Explanation
+from heterog.explain.decided import Decided, Range
+from heterog.planners.plan import Plan
 from heterog.simulator.critical_path import block_of, merge_blocks
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.sync import TRAITS
@@ -156,19 +156,20 @@ def sync_name(each: Range) -> str:
     return ", ".join(SHORT_SYNCS[name] for name in each.syncs) or "-"
 
 
-def placement_lines(explanation: Explanation, width: int, most: int) -> list[str]:
+def placement_lines(plan: Plan, decided: Decided, width: int, most: int) -> list[str]:
     """The table as lines of text: which devices, headings, a line per range.
 
     Args:
-        explanation: of the plan.
+        plan: made or loaded.
+        decided: what its strategy says.
         width: of every line at most.
         most: lines at most, at least three; the last one counts ranges that are not shown.
     """
-    ranges, cluster = explanation.decided.ranges, explanation.plan.cluster
+    ranges, cluster = decided.ranges, plan.cluster
     if len(ranges) == 1 and len(ranges[0].devices) == 1:
         device = cluster.devices[ranges[0].devices[0]]
         return [_cut(f"the whole model on {device.name} ({device.type.name})", width)]
-    batch = explanation.plan.graph.batch_size
+    batch = plan.graph.batch_size
     columns, named = columns_by_host(cluster), True
     shown = _longest(ranges, most - 2)
     table = _cells(shown, columns, f"samples of {batch}")
@@ -176,7 +177,7 @@ def placement_lines(explanation: Explanation, width: int, most: int) -> list[str
         columns, named = columns_by_type(cluster), False
         shown = _longest(ranges, most - 1)
         table = _cells(shown, columns, f"samples of {batch}")
-    parts = explanation.decided.num_micro_batches
+    parts = decided.num_micro_batches
     if parts > 1:
         table[0][0] += f" in {parts} micro-batches"
     rest = len(ranges) - len(shown)

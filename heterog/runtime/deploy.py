@@ -72,6 +72,7 @@ class DeployedStep:
         self.rank = dist.get_rank()
         self.plan = plan
         _check_world(plan)
+        plan.require_written()
         self.captured = captured or capture_step(workload)
         graph = self.captured.graph
         difference = plan.graph.describe_difference(graph)

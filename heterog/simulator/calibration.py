@@ -707,7 +707,7 @@ def _channel(
         number = table.all_reduce(
             devices, hierarchical=kind == ChannelKind.ALL_REDUCE_HIERARCHICAL
         )
-    return table.channels[number]
+    return table[number]
 
 
 def _seconds_per_byte(rows: Sequence[LinkMeasurement]) -> float:

@@ -194,14 +194,15 @@ class ChannelPricer:
         bits = np.array([resource for cost in costs for resource in cost.gate], np.int64)
         np.bitwise_or.at(gate, (of, bits // 64), np.uint64(1) << (bits % 64).astype(np.uint64))
         starts = _starts_of([len(cost.seconds.held) for cost in costs])
+        by_type = len(costs), len(self._names)  # also where there is no channel
         return ChannelPrices(
             latency_s=np.array([cost.seconds.latency_s for cost in costs]),
             fill_s=np.array([cost.seconds.fill_s for cost in costs]),
             fill_s_per_byte=np.array([cost.seconds.fill_s_per_byte for cost in costs]),
             s_per_byte=np.array([cost.seconds.seconds_per_byte for cost in costs]),
             is_collective=np.array([cost.queue[0] for cost in costs]),
-            drag=np.array([cost.drag for cost in costs]),
-            overhead_s=np.array([cost.overhead_s for cost in costs]),
+            drag=np.array([cost.drag for cost in costs]).reshape(by_type),
+            overhead_s=np.array([cost.overhead_s for cost in costs]).reshape(by_type),
             loaded_s=np.array([cost.loaded_s for cost in costs]),
             member_start=_starts_of([len(channel.devices) for channel in channels]),
             member=np.array([d for channel in channels for d in channel.devices], np.int32),

@@ -38,7 +38,9 @@ from heterog.strategy.lowering import (
     make_scratch,
     program_from_tape,
     resident_bytes,
+    used_channels,
 )
+from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import NUM_TASKS, Tape, make_tape
 from heterog.strategy.program import FloatArray, IntArray, Program
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
@@ -51,6 +53,9 @@ UNROLLED_STEPS = 8
 can be gamed by a search; the mean cannot)."""
 
 
+_MOST_PRICED = 1024
+"""Channels that are priced whether a program uses them or not: those of 32 devices."""
+_MOST_PRICE_LISTS = 64
 MAX_RULE_SETS = 16
 """Rule sets of strategies whose tables are kept."""
 
@@ -74,6 +79,8 @@ class Outcome(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     CANNOT_RUN = "cannot_run"
     """Ranks would not compute what one device does, or get stuck."""
+    TOO_LARGE = "too_large"
+    """Not simulated: its program has more tasks than ``Evaluator.most_tasks``."""
     GIVEN_UP = "given_up"
     """Slower than the limit that was asked for; ``step_time_s`` is a lower bound."""
 
@@ -139,12 +146,20 @@ class _RuleSet:
         self.op_rules = op_rules
         self.blocks = blocks
         self.tables = graph_tables(graph, op_rules, blocks)
-        self.scratch = make_scratch(self.tables, num_devices)
+        self._num_devices = num_devices
+        self._scratch: Scratch | None = None
         ruled = {op for op, _ in op_rules}
         self.has_rule = np.array([int(op) in ruled for op in self.tables.op_id], np.bool_)
         self._plan = axis_plan(graph, op_rules)
         self._graph = graph
         self._seconds: dict[tuple[int, int, int], FloatArray] = {}
+
+    @property
+    def scratch(self) -> Scratch:
+        """Working memory for all devices, made when it is first needed."""
+        if self._scratch is None:
+            self._scratch = make_scratch(self.tables, self._num_devices)
+        return self._scratch
 
     def seconds(
         self, choice: Choice, types: IntArray, cluster: Cluster, cost_model: CostModel
@@ -206,6 +221,8 @@ class Evaluator:
     Attributes:
         num_evaluations: simulations so far.
         num_tasks: tasks of the program that was simulated last.
+        most_tasks: of a program that is simulated, as ``tasks_of`` counts them. It does not matter
+            where devices that do alike are folded away.
         poll: called before every simulation; what it raises ends a search (``Spending.limits``).
     """
 
@@ -219,6 +236,7 @@ class Evaluator:
         self.channels = ChannelTable(cluster)
         self.num_evaluations = 0
         self.num_tasks = 0
+        self.most_tasks = math.inf
         self.poll: Callable[[], None] = lambda: None
         self._rule_numbers: dict[tuple[OpRules, tuple[int, ...]], int] = {((), ()): 0}
         self._rules_by_number: list[tuple[OpRules, tuple[int, ...]]] = [((), ())]
@@ -235,8 +253,8 @@ class Evaluator:
         self._copy_fixed_s = np.array([fixed for fixed, _ in copies])
         self._copy_s_per_byte = np.array([per_byte for _, per_byte in copies])
         self._type_of_device = np.array(cluster.type_index, np.int32)
-        self._channel_prices: ChannelPrices | None = None
-        self._held = np.zeros((0, 0))  # seconds per byte  # [num_channels, num_resources]
+        self._channel_prices: dict[bytes, ChannelPrices] = {}
+        self._held: dict[int, FloatArray] = {}  # see ``_held_by``
         self._make_rows()
 
     @cached_property
@@ -262,7 +280,8 @@ class Evaluator:
         self._group_seconds = np.zeros((2, *shape, tables.num_groups))
         is_added = tables.gradient_domain != Domain.NOBODY
         reduced = np.where(is_added, tables.gradient_bytes, 0.0)
-        self._reduced_bytes = np.bincount(tables.parameter_group, reduced, tables.num_groups)
+        bytes_of_groups = np.bincount(tables.parameter_group, reduced, tables.num_groups)
+        self._reduced_bytes = bytes_of_groups.astype(np.float64)
 
     def warm_up(self) -> None:
         """Compile the kernels (once per installation, then they come from disk); not counted."""
@@ -340,7 +359,6 @@ class Evaluator:
         if choice.rule_set:
             return 0.0
         self._price_rows(choice, self._type_of_device)
-        self._price_channels()
         shares = choice.shares[choice.division[:-1]]  # [num_groups, num_micro, num_devices]
         groups = np.arange(len(shares))[:, None, None]
         seconds = self._group_seconds[:, self._type_of_device, shares, groups].sum((1, 2))
@@ -352,14 +370,39 @@ class Evaluator:
         reduced = np.flatnonzero(has_ring & (choice.sharded <= Sharded.STATE))
         if len(reduced):
             payload, ring = self._reduced_bytes[reduced], ring[reduced]
-            load = payload @ self._held[rings.first_channel[ring]]
-            second = np.flatnonzero(rings.second_channel[ring] >= 0)
-            load += payload[second] @ self._held[rings.second_channel[ring[second]]]
+            load = self._load(rings.first_channel[ring], payload)
+            load += self._load(rings.second_channel[ring], payload)
             member = choice.member[choice.division[reduced[payload > 0.0]]]
             first = (member * forward).max(1).min(initial=np.inf)
             if np.isfinite(first):
                 floor = max(floor, first / choice.num_steps + load.max())
         return float(floor)
+
+    def _load(self, channel: IntArray, payload: FloatArray) -> FloatArray:
+        """Seconds for which each link is held by payloads over channels, -1 for none.
+
+        Args:
+            channel: of each payload.
+            payload: bytes.
+
+        Returns:
+            # [num_resources]
+        """
+        load = np.zeros(len(self.cluster.resources))
+        numbers, place = np.unique(channel, return_inverse=True)
+        total = np.bincount(place, payload, len(numbers))
+        for number, num_bytes in zip(numbers.tolist(), total, strict=True):
+            if number >= 0:
+                load += num_bytes * self._held_by(number)
+        return load
+
+    def _held_by(self, channel: int) -> FloatArray:
+        """Seconds for which a channel holds each link per payload byte.  # [num_resources]"""
+        if channel not in self._held:
+            row = self._held[channel] = np.zeros(len(self.cluster.resources))
+            held = self._pricer.seconds(self.channels[channel]).held
+            row[list(held)] = list(held.values())
+        return self._held[channel]
 
     def evaluate_choice(
         self, choice: Choice, order: Order, limit_s: float = math.inf
@@ -381,7 +424,9 @@ class Evaluator:
 
         What is slower than an earlier order in which the strategy fits may be given up, too.
         """
-        lowered = self._fold(choice) or self._lower(choice)
+        lowered = self._ready(choice)
+        if lowered is None:
+            return [self._too_large(choice, order) for order in orders]
         found = []
         for order in orders:
             seconds, is_done = self._run(lowered, order, limit_s)
@@ -417,7 +462,9 @@ class Evaluator:
         return min(tried, key=lambda result: result.preference)
 
     def _referee_choice(self, choice: Choice, order: Order, limit_s: float) -> Evaluation:
-        lowered = self._fold(choice) or self._lower(choice)
+        lowered = self._ready(choice)
+        if lowered is None:
+            return self._too_large(choice, order)
         seconds, is_done = self._run(lowered, order, limit_s * (1.0 + REFEREE_SLACK))
         if not is_done:
             return given_up(seconds, order)
@@ -444,21 +491,23 @@ class Evaluator:
     def seconds_under_noise(self, choice: Choice, order: Order, noise: Noise) -> FloatArray:
         """Seconds per step by the referee when speeds are not as predicted.
 
-        The order stays that of the undisturbed run, as it does when a plan is executed.
+        The order stays that of the undisturbed run, as it does when a plan is executed. Where
+        twins are folded away they share the factor of the device that stands for them.
 
         Returns:
             # [num_draws]
         """
-        self.simulate(choice, order)
-        prices, nominal = self.prices(choice), self._timings
+        lowered = self._fold(choice) or self._lower(choice)
+        self._run(lowered, order, math.inf)
+        _, tape, prices, fold = lowered
+        nominal, num_devices = self._timings, len(prices.type_of_device)
+        factor = noise.device if fold is None else noise.device[:, fold.columns]
         result = np.empty(noise.num_draws)
         for draw in range(noise.num_draws):
             self.poll()
             noisy = noisy_prices(prices, noise.resource[draw])
-            seconds = noisy_seconds(self._tape, prices, noisy, nominal.seconds, noise.device[draw])
-            end, _, _ = replay(
-                self._tape, noisy, nominal._replace(seconds=seconds), self.cluster.num_devices
-            )
+            seconds = noisy_seconds(tape, prices, noisy, nominal.seconds, factor[draw])
+            end, _, _ = replay(tape, noisy, nominal._replace(seconds=seconds), num_devices)
             result[draw] = end / choice.num_steps
         return result
 
@@ -500,12 +549,43 @@ class Evaluator:
         seconds, _ = self._run(lowered, order, math.inf)
         return seconds, self._peak(lowered, self._timings)
 
+    def tasks_of(self, choice: Choice) -> int:
+        """About how many tasks a choice has on all devices: one for each op on each share.
+
+        What communicates is not counted.
+        """
+        tables = self.tables_of(choice)
+        num_ops = np.bincount(tables.op_group[tables.op_group >= 0], minlength=tables.num_groups)
+        has_work = (choice.shares[: len(choice.member)] > 0).sum((1, 2))
+        if choice.rule_set:  # members of a team run ops with rules on samples that are not theirs
+            has_work = choice.member.astype(np.bool_).sum(1) * choice.num_micro
+        return int((num_ops * has_work[choice.division[: len(num_ops)]]).sum()) * choice.num_steps
+
+    def _ready(self, choice: Choice) -> _Lowered | None:
+        """Lower a choice, folded where that is the same; ``None`` if that makes too many tasks."""
+        folded = self._fold(choice)
+        if folded is None and self.tasks_of(choice) > self.most_tasks:
+            return None
+        return folded or self._lower(choice)
+
+    def _too_large(self, choice: Choice, order: Order) -> Evaluation:
+        return Evaluation(
+            outcome=Outcome.TOO_LARGE,
+            step_time_s=math.inf,
+            peak_memory_bytes=(),
+            order=order,
+            shortage=f"a program of about {self.tasks_of(choice):,} tasks, of which few do alike, "
+            f"is not simulated under this budget (at most {self.most_tasks:,.0f})",
+            overflow_bytes=math.inf,
+        )
+
     def _lower(self, choice: Choice) -> _Lowered:
         """Lower a choice on all devices."""
         self.poll()
         rules = self._rule_set(choice.rule_set)
         self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
-        return _Lowered(choice, self._tape, self.prices(choice))
+        channels = self._price_channels(self._tape)
+        return _Lowered(choice, self._tape, self._prices(choice, self._type_of_device, channels))
 
     def _fold(self, choice: Choice) -> _Lowered | None:
         """Lower a choice on devices that stand for others, ``None`` where that is not the same."""
@@ -545,12 +625,14 @@ class Evaluator:
         most = peaks.max(axis=0)
         return np.asarray(most if fold is None else fold.unfolded(most), np.float64)
 
-    def prices(self, choice: Choice) -> Prices:
-        """The cost model's answers for everything that a choice can contain."""
-        return self._prices(choice, self._type_of_device, self._price_channels())
-
     def _prices(self, choice: Choice, types: IntArray, channel: ChannelPrices) -> Prices:
-        """The same for devices of some types and for channels in the choice's numbering."""
+        """The cost model's answers for everything that a choice can contain.
+
+        Args:
+            choice: on some devices.
+            types: of these devices.
+            channel: prices of its channels.
+        """
         self._price_rows(choice, types)
         rules = self._rule_set(choice.rule_set)
         ruled_row, ruled_number, ruled_seconds = rules.seconds(
@@ -591,26 +673,33 @@ class Evaluator:
             num_resources=len(self.cluster.resources),
         )
 
-    def _price_channels(self) -> ChannelPrices:
-        """Prices of all channels that are registered by now."""
-        count = len(self.channels.channels)
-        if self._channel_prices is None or len(self._channel_prices.latency_s) < count:
-            prices = self._pricer.prices(self.channels.channels)
-            self._channel_prices = prices
-            self._held = np.zeros((count, len(self.cluster.resources)))
-            number = np.repeat(np.arange(count), np.diff(prices.resource_start))
-            self._held[number, prices.resource] = prices.resource_s_per_byte
-        return self._channel_prices
+    def _price_channels(self, tape: Tape) -> ChannelPrices:
+        """Prices of a program's channels: of all there are, or, where these are many, of its own.
+
+        In the latter case its tasks are given the numbers of their channels in these prices.
+        """
+        used = np.arange(len(self.channels), dtype=np.int32)
+        if len(used) > _MOST_PRICED:
+            tasks = tape.tasks[: tape.counts[NUM_TASKS]]
+            used, tasks["channel"] = used_channels(tasks["channel"], len(used))
+        key = used.tobytes()
+        found = self._channel_prices.pop(key, None)
+        if found is None:
+            found = self._pricer.prices([self.channels[number] for number in used.tolist()])
+            if len(self._channel_prices) >= _MOST_PRICE_LISTS:
+                del self._channel_prices[next(iter(self._channel_prices))]
+        self._channel_prices[key] = found
+        return found
 
     def _price_rows(self, choice: Choice, types: IntArray) -> None:
         """Fill the rows of the op table for the shares of the batch in a choice."""
         shares = choice.shares[: len(choice.member)]  # along the batch
         if self._is_priced[types, shares].all():
             return
-        for device, type_number in enumerate(types):
-            for samples in np.unique(shares[:, :, device]):
-                if not self._is_priced[type_number, samples]:
-                    self._price(int(type_number), int(samples))
+        kinds = np.broadcast_to(types, shares.shape)
+        for kind, samples in np.unique(np.stack([kinds, shares], -1).reshape(-1, 2), axis=0):
+            if not self._is_priced[kind, samples]:
+                self._price(int(kind), int(samples))
 
     def op_seconds(self, kind: int, samples: int) -> FloatArray:
         """Seconds of every compute op of the tables on a device type.  # [num_compute_ops]"""
@@ -637,7 +726,7 @@ class Evaluator:
             self._tape,
             rules.tables,
             choice,
-            tuple(self.channels.channels),
+            self.channels,
             self.cluster.num_devices,
             op_rules=rules.op_rules,
             blocks=rules.blocks,

@@ -85,7 +85,7 @@ class Folding:
         if key not in self._prices:
             if len(self._prices) >= _MOST_PRICES:
                 self._prices.clear()
-            channels = [self._table.channels[number] for number in numbers]
+            channels = [self._table[number] for number in numbers]
             is_apart = self._are_apart(fold, [channels[number] for number in used])
             self._prices[key] = self._new_prices(channels) if is_apart else None
         return self._prices[key]

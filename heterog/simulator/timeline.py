@@ -171,7 +171,7 @@ class Timeline:
             program.bucket[program.bucket >= 0], minlength=len(program.bucket)
         )
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """From the begin to the last finish."""
         return float(self.finish.max(initial=0.0))
@@ -312,6 +312,11 @@ class Timeline:
         )
 
     def critical_path(self) -> tuple[PathStep, ...]:
+        """The chain of tasks that the step's time follows from, first task first."""
+        return self._critical_path
+
+    @cached_property
+    def _critical_path(self) -> tuple[PathStep, ...]:
         """The chain of tasks that the step's time follows from, first task first.
 
         Walked back from the last finish: to what a task read last, or, if it was ready before it

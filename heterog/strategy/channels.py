@@ -87,20 +87,37 @@ def communicators(channels: Sequence[Channel]) -> npt.NDArray[np.int32]:
 class ChannelTable:
     """All channels that strategies on one cluster have asked for, numbered.
 
-    Channel ``src * num_devices + dst`` is the point-to-point one from ``src`` to ``dst``;
-    collectives get the next free numbers when they are first needed. The number of a collective
-    depends on the history of calls, so ``Program.hash`` compares what channels are and not their
-    numbers.
+    Channel ``src * num_devices + dst`` is the point-to-point one from ``src`` to ``dst``, made
+    when it is first asked for: of a thousand devices there are a million. Collectives get the next
+    free numbers when they are first needed. The number of a collective depends on the history of
+    calls, so ``Program.hash`` compares what channels are and not their numbers.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.channels: list[Channel] = [
-            self._point_to_point(src, dst)
-            for src in range(cluster.num_devices)
-            for dst in range(cluster.num_devices)
-        ]
+        self.num_transfers = cluster.num_devices**2
+        self._transfers: dict[int, Channel] = {}
+        self._collectives: list[Channel] = []
         self._numbers: dict[tuple[ChannelKind, tuple[int, ...], tuple[int, ...]], int] = {}
+
+    def __len__(self) -> int:
+        """Numbers in use."""
+        return self.num_transfers + len(self._collectives)
+
+    def __getitem__(self, number: int) -> Channel:
+        """The channel of a number.
+
+        Raises:
+            IndexError: there is none.
+        """
+        if not 0 <= number < len(self):
+            raise IndexError(f"there is no channel {number} among {len(self)}")
+        if number >= self.num_transfers:
+            return self._collectives[number - self.num_transfers]
+        if number not in self._transfers:
+            src, dst = divmod(int(number), self.cluster.num_devices)
+            self._transfers[number] = self._point_to_point(src, dst)
+        return self._transfers[number]
 
     def all_reduce(self, devices: tuple[int, ...], *, hierarchical: bool) -> int:
         """Number of an all-reduce channel over a device set."""
@@ -128,7 +145,7 @@ class ChannelTable:
         """A channel of the same kind over as many other devices; it gets no number."""
         if channel.kind == ChannelKind.POINT_TO_POINT:
             src, dst = devices
-            return self.channels[src * self.cluster.num_devices + dst]
+            return self[src * self.cluster.num_devices + dst]
         return self._collective(channel.kind, devices, channel.slices)
 
     def for_decision(self, decision: Decision) -> tuple[int, int]:
@@ -146,8 +163,8 @@ class ChannelTable:
     def _number(self, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[int, ...]) -> int:
         key = (kind, devices, slices)
         if key not in self._numbers:
-            self.channels.append(self._collective(kind, devices, slices))
-            self._numbers[key] = len(self.channels) - 1
+            self._collectives.append(self._collective(kind, devices, slices))
+            self._numbers[key] = len(self) - 1
         return self._numbers[key]
 
     def _point_to_point(self, src: int, dst: int) -> Channel:

@@ -5,7 +5,7 @@ A candidate is a named device set, a rule for the shares, and a synchronisation.
 arrays takes microseconds, because everything about a candidate is looked up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -30,6 +30,10 @@ from heterog.strategy.tables import GraphTables, graph_tables
 MicroBatches = tuple[tuple[int, ...], ...]
 """Samples per micro-batch of each device, as in ``Strategy``; empty: in one go."""
 MAX_DEVICE_SETS = 256
+_MOST_HOSTS_NAMED = 64
+_MOST_SINGLES = 64
+"""On larger clusters hosts and devices are named only as far as there is room."""
+_FEW_HOSTS = 6
 _MOST_ENCODERS = 64
 _CANDIDATES = tuple(sync for sync in Sync if sync.sharded <= Sharded.STATE)
 """ZeRO-1 saves memory and is seldom slower than all-reduce; the other stages communicate more and
@@ -37,10 +41,11 @@ are for planners that want them (``poplar``)."""
 
 
 def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """Device sets worth naming: single devices, hosts, types, unions of hosts, everything.
+    """Device sets worth naming: everything, types, hosts, unions of hosts, single devices.
 
-    Unions come in order of size until there are 256 sets; hosts with the same devices and NIC are
-    alike, so of the unions with the same number of each kind of host only the first is kept.
+    Up to six hosts: unions in order of size. On larger clusters hosts of one kind are alike
+    (``Cluster.host_kind``), so a union takes the first hosts of each kind, and those come first
+    that a person would think of: whole kinds, then halves, quarters, ... of a kind. At most 256.
     """
     hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
     everything = tuple(range(cluster.num_devices))
@@ -48,30 +53,52 @@ def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     for index in range(len(cluster.device_types)):
         same = tuple(d for d in everything if cluster.type_index[d] == index)
         sets.setdefault(same)
-    for host in hosts:
+    for host in hosts[:_MOST_HOSTS_NAMED]:
         sets.setdefault(host)
-    kinds = [
-        (
-            tuple(cluster.type_index[device] for device in host),
-            cluster.nic_bandwidth_bytes_per_s(index),
-        )
-        for index, host in enumerate(hosts)
-    ]
-    seen: set[tuple[object, ...]] = set()
-    for size in range(2, len(hosts)):
-        for chosen in combinations(range(len(hosts)), size):
-            kind = tuple(sorted(str(kinds[host]) for host in chosen))
-            if len(hosts) > 6 and kind in seen:
-                continue
-            seen.add(kind)
-            sets.setdefault(tuple(sorted(d for host in chosen for d in hosts[host])))
-            if len(sets) + cluster.num_devices >= MAX_DEVICE_SETS:
-                break
-        if len(sets) + cluster.num_devices >= MAX_DEVICE_SETS:
+    room = MAX_DEVICE_SETS - min(cluster.num_devices, _MOST_SINGLES)
+    for chosen in _unions(cluster):
+        if len(sets) >= room:
             break
+        sets.setdefault(tuple(sorted(d for host in chosen for d in hosts[host])))
     for device in everything[: MAX_DEVICE_SETS - len(sets)]:
         sets.setdefault((device,))
     return tuple(sets)
+
+
+def _unions(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Hosts of unions worth naming, of two and more but not all; made one by one as asked for."""
+    everything = range(cluster.num_hosts)
+    if cluster.num_hosts <= _FEW_HOSTS:
+        for size in range(2, cluster.num_hosts):
+            yield from combinations(everything, size)
+        return
+    kinds: dict[int, list[int]] = {}
+    for host, kind in enumerate(cluster.host_kind):
+        kinds.setdefault(kind, []).append(host)
+    own = list(kinds.values())
+    for size in range(len(own) - 1, 0, -1):
+        for some in combinations(own, size):
+            yield tuple(host for hosts in some for host in hosts)
+    parts = own
+    while parts := [half for hosts in parts for half in _halves(hosts) if len(half) > 1]:
+        yield from map(tuple, parts)
+    for size in range(2, cluster.num_hosts):
+        yield from sorted(_of_size(own, size))
+
+
+def _halves(hosts: list[int]) -> tuple[list[int], list[int]]:
+    return hosts[: len(hosts) // 2], hosts[len(hosts) // 2 :]
+
+
+def _of_size(kinds: Sequence[list[int]], size: int) -> Iterator[tuple[int, ...]]:
+    """Unions of so many hosts, for each kind its first ones."""
+    if not kinds:
+        yield from [()] * (size == 0)
+        return
+    first, *rest = kinds
+    for count in range(min(len(first), size), -1, -1):
+        for others in _of_size(rest, size - count):
+            yield tuple(sorted((*first[:count], *others)))
 
 
 class StrategySpace:

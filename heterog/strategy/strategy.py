@@ -215,9 +215,13 @@ class Strategy:
                 f"the strategy has {len(self.decisions)} decisions and {len(self.homes)} homes; "
                 f"the graph has {grouping.num_groups} groups and {len(graph.updates)} parameters."
             )
+        # Many groups share a decision, which is looked at once.
+        distinct: dict[int, tuple[str, Decision]] = {}
         for name, decision in zip(grouping.names, self.decisions, strict=True):
+            distinct.setdefault(id(decision), (name, decision))
+        for name, decision in distinct.values():
             _check_decision(name, decision, graph.batch_size, cluster.num_devices)
-        self._check_slices(graph, grouping.names)
+        self._check_slices(graph, list(distinct.values()))
         self._check_rules(graph)
         self._check_homes(graph, cluster)
         self._check_micro_batches(graph, cluster)
@@ -226,9 +230,9 @@ class Strategy:
         if self.bucket_bytes < 0:
             raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
 
-    def _check_slices(self, graph: OpGraph, names: tuple[str, ...]) -> None:
+    def _check_slices(self, graph: OpGraph, named: list[tuple[str, Decision]]) -> None:
         axes = axis_plan(graph, self.op_rules).axes[1:]
-        for name, decision in zip(names, self.decisions, strict=True):
+        for name, decision in named:
             if decision.sync.is_sharded and decision.teams:
                 _check_rings(name, decision, axes)
             if (

@@ -484,7 +484,7 @@ def test_what_would_take_all_memory_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match=r"has more than 1\.0 MiB, the most that is read"):
         load("#" * (2**20 + 1), tmp_path)
     many = GOOD.replace("name: B", "count: 4096\n    name: B")
-    with pytest.raises(InputFileError, match="devices are more than are planned for, 512"):
+    with pytest.raises(InputFileError, match="devices are more than are planned for, 2,048"):
         load(many.replace("count: 2}", "count: 4096}"), tmp_path)
 
 

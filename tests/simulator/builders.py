@@ -667,7 +667,8 @@ class Tasks:
 
     def _prices(self) -> Prices:
         seconds = np.array([self._seconds])
-        channels = ChannelPricer(self._cost_model, self.cluster).prices(self.channels.channels)
+        every = [self.channels[number] for number in range(len(self.channels))]
+        channels = ChannelPricer(self._cost_model, self.cluster).prices(every)
         return Prices(
             type_of_device=np.zeros(self.cluster.num_devices, np.int32),
             op_seconds=seconds[None],

@@ -233,9 +233,10 @@ def channels(cluster: Cluster) -> list[Channel]:
         table.reduce_scatter(everyone, even),
         table.all_gather(everyone, even),
     ]
-    transfers = [each for each in table.channels if each.kind == ChannelKind.POINT_TO_POINT]
+    every = [table[number] for number in range(len(table))]
+    transfers = [each for each in every if each.kind == ChannelKind.POINT_TO_POINT]
     between = [each for each in transfers if each.devices[0] != each.devices[1]]
-    return between + [table.channels[number] for number in numbers]
+    return between + [table[number] for number in numbers]
 
 
 def transferred(
@@ -336,11 +337,11 @@ def test_an_operation_takes_time_from_its_members_by_their_type_and_number() -> 
     assert fit.drag == fit_links(rows, cluster).drag
     model = Calibration(name="links", types={}, links=fit)
     table = ChannelTable(cluster)
-    pair = table.channels[table.all_reduce((0, 1), hierarchical=False)]
+    pair = table[table.all_reduce((0, 1), hierarchical=False)]
     types = [device.type.name for device in cluster.devices]
     cost = model.channel_seconds(cluster, pair)
     assert cost.overhead_s == pytest.approx(dict(zip(types, (1e-3, 2e-3, 3e-3), strict=True)))
-    send = table.channels[1]
+    send = table[1]
     assert model.channel_seconds(cluster, send).overhead_s == {}
 
 
@@ -352,8 +353,8 @@ def test_a_hierarchical_all_reduce_costs_what_the_measured_one_costs() -> None:
     )
     model = Calibration(name="links", types={}, links=fit_links(rows, cluster))
     table = ChannelTable(cluster)
-    ring = table.channels[table.all_reduce((0, 1, 2), hierarchical=False)]
-    hierarchical = table.channels[table.all_reduce((0, 1, 2), hierarchical=True)]
+    ring = table[table.all_reduce((0, 1, 2), hierarchical=False)]
+    hierarchical = table[table.all_reduce((0, 1, 2), hierarchical=True)]
     cost, like = model.channel_seconds(cluster, hierarchical), model.channel_seconds(cluster, ring)
     factor = like.latency_s / ring.latency_s
     assert cost.latency_s == pytest.approx(factor * hierarchical.latency_s)

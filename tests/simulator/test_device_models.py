@@ -506,7 +506,7 @@ def test_a_collective_by_hand() -> None:
 
 def ring(cluster: Cluster, devices: tuple[int, ...]) -> Channel:
     table = ChannelTable(cluster)
-    return table.channels[table.all_reduce(devices, hierarchical=False)]
+    return table[table.all_reduce(devices, hierarchical=False)]
 
 
 def test_collectives_behind_a_switch_are_as_measured_and_others_as_the_links() -> None:

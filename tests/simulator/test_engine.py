@@ -102,7 +102,7 @@ def test_the_referee_gives_up_too() -> None:
 def test_a_device_whose_sends_block_waits_until_all_has_arrived() -> None:
     for sends, begins in ((Sends.OVERLAPPED, 0.5), (Sends.BLOCKING, 1.5 + LATENCY)):
         cluster = replace(pair(), sends=sends)
-        rate = Roofline().channel_seconds(cluster, ChannelTable(cluster).channels[1])
+        rate = Roofline().channel_seconds(cluster, ChannelTable(cluster)[1])
         tasks = Tasks(cluster)
         first = tasks.op(0, 0.5)
         sent = tasks.send(0, 1, 1.0 / rate.seconds_per_byte, first)
@@ -122,7 +122,7 @@ def test_a_device_whose_sends_block_waits_until_all_has_arrived() -> None:
 def test_sends_block_though_the_link_carries_something_else() -> None:
     """From when a value is made until it has arrived, also while it waits for the link."""
     cluster = replace(pair(), sends=Sends.BLOCKING)
-    rate = Roofline().channel_seconds(cluster, ChannelTable(cluster).channels[1])
+    rate = Roofline().channel_seconds(cluster, ChannelTable(cluster)[1])
     second = 1.0 / rate.seconds_per_byte
     tasks = Tasks(cluster)
     first = tasks.op(0, 0.5)
@@ -137,7 +137,7 @@ def test_sends_block_though_the_link_carries_something_else() -> None:
 def test_communication_drags_on_compute() -> None:
     """One second of bytes takes a quarter of the compute speed of both ends away."""
     cluster = pair()
-    second = Roofline().channel_seconds(cluster, ChannelTable(cluster).channels[1])
+    second = Roofline().channel_seconds(cluster, ChannelTable(cluster)[1])
     num_bytes = 1.0 / second.seconds_per_byte
     tasks = Tasks(cluster, DraggingRoofline({"T4": 0.25 * second.seconds_per_byte}))
     first = tasks.op(0, 0.5)
@@ -177,7 +177,7 @@ def test_an_operation_takes_time_from_a_member_that_computes() -> None:
 def test_latency_is_longer_while_a_member_computes() -> None:
     cluster = pair()
     model = DraggingRoofline({}, loaded=10.0)
-    cost = model.channel_seconds(cluster, ChannelTable(cluster).channels[1])
+    cost = model.channel_seconds(cluster, ChannelTable(cluster)[1])
     tasks = Tasks(cluster, model)
     first = tasks.op(0, 0.5)
     idle = tasks.send(0, 1, 1e6, first)
@@ -287,7 +287,7 @@ def test_a_communicator_runs_one_operation_at_a_time() -> None:
     tasks = Tasks(quiet(2))
     scatter = tasks.channels.reduce_scatter((0, 1), (0, 1))
     gather = tasks.channels.all_gather((0, 1), (0, 1))
-    over = [set(tasks.channels.channels[channel].traffic()) for channel in (scatter, gather)]
+    over = [set(tasks.channels[channel].traffic()) for channel in (scatter, gather)]
     assert not over[0] & over[1]
     tasks.collective(scatter, 1e9)
     tasks.collective(gather, 2e9)

@@ -175,12 +175,11 @@ def test_an_illegal_order_is_refused() -> None:
     strategy = strategy_of(graph, cluster, Decision(devices=(0,), shares=(8,)))
     choice = evaluator.encode(strategy)
     evaluator.simulate(choice, Order.FIFO)
-    num_tasks = int(evaluator._tape.counts[NUM_TASKS])
+    lowered = evaluator._lower(choice)
+    num_tasks = int(lowered.tape.counts[NUM_TASKS])
     backwards = np.arange(num_tasks, dtype=np.int32)[::-1].copy()
     with pytest.raises(AssertionError):
-        replay_order(
-            evaluator._tape, evaluator.prices(choice), evaluator._timings, 1, backwards, np.inf
-        )
+        replay_order(lowered.tape, lowered.prices, evaluator._timings, 1, backwards, np.inf)
 
 
 def test_the_best_order_is_the_referees() -> None:

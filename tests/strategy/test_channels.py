@@ -36,23 +36,23 @@ def slices_traffic(slices: tuple[int, ...]) -> tuple[list[float], list[float]]:
     """NIC traffic of a reduce-scatter and all-gather with the given slices."""
     table = ChannelTable(PAPER)
     scatter, gather = table.reduce_scatter(ALL, slices), table.all_gather(ALL, slices)
-    return nic_traffic(table.channels[scatter], table.channels[gather])
+    return nic_traffic(table[scatter], table[gather])
 
 
 def test_point_to_point_channels_come_first() -> None:
     table = ChannelTable(PAPER)
-    channel = table.channels[0 * 8 + 2]
+    channel = table[0 * 8 + 2]
     assert channel.kind == ChannelKind.POINT_TO_POINT
     assert channel.devices == (0, 2)
     assert channel.traffic() == {0: 1.0, 3: 1.0}  # out of A, into B
-    inside = table.channels[2 * 8 + 3].traffic()
+    inside = table[2 * 8 + 3].traffic()
     assert not set(inside) & set(range(8))  # no NIC
-    assert table.channels[9].traffic() == {}  # a device and itself
+    assert table[9].traffic() == {}  # a device and itself
 
 
 def test_ring() -> None:
     table = ChannelTable(PAPER)
-    ring = table.channels[table.all_reduce(ALL, hierarchical=False)]
+    ring = table[table.all_reduce(ALL, hierarchical=False)]
     sent, received = nic_traffic(ring)
     assert sent == received == pytest.approx([1.75] * 4)
     assert ring.latency_s == pytest.approx(14 * 20e-6)
@@ -63,14 +63,14 @@ def test_ring() -> None:
 
 def test_ring_visits_each_host_once() -> None:
     table = ChannelTable(PAPER)
-    ring = table.channels[table.all_reduce((0, 1, 4, 5), hierarchical=False)]
+    ring = table[table.all_reduce((0, 1, 4, 5), hierarchical=False)]
     sent, received = nic_traffic(ring)
     assert sent == received == pytest.approx([1.5, 0.0, 1.5, 0.0])
 
 
 def test_hierarchical() -> None:
     table = ChannelTable(PAPER)
-    channel = table.channels[table.all_reduce(ALL, hierarchical=True)]
+    channel = table[table.all_reduce(ALL, hierarchical=True)]
     sent, received = nic_traffic(channel)
     assert sent == received == pytest.approx([1.5] * 4)
     port = PAPER.route(0, 1)[0]
@@ -119,8 +119,8 @@ def test_two_hosts_have_even_slices() -> None:
 def test_reduce_scatter_and_all_gather_are_mirror_images() -> None:
     table = ChannelTable(PAPER)
     slices = (4, 0, 1, 1, 1, 1, 0, 0)  # A owns half, B and C a quarter each, D nothing
-    scatter = table.channels[table.reduce_scatter(ALL, slices)]
-    gather = table.channels[table.all_gather(ALL, slices)]
+    scatter = table[table.reduce_scatter(ALL, slices)]
+    gather = table[table.all_gather(ALL, slices)]
     sent, received = nic_traffic(scatter)
     assert sent == pytest.approx([0.5, 0.75, 0.75, 1.0])
     assert received == pytest.approx([1.5, 0.75, 0.75, 0.0])
@@ -133,7 +133,7 @@ def test_reduce_scatter_and_all_gather_are_mirror_images() -> None:
 def test_inside_one_host() -> None:
     table = ChannelTable(PAPER)
     for hierarchical in (False, True):
-        channel = table.channels[table.all_reduce((0, 1), hierarchical=hierarchical)]
+        channel = table[table.all_reduce((0, 1), hierarchical=hierarchical)]
         port = PAPER.route(0, 1)[0]
         assert channel.traffic()[port] == pytest.approx(1.0)
         assert nic_traffic(channel) == ([0.0] * 4, [0.0] * 4)
@@ -145,7 +145,7 @@ def test_numbers_are_given_once() -> None:
     assert first == 64
     assert table.all_reduce((0, 1), hierarchical=False) == 65
     assert table.all_reduce(ALL, hierarchical=False) == first
-    assert len(table.channels) == 66
+    assert len(table) == 66
 
 
 def test_channels_of_decisions() -> None:
@@ -154,7 +154,7 @@ def test_channels_of_decisions() -> None:
     def kinds(sync: Sync, devices: tuple[int, ...] = (0, 2)) -> list[ChannelKind | None]:
         shares = (1,) * len(devices)
         found = table.for_decision(Decision(devices=devices, shares=shares, sync=sync))
-        return [table.channels[n].kind if n >= 0 else None for n in found]
+        return [table[n].kind if n >= 0 else None for n in found]
 
     assert kinds(Sync.RING) == [ChannelKind.ALL_REDUCE_RING, None]
     assert kinds(Sync.HIERARCHICAL) == [ChannelKind.ALL_REDUCE_HIERARCHICAL, None]
@@ -180,7 +180,7 @@ def test_collectives_use_the_nics_of_all_their_members() -> None:
     table = ChannelTable(cluster)
 
     def nics(channel: int) -> dict[int, float]:
-        traffic = table.channels[channel].traffic()
+        traffic = table[channel].traffic()
         return {link: part for link, part in traffic.items() if cluster.is_nic(link)}
 
     assert nics(0 * 8 + 5) == {0: 1.0, 11: 1.0}  # first NIC of A, second one of B

@@ -178,6 +178,6 @@ def micro_step_seconds(evaluator: Evaluator, decision: Decision, stage: int) -> 
 
     if stage < 2 or first < 0:
         return 0.0
-    channels = evaluator.channels.channels
+    channels = evaluator.channels
     gathers = 2.0 * seconds(channels[second]) if stage == 3 else 0.0
     return seconds(channels[first]) + gathers

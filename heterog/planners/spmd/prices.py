@@ -218,9 +218,7 @@ class SpmdPrices:
             number = table.all_gather(devices, self.shares_of(units))
         else:
             number = table.all_gather(devices, ())
-        cost = self.evaluator.cost_model.channel_seconds(
-            self.evaluator.cluster, table.channels[number]
-        )
+        cost = self.evaluator.cost_model.channel_seconds(self.evaluator.cluster, table[number])
         latency, per_byte = cost.latency_s + cost.fill_s, cost.seconds_per_byte
         if kind == "padded":
             per_byte *= len(devices) * max(self.shares_of(units)) / units

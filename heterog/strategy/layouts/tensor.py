@@ -155,11 +155,13 @@ def _splits(graph: OpGraph, run: _Run, members: int, of_sum: float) -> dict[int,
     return chosen
 
 
-def _ways(graph: OpGraph, groups: Sequence[int]) -> Iterable[OpRules]:
+@lru_cache(maxsize=64)
+def _ways(graph: OpGraph, groups: tuple[int, ...]) -> tuple[OpRules, ...]:
     """Ways to split some groups, the one that splits the most work first.
 
     As many units as the batch has samples would mean the batch: then two are taken as one.
     """
+    found = []
     for way in shardings(graph, groups):
         rules = way.op_rules
         if way.units == graph.batch_size:
@@ -167,7 +169,8 @@ def _ways(graph: OpGraph, groups: Sequence[int]) -> Iterable[OpRules]:
             rules = follow_split(graph, ops_of_groups(graph, groups), split, way.units // 2)
             if way.units % 2 or {op for op, _ in rules} != {op for op, _ in way.op_rules}:
                 continue
-        yield rules
+        found.append(rules)
+    return tuple(found)
 
 
 def _best_together(graph: OpGraph, ways: Sequence[OpRules], of_sum: float) -> list[OpRules]:

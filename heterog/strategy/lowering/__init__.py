@@ -29,7 +29,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
-from heterog.strategy.channels import Channel, ChannelTable
+from heterog.strategy.channels import ChannelTable
 from heterog.strategy.lowering.choice import Choice as Choice
 from heterog.strategy.lowering.choice import Encoder as Encoder
 from heterog.strategy.lowering.choice import encode as encode
@@ -39,7 +39,7 @@ from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.scratch import make_scratch as make_scratch
 from heterog.strategy.lowering.tape import IN_TURN, OVERFLOW, Tape, make_tape
 from heterog.strategy.lowering.walk import lower_kernel as lower_kernel
-from heterog.strategy.program import Program
+from heterog.strategy.program import IntArray, Program
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import GraphTables, graph_tables
 
@@ -91,7 +91,7 @@ def _lower(graph: OpGraph, cluster: Cluster, strategy: Strategy, steps: int) -> 
         tape,
         tables,
         choice,
-        tuple(channels.channels),
+        channels,
         cluster.num_devices,
         op_rules=strategy.op_rules,
         blocks=strategy.blocks,
@@ -112,20 +112,36 @@ def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: T
     return tape
 
 
+def used_channels(channel: IntArray, num_channels: int) -> tuple[IntArray, IntArray]:
+    """The numbers of the channels that some tasks name, and these tasks' places among them.
+
+    Args:
+        channel: of each task, -1 for none.  # [num_tasks]
+        num_channels: that there are.
+    """
+    is_used = np.zeros(num_channels + 1, np.bool_)
+    is_used[channel] = True  # -1 is the last place
+    is_used[-1] = False
+    place = (np.cumsum(is_used) - 1).astype(np.int32)
+    place[-1] = -1
+    return np.flatnonzero(is_used).astype(np.int32), place[channel]
+
+
 def program_from_tape(
     tape: Tape,
     tables: GraphTables,
     choice: Choice,
-    channels: tuple[Channel, ...],
+    channels: ChannelTable,
     num_devices: int,
     *,
     op_rules: OpRules = (),
     blocks: tuple[int, ...] = (),
 ) -> Program:
-    """Copy what was written to a tape into a program."""
+    """Copy what was written to a tape into a program, which has only the channels that it uses."""
     num_tasks, num_buffers, num_reads = (int(count) for count in tape.counts[:OVERFLOW])
     tasks = tape.tasks[:num_tasks]
     buffers = tape.buffers[:num_buffers]
+    used, channel = used_channels(tasks["channel"], len(channels))
     return Program(
         num_devices=num_devices,
         num_steps=choice.num_steps,
@@ -137,7 +153,7 @@ def program_from_tape(
         is_in_turn=bool(tape.counts[IN_TURN]),
         samples=tasks["samples"].copy(),
         units=tasks["units"].copy(),
-        channel=tasks["channel"].copy(),
+        channel=channel,
         num_bytes=tasks["num_bytes"].copy(),
         read_start=tape.tasks["read_start"][: num_tasks + 1].copy(),
         read_buffer=tape.reads[:num_reads].copy(),
@@ -146,7 +162,8 @@ def program_from_tape(
         buffer_bytes=buffers["num_bytes"].copy(),
         bucket=tape.bucket.copy(),
         resident_bytes=resident_bytes(tables, choice),
-        channels=channels,
+        # One at least: whoever looks up those of all tasks finds something for -1, too.
+        channels=tuple(channels[number] for number in used.tolist() or [0]),
         op_rules=op_rules,
         blocks=blocks,
     )

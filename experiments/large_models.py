@@ -1,0 +1,86 @@
+"""Large language models without weights: the second wave of cases.
+
+Each function is a workload for the command line: ``experiments/large_models.py:llama_8b``. Weights
+are bfloat16, sequences have 4,096 tokens (OPT 2,048), the optimizer is AdamW.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heterog import Workload
+
+_HUB: Any = transformers  # its configurations take more than their types say
+
+
+class Logits(nn.Module):
+    """A model of ``transformers`` whose output is its logits, one row per token."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Maps tokens ``[batch, length]`` to logits ``[batch x length, vocabulary]``."""
+        logits: Tensor = self.model(tokens).logits
+        return logits.flatten(0, 1)
+
+
+def _workload(name: str, config: Any, causal: Any, batch: int, tokens: int) -> Workload:
+    def example() -> tuple[Tensor, Tensor]:
+        return torch.zeros(batch, tokens).long(), torch.zeros(batch * tokens).long()
+
+    return Workload(
+        model=lambda: Logits(causal(config)).bfloat16(),
+        example_batch=example,
+        loss=functional.cross_entropy,
+        optimizer=torch.optim.AdamW,
+        name=name,
+    )
+
+
+def llama_3(name: str, batch: int, width: int, inner: int, layers: int, heads: int) -> Workload:
+    """A Llama 3 (Grattafiori et al. 2024, table 3) with 8 heads of keys and values."""
+    config = _HUB.LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return _workload(name, config, _HUB.LlamaForCausalLM, batch, 4096)
+
+
+def llama_8b(batch_size: int = 256) -> Workload:
+    """Llama 3 8B."""
+    return llama_3("llama_8b", batch_size, 4096, 14336, 32, 32)
+
+
+def llama_70b(batch_size: int = 256) -> Workload:
+    """Llama 3 70B."""
+    return llama_3("llama_70b", batch_size, 8192, 28672, 80, 64)
+
+
+def opt_350m(batch_size: int = 1024) -> Workload:
+    """OPT 350M (Zhang et al. 2022, table 1)."""
+    config = _HUB.OPTConfig(
+        vocab_size=50272,
+        hidden_size=1024,
+        word_embed_proj_dim=512,
+        ffn_dim=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        max_position_embeddings=2048,
+        do_layer_norm_before=False,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return _workload("opt_350m", config, _HUB.OPTForCausalLM, batch_size, 2048)
