@@ -33,6 +33,14 @@ DEFAULT_POLICY = "default"
 LEARNED = ("agent", "agent+search")
 """Methods that ask a policy."""
 NUM_PROPOSALS = 256
+MOST_DEVICES = 512
+"""A policy looks at the links of all pairs of devices: a minute's work for 2,048."""
+_TOO_MANY = PlanResult(
+    candidates=(),
+    num_evaluations=0,
+    search_seconds=0.0,
+    reason=f"a policy is not asked about more than {MOST_DEVICES} devices",
+)
 
 
 class _Policies:
@@ -103,6 +111,8 @@ class Agent:
     def plan(self, problem: Problem) -> PlanResult:
         """Answer once; most of the budget is left over."""
         begin = time.perf_counter()
+        if problem.evaluator.cluster.num_devices > MOST_DEVICES:
+            return _TOO_MANY
         found = ask(self.policy, problem, self._num_samples)
         return PlanResult(
             candidates=found.candidates,
@@ -135,6 +145,8 @@ class AgentSearch:
         from heterog.agents.policy import draw
 
         begin = time.perf_counter()
+        if problem.evaluator.cluster.num_devices > MOST_DEVICES:
+            return _TOO_MANY
         if problem.memory:  # it was asked before
             return LocalSearch().plan(problem)
         spending = problem.spend()
@@ -170,6 +182,8 @@ def _prepare(policy: "str | Policy", evaluator: Evaluator) -> None:
     from heterog.agents.ways import draw_in, make_ways
     from heterog.envs.pair import Pair
 
+    if evaluator.cluster.num_devices > MOST_DEVICES:
+        return
     network = _policies.get(policy).policy if isinstance(policy, str) else policy
     pair = Pair(smallest_graph(), evaluator.cluster)
     draw_in(make_ways(network, [pair], 1), 2, np.random.default_rng(0))

@@ -278,19 +278,27 @@ class Observer:
         ])  # fmt: skip
 
     def _links(self) -> npt.NDArray[np.float64]:
+        """Of every pair of devices; there is nothing between a device and itself."""
         cluster, size = self.cluster, self.memory.gradient_bytes.sum()
-        links = np.zeros((self.num_devices, self.num_devices, NUM_LINK_FEATURES))
-        for source in range(self.num_devices):
-            for target in range(self.num_devices):
-                if source != target:
-                    seconds = size / cluster.bottleneck_bytes_per_s(source, target)
-                    # Bytes are divided among the blocks, but each block pays the whole latency.
-                    latency = cluster.latency_s(source, target) * self.num_blocks
-                    links[source, target] = (
-                        float(_log(seconds / self.bound_s)),
-                        float(_log(latency / self.bound_s)),
-                        float(cluster.host_of[source] == cluster.host_of[target]),
-                    )
+        host = np.array(cluster.host_of)
+        is_inside = host[:, None] == host[None, :]
+        rate = np.array([link.bandwidth_bytes_per_s for link in cluster.resources])
+        of_device = np.array([cluster.links_of(device) for device in range(self.num_devices)])
+        nic_out, nic_in, port_out, port_in = rate[of_device].T
+        bottleneck = np.where(
+            is_inside,
+            np.minimum(port_out[:, None], port_in[None, :]),
+            np.minimum(nic_out[:, None], nic_in[None, :]),
+        )
+        nic_s = np.array([each.nic_latency_s for each in cluster.hosts])[host]
+        inside_s = np.array([each.intra.latency_s for each in cluster.hosts])[host]
+        latency = np.where(is_inside, inside_s[:, None], np.maximum(nic_s[:, None], nic_s))
+        # Bytes are divided among the blocks, but each block pays the whole latency.
+        seconds, latency = size / bottleneck, latency * self.num_blocks
+        links = np.stack(
+            [_log(seconds / self.bound_s), _log(latency / self.bound_s), is_inside], -1
+        )
+        links[np.arange(self.num_devices), np.arange(self.num_devices)] = 0.0
         return links
 
     def _candidates(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:

@@ -9,7 +9,7 @@ weight gradients when devices would wait otherwise, and with teams inside the ma
 what does not fit also with stages that recompute and with sliced updates.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, permutations
 
@@ -40,6 +40,7 @@ _NUM_REFINED = 4
 _UNTIL_WIDENED, _UNTIL_TEAMS, _UNTIL_REFINED = 0.4, 0.6, 0.85
 _MOST_CAPS = 2  # see ``_Point``
 _MOST_HOSTS = 5  # up to which every sequence of machines is tried
+_MANY_HOSTS = 16  # from which on not every number of blocks is tried
 _MOST_KINDS = 4  # of machines, of which every subset is tried on larger clusters
 
 Stages = tuple[tuple[int, ...], ...]
@@ -130,11 +131,16 @@ def _host_sequences(kinds: list[tuple[tuple[str, ...], float]]) -> Iterator[tupl
 def _compositions(count: int) -> Iterator[tuple[int, ...]]:
     """Positions at which a sequence may be cut: everywhere, or evenly if it is long."""
     inner = range(1, count)
+    numbers: Sequence[int]
     if count <= _MOST_HOSTS:
         for size in range(count):
             yield from combinations(inner, size)
         return
-    for parts in range(1, count + 1):
+    numbers = range(1, count + 1)
+    if count > _MANY_HOSTS:  # 1, 2, 3, 4, 6, 8, 12, ... blocks
+        doubled = [first << power for first in (2, 3) for power in range(count.bit_length())]
+        numbers = sorted({1, count, *(each for each in doubled if each < count)})
+    for parts in numbers:
         yield tuple(dict.fromkeys(round(count * part / parts) for part in range(1, parts)))
 
 

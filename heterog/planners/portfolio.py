@@ -70,9 +70,10 @@ ROUND = 0.3
 """Of the seconds that are left, for the next round."""
 LEAST_ROUND = 0.03
 """Of a budget in seconds: a shorter round is not begun."""
-_TASKS_PER_S = 50_000
+_TASKS_PER_S = 20_000
 _LEAST_TASKS = 200_000
-"""What a simulation may have of a budget: a tenth, at half a million tasks a second."""
+"""Of a budget in seconds: a simulation takes some percent of it, of half a million tasks a second
+and fewer."""
 Progress = Callable[[str, float, float], None]
 """Called with (method, fraction of its budget spent, best seconds so far)."""
 

@@ -550,16 +550,21 @@ class Evaluator:
         return seconds, self._peak(lowered, self._timings)
 
     def tasks_of(self, choice: Choice) -> int:
-        """About how many tasks a choice has on all devices: one for each op on each share.
+        """About how many tasks a choice has on all devices.
 
-        What communicates is not counted.
+        One for each op on each share and for each update of a parameter on a member of its group;
+        a served parameter is pushed and pulled as well. Other communication is not counted.
         """
         tables = self.tables_of(choice)
         num_ops = np.bincount(tables.op_group[tables.op_group >= 0], minlength=tables.num_groups)
         has_work = (choice.shares[: len(choice.member)] > 0).sum((1, 2))
         if choice.rule_set:  # members of a team run ops with rules on samples that are not theirs
             has_work = choice.member.astype(np.bool_).sum(1) * choice.num_micro
-        return int((num_ops * has_work[choice.division[: len(num_ops)]]).sum()) * choice.num_steps
+        division = choice.division[: len(num_ops)]
+        num_members = choice.member.astype(np.bool_).sum(1)[division]
+        members = num_members[tables.parameter_group]
+        num_updates = (members * np.where(choice.home >= 0, 3, 1)).sum()
+        return int((num_ops * has_work[division]).sum() + num_updates) * choice.num_steps
 
     def _ready(self, choice: Choice) -> _Lowered | None:
         """Lower a choice, folded where that is the same; ``None`` if that makes too many tasks."""

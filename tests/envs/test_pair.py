@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from heterog.agents.policy import draw, rule_of_thumb
-from heterog.cluster.topology import ROOFLINE
+from heterog.cluster.topology import ROOFLINE, Cluster
 from heterog.envs.candidates import MAX_CANDIDATES
 from heterog.envs.clusters import ClusterRange, random_cluster
 from heterog.envs.pair import CUT_WEIGHTS, Pair, RunningMemory, RunningStages, Score
@@ -285,3 +285,24 @@ def test_a_graph_without_any_conversion_is_merged() -> None:
     pair = Pair(smallest_graph(), toy_cluster())
     row = np.zeros(pair.num_blocks, np.int32)
     assert pair.score(row).step_time_s > 0.0
+
+
+@pytest.mark.parametrize("name", ["paper_8gpu", "hap_v100_p100_16", "homogeneous_8xa100"])
+def test_links_are_those_of_every_pair_of_devices_one_by_one(name: str) -> None:
+    cluster = Cluster.load(name)
+    first, *rest = cluster.hosts
+    slow = replace(first, nic_latency_s=3e-4, nic_line_rate_bytes_per_s=1e8)
+    cluster = replace(cluster, hosts=(slow, *rest))
+    pair = Pair(smallest_graph(), cluster)
+    observer = pair.observer
+    size = pair.memory.gradient_bytes.sum()
+    for source in range(cluster.num_devices):
+        for target in range(cluster.num_devices):
+            expected = [0.0, 0.0, 0.0]
+            if source != target:
+                seconds = size / cluster.bottleneck_bytes_per_s(source, target)
+                latency = cluster.latency_s(source, target) * observer.num_blocks
+                ratios = np.array([seconds, latency]) / observer.bound_s
+                expected[:2] = 0.5 * np.log(np.clip(ratios, 5e-5, 2e4))
+                expected[2] = cluster.host_of[source] == cluster.host_of[target]
+            assert pair.observation.links[source, target] == pytest.approx(expected, rel=1e-5)

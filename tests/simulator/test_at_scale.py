@@ -1,0 +1,110 @@
+"""What large clusters change: prices of few channels, too large programs, folded noise."""
+
+import math
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+import heterog.simulator.evaluator as evaluator_module
+from heterog.cluster.spec import parse_cluster
+from heterog.cluster.topology import MAX_DEVICES, Cluster
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator, Outcome
+from heterog.simulator.noise import Noise, draw_noise
+from heterog.strategy.channels import ChannelTable
+from heterog.strategy.layouts.layout import Layout
+from heterog.strategy.layouts.placed import place_layout
+from heterog.strategy.program import TaskKind
+from tests.simulator.builders import random_case
+from tests.strategy.test_layouts import GRAPH
+
+
+def hosts_of(num_hosts: int, kinds: tuple[str, ...] = ("A100-80GB",)) -> Cluster:
+    text = "".join(
+        f"  - {{name: h{number}, devices: [{{type: {kinds[number % len(kinds)]}, count: 8}}], "
+        "intra: nvlink_a100, nic: {line_rate: 100 Gbit/s}}\n"
+        for number in range(num_hosts)
+    )
+    return parse_cluster(f"schema_version: 1\nname: large\nhosts:\n{text}", Path("large.yaml"))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_prices_of_the_channels_in_use_are_those_of_all(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator, choice = random_case(Random(seed))
+    every = [(evaluator.evaluate_choice(choice, o), evaluator.referee(choice, o)) for o in Order]
+    monkeypatch.setattr(evaluator_module, "_MOST_PRICED", 0)
+    few = Evaluator(evaluator.graph, evaluator.cluster, evaluator.cost_model)
+    few.channels = evaluator.channels  # the choice names its numbers
+    assert [(few.evaluate_choice(choice, o), few.referee(choice, o)) for o in Order] == every
+
+
+def test_a_transfer_is_made_when_it_is_asked_for() -> None:
+    table = ChannelTable(hosts_of(4))
+    assert not table._transfers
+    assert table[1 * 32 + 30].devices == (1, 30)
+    assert len(table._transfers) == 1
+    number = table.all_reduce(tuple(range(32)), hierarchical=False)
+    assert number == 32 * 32 == len(table) - 1
+    with pytest.raises(IndexError):
+        table[number + 1]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tasks_are_counted_without_lowering(seed: int) -> None:
+    evaluator, choice = random_case(Random(seed))
+    if choice.rule_set:
+        pytest.skip("members of teams run ops on samples of others: only about")
+    program = evaluator.program(choice)
+    counted = (TaskKind.COMPUTE, TaskKind.UPDATE, TaskKind.PUSH, TaskKind.PULL)
+    real = int(np.isin(program.kind, counted).sum())
+    # What a home itself holds is neither pushed nor pulled, and constants are in no group.
+    assert 0.6 * evaluator.tasks_of(choice) <= real + 1
+    assert real <= 1.5 * evaluator.tasks_of(choice) + 40
+
+
+def test_what_is_too_large_is_said_and_not_simulated() -> None:
+    evaluator, choice = random_case(Random(3))
+    evaluator.most_tasks = 1
+    for found in (evaluator.evaluate_choice(choice, Order.FIFO), evaluator.referee(choice)):
+        assert found.outcome == Outcome.TOO_LARGE
+        assert not found.is_ok
+        assert found.preference[0] == math.inf
+        assert "tasks" in found.shortage
+    assert evaluator.num_evaluations == 0
+
+
+def test_a_thousand_devices_that_do_alike_are_one_small_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was refused above 512, and pricing all pairs took gigabytes."""
+    monkeypatch.setattr(evaluator_module, "LEAST_FOLDED", 0)
+    cluster = hosts_of(128)
+    assert cluster.num_devices == 1024 <= MAX_DEVICES
+    evaluator = Evaluator(GRAPH, cluster)
+    devices = tuple(range(4 * GRAPH.batch_size))
+    layout = Layout(tp=2, pp=2, dp=GRAPH.batch_size)
+    choice = evaluator.encode(place_layout(layout, GRAPH, cluster, devices=devices).strategy)
+    evaluator.most_tasks = evaluator.tasks_of(choice) - 1
+    found = evaluator.evaluate_choice(choice, Order.FIFO)
+    assert found.outcome != Outcome.TOO_LARGE, "few of them differ"
+    assert evaluator.num_tasks < evaluator.tasks_of(choice)
+    assert len(evaluator.channels._transfers) < 1000
+
+
+def test_without_noise_a_folded_step_takes_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluator_module, "LEAST_FOLDED", 0)
+    cluster = hosts_of(4)
+    evaluator = Evaluator(GRAPH, cluster)
+    layout = Layout(tp=2, dp=4)
+    given = place_layout(layout, GRAPH, cluster, devices=tuple(range(8)))
+    choice = evaluator.encode(given.strategy)
+    judged = evaluator.referee(choice, Order.RANK)
+    none = Noise(device=np.ones((2, 32)), resource=np.ones((2, len(cluster.resources))))
+    seconds = evaluator.seconds_under_noise(choice, Order.RANK, none)
+    assert seconds == pytest.approx(judged.step_time_s, rel=1e-9)
+    some = draw_noise(cluster, 5, evaluator.spreads)
+    assert len(set(evaluator.seconds_under_noise(choice, Order.RANK, some).tolist())) == 5
