@@ -304,5 +304,5 @@ def test_links_are_those_of_every_pair_of_devices_one_by_one(name: str) -> None:
                 latency = cluster.latency_s(source, target) * observer.num_blocks
                 ratios = np.array([seconds, latency]) / observer.bound_s
                 expected[:2] = 0.5 * np.log(np.clip(ratios, 5e-5, 2e4))
-                expected[2] = cluster.host_of[source] == cluster.host_of[target]
+                expected[2] = float(cluster.host_of[source] == cluster.host_of[target])
             assert pair.observation.links[source, target] == pytest.approx(expected, rel=1e-5)
