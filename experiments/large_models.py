@@ -1,7 +1,9 @@
 """Large language models without weights: the second wave of cases.
 
 Each function is a workload for the command line: ``experiments/large_models.py:llama_8b``. Weights
-are bfloat16, sequences have 4,096 tokens (OPT 2,048), the optimizer is AdamW.
+are bfloat16, sequences have 4,096 tokens (OPT 2,048), the optimizer is AdamW. Attention is causal
+without a mask, as fused kernels want it: traced, ``transformers`` makes a mask of the whole global
+batch, 8 GiB at these sizes.
 """
 
 from typing import Any
@@ -10,10 +12,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from heterog import Workload
 
 _HUB: Any = transformers  # its configurations take more than their types say
+_CAUSAL = "causal_without_mask"
+_HUB.AttentionInterface.register(_CAUSAL, sdpa_attention_forward)
+_HUB.AttentionMaskInterface.register(_CAUSAL, lambda *arguments, **keywords: None)
 
 
 class Logits(nn.Module):
@@ -54,7 +60,7 @@ def llama_3(name: str, batch: int, width: int, inner: int, layers: int, heads: i
         max_position_embeddings=8192,
         tie_word_embeddings=False,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation=_CAUSAL,
     )
     return _workload(name, config, _HUB.LlamaForCausalLM, batch, 4096)
 
@@ -81,6 +87,6 @@ def opt_350m(batch_size: int = 1024) -> Workload:
         max_position_embeddings=2048,
         do_layer_norm_before=False,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation=_CAUSAL,
     )
     return _workload("opt_350m", config, _HUB.OPTForCausalLM, batch_size, 2048)

@@ -153,6 +153,8 @@ class _Enumeration(Enumeration[_Point]):
         self.activations = activation_bytes(evaluator)
         self.seconds: dict[tuple[int, int], FloatArray] = {}
         self.rates: dict[tuple[tuple[int, ...], int], FloatArray] = {}
+        self.cuts: dict[tuple[Stages, int, bool], tuple[int, ...]] = {}
+        self.sequences: list[Stages] = []
         self.rules = rules_of_model(evaluator.graph)
         self.blocks_of_layers = layer_blocks(evaluator.graph)
         self.num_ops = np.bincount(evaluator.tables.op_group + 1, minlength=self.num_groups + 1)[
@@ -165,18 +167,27 @@ class _Enumeration(Enumeration[_Point]):
         most = self.problem.evaluator.graph.batch_size
         # A batch of a few samples is cut into as many micro-batches as it has.
         first_micro = [count for count in _FIRST_MICRO if count <= most] or [most]
+        self.sequences = self.sequences or self._sequences(first_micro[-1], order)
         self.try_points(
             (
                 point
-                for stages in self._sequences(first_micro[-1], order)
+                for stages in self.sequences
                 for num_micro in first_micro
                 for point in self._balanced(stages, num_micro, order)
             ),
             until=_UNTIL_WIDENED,
         )
+        if not self._has_fit:
+            for start in self._leaders():
+                self.try_points(self._leanest(start), until=_UNTIL_TEAMS)
         self.try_points(
             (
-                point
+                replace(
+                    point,
+                    caps=start.caps,
+                    recomputing=start.recomputing,
+                    slices_updates=start.slices_updates,
+                )
                 for start in self.best(_NUM_WIDENED)
                 for num_micro in _ALL_MICRO
                 if num_micro <= most
@@ -191,6 +202,11 @@ class _Enumeration(Enumeration[_Point]):
                 self.try_points(vary(start), until=_UNTIL_REFINED)
         for start in self.best(_NUM_REFINED):
             self._refine(start)
+
+    @property
+    def _has_fit(self) -> bool:
+        """Whether some point fits into memory."""
+        return any(lacking <= 0.0 for lacking, _ in self.cost.values())
 
     def _leaders(self) -> list[_Point]:
         """The best points, and the fastest whether they fit or not: a cap may make them fit."""
@@ -229,21 +245,28 @@ class _Enumeration(Enumeration[_Point]):
 
     def _balanced(self, stages: Stages, num_micro: int, order: Order) -> Iterator[_Point]:
         """Cuts that balance the stages' seconds, with and without regard to memory."""
-        self.spending.check()
+        usable = [device.usable_memory_bytes for device in self.cluster.devices]
+        room = np.array([float(min(usable[d] for d in devices)) for devices in stages])
+        limits: tuple[FloatArray, ...] = (room, np.full(len(stages), np.inf))
+        for limit in limits:
+            key = stages, num_micro, bool(np.isfinite(limit[0]))
+            if key not in self.cuts:
+                self.spending.check()
+                self.cuts[key] = self._balanced_cuts(stages, num_micro, limit)
+            yield _Point(stages, self.cuts[key], num_micro, order)
+
+    def _balanced_cuts(self, stages: Stages, num_micro: int, limit: FloatArray) -> tuple[int, ...]:
         seconds = np.stack([self._stage_seconds(devices, num_micro) for devices in stages], axis=1)
         memory = np.stack(
             [self.parameters + self.activations / len(devices) for devices in stages], axis=1
         )
-        usable = [device.usable_memory_bytes for device in self.cluster.devices]
-        room = np.array([min(usable[device] for device in devices) for devices in stages])
-        for limit in (room, np.full(len(stages), np.inf)):
-            placement = np.array(balanced_chain(seconds, memory, limit))
-            # Every stage keeps a group, though the fastest cut may leave a slow one empty.
-            cuts = np.searchsorted(placement, np.arange(1, len(stages)))
-            lowest = np.arange(1, len(stages))
-            cuts = np.maximum.accumulate(np.maximum(cuts, lowest))
-            cuts = np.minimum(cuts, self.num_groups - lowest[::-1])
-            yield _Point(stages, tuple(int(cut) for cut in cuts), num_micro, order)
+        placement = np.array(balanced_chain(seconds, memory, limit))
+        # Every stage keeps a group, though the fastest cut may leave a slow one empty.
+        cuts = np.searchsorted(placement, np.arange(1, len(stages)))
+        lowest = np.arange(1, len(stages))
+        cuts = np.maximum.accumulate(np.maximum(cuts, lowest))
+        cuts = np.minimum(cuts, self.num_groups - lowest[::-1])
+        return tuple(int(cut) for cut in cuts)
 
     # --- other manners of a point ----------------------------------------------------------------
 
@@ -282,6 +305,19 @@ class _Enumeration(Enumeration[_Point]):
         for slices_updates in (False, True) if can_slice else (False,):
             for count in (0, *some):
                 yield replace(start, recomputing=count, slices_updates=slices_updates)
+
+    def _leanest(self, start: _Point) -> Iterator[_Point]:
+        """The same with all that saves memory, then with less of it: large models fit so or not.
+
+        Micro-batches are as small as they can be without leaving a device idle.
+        """
+        num_stages, graph = len(start.stages), self.problem.evaluator.graph
+        most = graph.batch_size // max(len(devices) for devices in start.stages)
+        smallest = replace(start, caps=1, num_micro=max(start.num_micro, most))
+        for slices_updates in (True, False) if graph.updates_elementwise else (False,):
+            for recomputing in dict.fromkeys((num_stages, (num_stages + 1) // 2)):
+                for each in dict.fromkeys((smallest, replace(start, caps=1))):
+                    yield replace(each, recomputing=recomputing, slices_updates=slices_updates)
 
     def _stage_seconds(self, devices: tuple[int, ...], num_micro: int) -> FloatArray:
         """Seconds of each group on a stage whose devices share every micro-batch."""

@@ -64,7 +64,7 @@ JUDGED_PART = 0.15
 """Of a method's budget in seconds, for the referee to judge what it found."""
 LEAST_SEARCHED = 0.25
 """Of a budget in seconds, for all searches of ``auto`` together, whatever else there is to do."""
-FIRST_ROUND = 0.5
+FIRST_ROUND = 0.4
 """Of the searches' seconds, in equal parts; the rest goes to whom it pays."""
 ROUND = 0.3
 """Of the seconds that are left, for the next round."""
@@ -271,7 +271,7 @@ def _joined(before: MethodRow | None, row: MethodRow) -> MethodRow:
         best,
         num_evaluations=evaluations,
         search_seconds=before.search_seconds + row.search_seconds,
-        note=row.note,
+        note=best.note if is_starved or not best.is_starved else "",
         is_starved=is_starved,
     )
 

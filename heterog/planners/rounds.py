@@ -14,6 +14,8 @@ from heterog.planners.planner import Planner
 
 STARVED = 20
 """A search that was cut before it had made so many evaluations was starved."""
+_MOST_STARVED = 4
+"""Rounds after which a method that still makes few evaluations is no longer preferred."""
 _FORGOTTEN = 0.5
 """How much a method's gain counts in the next round if that brings nothing."""
 _ENDED_EARLY = 0.8
@@ -56,8 +58,8 @@ class Contender:
             after_s: and after it.
         """
         gain = 0.0
-        if after_s < before_s:
-            gain = 1.0 if math.isinf(before_s) else math.log(before_s / after_s)
+        if after_s < before_s < math.inf:  # the first that fits is no sign of more to come
+            gain = math.log(before_s / after_s)
         self.gain_per_s = max(gain / max(seconds, 1e-9), _FORGOTTEN * self.gain_per_s)
         self.rounds += 1
         self.seconds += seconds
@@ -87,7 +89,9 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     able = [each for each in contenders if not each.is_done]
     if not able:
         return None
-    starved = [each for each in able if each.is_starved and each.rounds < 2]
+    starved = [each for each in able if each.is_starved and each.rounds < _MOST_STARVED]
     if starved:
         return min(starved, key=lambda each: each.evaluations)
-    return max(able, key=lambda each: (each.gain_per_s, -each.seconds))
+    return max(
+        able, key=lambda each: (each.gain_per_s, -each.seconds)
+    )  # the least tried of equals
