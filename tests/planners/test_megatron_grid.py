@@ -53,7 +53,7 @@ def test_memory_is_kept_where_data_parallelism_has_none() -> None:
 def test_positions_are_split_where_that_is_what_makes_a_layout_fit() -> None:
     """A team whose members keep all positions has no room; one that splits them does."""
     evaluator = Evaluator(GRAPH, CLUSTER)
-    grid = _Grid(task_of(evaluator), task_of(evaluator).spend())
+    grid = _Grid(task_of(evaluator))
     point = next(each for each in grid._shapes() if each.layout.tp == 2)
     manners = [each.layout for each in grid._until_it_fits(point)]
     assert [each.sequence_parallel for each in manners[:2]] == [False, True]
