@@ -49,6 +49,7 @@ from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoi
 from heterog.agents.config import PolicyConfig
 from heterog.agents.policy import Policy
 from heterog.cluster import Cluster
+from heterog.cluster.topology import MAX_DEVICES
 from heterog.errors import HeterogError, HeterogWarning
 from heterog.export import TARGETS, ExportError, make_export
 from heterog.fidelity.recorded import RecordedRun, read_runs
@@ -489,7 +490,7 @@ def check_cluster(cluster: Cluster, graph: OpGraph) -> str:
     """Devices on hosts, names that are names, rates that are rates."""
     names = [device.name for device in cluster.devices]
     words = [cluster.name, *names, *(host.name for host in cluster.hosts)]
-    if len(set(names)) < len(names) or not all(map(_is_name, words)) or len(names) > 512:
+    if len(set(names)) < len(names) or not all(map(_is_name, words)) or len(names) > MAX_DEVICES:
         return "its names are no names"
     if not _good([link.bandwidth_bytes_per_s for link in cluster.resources], positive=True):
         return "a link has an impossible rate"
@@ -523,8 +524,9 @@ def check_calibration(model: Calibration | DeviceModels, graph: OpGraph, cluster
                 return "it prices an op at impossible seconds"
         if not _good(model.copy_seconds(device_type)):
             return "it prices copies at impossible seconds"
-    for channel in ChannelTable(cluster).channels:
-        cost = model.channel_seconds(cluster, channel)
+    table = ChannelTable(cluster)
+    for number in range(len(table)):
+        cost = model.channel_seconds(cluster, table[number])
         lost = (*cost.drag.values(), *cost.overhead_s.values())
         if not _good([cost.latency_s, cost.seconds_per_byte, cost.loaded_latency_s, *lost]):
             return "it prices a transfer at impossible seconds"

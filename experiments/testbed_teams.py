@@ -107,7 +107,7 @@ class TeamedPipeline:
 
     def plan(self, problem: Problem) -> PlanResult:
         """What the enumeration of pipelines finds where every point has teams."""
-        return _Teamed(problem).run(reason="no host has several devices")
+        return _Teamed(problem).run(problem, reason="no host has several devices")
 
 
 class _Teamed(pipeline._Enumeration):
