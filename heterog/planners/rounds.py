@@ -1,9 +1,10 @@
 """Who searches with the time that is left when every method has had its part.
 
 Time goes where it pays, in rounds: first to methods that were starved, then to the one whose last
-round improved the best plan most per second, as a bandit would; who brought nothing for a while is
-tried again when the others bring nothing either. Only methods that go on where they were take part
-(``Planner.resumes``), and one that ended before its part was over has seen all it wants to see.
+rounds improved its own best plan most per second, as a bandit would; the further that is behind
+the best of all, the less it counts. Who brought nothing for a while is tried again when the others
+bring nothing either. Only methods that go on where they were take part (``Planner.resumes``), and
+one that ended before its part was over has seen all it wants to see.
 """
 
 import math
@@ -18,6 +19,10 @@ _MOST_STARVED = 4
 """Rounds after which a method that still makes few evaluations is no longer preferred."""
 _FORGOTTEN = 0.5
 """How much a method's gain counts in the next round if that brings nothing."""
+_FIRST_GAIN = 0.1
+"""What the first plan that fits counts as: more may follow."""
+_BEHIND = 8.0
+"""A method that is half as fast again as the best counts as 1.5^-8, a 25th."""
 _ENDED_EARLY = 0.8
 """Of its part: who spends less was done."""
 
@@ -32,8 +37,9 @@ class Contender:
         evaluations: of all rounds.
         seconds: of all rounds.
         rounds: that it has had.
-        gain_per_s: relative improvements of the best plan per second, those of earlier rounds
-            counted less and less.
+        step_time_s: of its best plan; infinite if none fits.
+        gain_per_s: relative improvements of that plan per second, those of earlier rounds counted
+            less and less.
         is_done: it has nothing left to try.
     """
 
@@ -42,11 +48,18 @@ class Contender:
     evaluations: int = 0
     seconds: float = 0.0
     rounds: int = 0
+    step_time_s: float = math.inf
     gain_per_s: float = 0.0
     is_done: bool = False
 
     def tell(
-        self, *, given_s: float, seconds: float, evaluations: int, before_s: float, after_s: float
+        self,
+        *,
+        given_s: float,
+        seconds: float,
+        evaluations: int,
+        step_time_s: float,
+        best_s: float,
     ) -> None:
         """What a round came to.
 
@@ -54,12 +67,15 @@ class Contender:
             given_s: what it might have spent.
             seconds: what it spent.
             evaluations: that it made.
-            before_s: the best step of all methods before the round; infinite if none fits.
-            after_s: and after it.
+            step_time_s: of the best plan of all its rounds; infinite if none fits.
+            best_s: the same of all methods.
         """
         gain = 0.0
-        if after_s < before_s < math.inf:  # the first that fits is no sign of more to come
-            gain = math.log(before_s / after_s)
+        if step_time_s < self.step_time_s:
+            before_s = self.step_time_s
+            gain = _FIRST_GAIN if math.isinf(before_s) else math.log(before_s / step_time_s)
+            gain *= (best_s / step_time_s) ** _BEHIND
+        self.step_time_s = step_time_s
         self.gain_per_s = max(gain / max(seconds, 1e-9), _FORGOTTEN * self.gain_per_s)
         self.rounds += 1
         self.seconds += seconds
@@ -78,11 +94,11 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     >>> class Method:
     ...     name, stage, resumes = "a", "search", True
     >>> quick, slow = Contender(planner=Method()), Contender(planner=Method())
-    >>> quick.tell(given_s=1.0, seconds=1.0, evaluations=90, before_s=2.0, after_s=1.0)
-    >>> slow.tell(given_s=1.0, seconds=1.0, evaluations=2, before_s=1.0, after_s=1.0)
+    >>> quick.tell(given_s=1.0, seconds=1.0, evaluations=90, step_time_s=1.0, best_s=1.0)
+    >>> slow.tell(given_s=1.0, seconds=1.0, evaluations=2, step_time_s=3.0, best_s=1.0)
     >>> next_of([quick, slow]) is slow
     True
-    >>> slow.tell(given_s=1.0, seconds=1.0, evaluations=40, before_s=1.0, after_s=1.0)
+    >>> slow.tell(given_s=1.0, seconds=1.0, evaluations=40, step_time_s=2.0, best_s=1.0)
     >>> next_of([quick, slow]) is quick
     True
     """
@@ -92,6 +108,5 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     starved = [each for each in able if each.is_starved and each.rounds < _MOST_STARVED]
     if starved:
         return min(starved, key=lambda each: each.evaluations)
-    return max(
-        able, key=lambda each: (each.gain_per_s, -each.seconds)
-    )  # the least tried of equals
+    # Of those that gained as much, the one that was tried least.
+    return max(able, key=lambda each: (each.gain_per_s, -each.seconds))

@@ -53,6 +53,7 @@ UNROLLED_STEPS = 8
 can be gamed by a search; the mean cannot)."""
 
 
+_SERVED = 16
 _MOST_PRICED = 1024
 """Channels that are priced whether a program uses them or not: those of 32 devices."""
 _MOST_PRICE_LISTS = 64
@@ -552,8 +553,9 @@ class Evaluator:
     def tasks_of(self, choice: Choice) -> int:
         """About how many tasks a choice has on all devices.
 
-        One for each op on each share and for each update of a parameter on a member of its group;
-        a served parameter is pushed and pulled as well. Other communication is not counted.
+        One for each op on each share and for each update of a parameter on a member of its group.
+        A served parameter counts ``_SERVED`` times: it is pushed and pulled over as many different
+        channels. Other communication is not counted.
         """
         tables = self.tables_of(choice)
         num_ops = np.bincount(tables.op_group[tables.op_group >= 0], minlength=tables.num_groups)
@@ -563,7 +565,7 @@ class Evaluator:
         division = choice.division[: len(num_ops)]
         num_members = choice.member.astype(np.bool_).sum(1)[division]
         members = num_members[tables.parameter_group]
-        num_updates = (members * np.where(choice.home >= 0, 3, 1)).sum()
+        num_updates = (members * np.where(choice.home >= 0, _SERVED, 1)).sum()
         return int((num_ops * has_work[division]).sum() + num_updates) * choice.num_steps
 
     def _ready(self, choice: Choice) -> _Lowered | None:

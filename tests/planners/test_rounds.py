@@ -141,15 +141,31 @@ def test_the_second_half_of_a_budget_goes_to_whom_it_pays() -> None:
 def test_who_was_starved_is_asked_first_and_who_is_done_no_more() -> None:
     planner = planner_by_name("local_search")
     rich, poor, done = (Contender(planner=planner) for _ in range(3))
-    rich.tell(given_s=1.0, seconds=1.0, evaluations=90, before_s=2.0, after_s=1.0)
-    poor.tell(given_s=1.0, seconds=1.0, evaluations=1, before_s=1.0, after_s=1.0)
-    done.tell(given_s=1.0, seconds=0.1, evaluations=1, before_s=math.inf, after_s=1.0)
-    assert next_of([rich, poor, done]) is poor
+    one = {"given_s": 1.0, "best_s": 1.0}
+    rich.tell(seconds=1.0, evaluations=90, step_time_s=1.0, **one)
+    poor.tell(seconds=1.0, evaluations=1, step_time_s=1.0, **one)
+    done.tell(seconds=0.1, evaluations=1, step_time_s=1.0, **one)
     for _ in range(3):
         assert next_of([rich, poor, done]) is poor
-        poor.tell(given_s=1.0, seconds=1.0, evaluations=1, before_s=1.0, after_s=1.0)
+        poor.tell(seconds=1.0, evaluations=1, step_time_s=1.0, **one)
     assert next_of([rich, poor, done]) is rich, "a few rounds are enough for it"
     assert next_of([done]) is None
+
+
+def test_who_gains_near_the_best_goes_on_and_who_stands_still_does_not() -> None:
+    planner = planner_by_name("local_search")
+    leader, runner_up, last = (Contender(planner=planner) for _ in range(3))
+    for contender, times in ((leader, (1.0, 1.0)), (runner_up, (1.2, 1.1)), (last, (4.0, 2.0))):
+        for step_time_s in times:
+            contender.tell(
+                given_s=1.0, seconds=1.0, evaluations=50, step_time_s=step_time_s, best_s=1.0
+            )
+    assert leader.gain_per_s == pytest.approx(0.05)  # half of what its first plan counted as
+    assert runner_up.gain_per_s == pytest.approx(math.log(1.2 / 1.1) * 1.1**-8)
+    assert last.gain_per_s == pytest.approx(math.log(2.0) * 2.0**-8)
+    assert next_of([leader, runner_up, last]) is leader
+    leader.tell(given_s=1.0, seconds=1.0, evaluations=50, step_time_s=1.0, best_s=1.0)
+    assert next_of([leader, runner_up, last]) is runner_up
 
 
 # --- plans that are not written -----------------------------------------------------------------
