@@ -53,16 +53,19 @@ def test_a_transfer_is_made_when_it_is_asked_for() -> None:
         table[number + 1]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_tasks_are_counted_without_lowering(seed: int) -> None:
-    evaluator, choice = random_case(Random(seed))
-    if choice.rule_set or (choice.home >= 0).any():
-        pytest.skip("only about: teams work on samples of others, what is served counts more")
-    program = evaluator.program(choice)
-    real = int(np.isin(program.kind, (TaskKind.COMPUTE, TaskKind.UPDATE)).sum())
-    # Constants are in no group.
-    assert 0.6 * evaluator.tasks_of(choice) <= real + 1
-    assert real <= 1.5 * evaluator.tasks_of(choice) + 40
+def test_tasks_are_counted_without_lowering() -> None:
+    num_counted = 0
+    for seed in range(60):
+        evaluator, choice = random_case(Random(seed))
+        if choice.rule_set or (choice.home >= 0).any():
+            continue  # only about: teams work on samples of others, what is served counts more
+        program, counted = evaluator.program(choice), evaluator.tasks_of(choice)
+        real = int(np.isin(program.kind, (TaskKind.COMPUTE, TaskKind.UPDATE)).sum())
+        # Constants are in no group.
+        assert 0.6 * counted <= real + 1
+        assert real <= 1.5 * counted + 40
+        num_counted += 1
+    assert num_counted > 30
 
 
 def test_what_is_too_large_is_said_and_not_simulated() -> None:
