@@ -27,7 +27,7 @@ LAYERS = (
     {"api", "cli"},
 )
 ROOMS = {
-    "torch": ("graph/capture.py", "zoo/", "runtime/", "agents/"),
+    "torch": ("graph/capture.py", "graph/traced_constants.py", "zoo/", "runtime/", "agents/"),
     "transformers": ("zoo/",),
     "torch_geometric": ("agents/",),
     "numba": ("strategy/kernels.py",),

@@ -124,6 +124,28 @@ def gpt2() -> Workload:
     )  # fmt: skip
 
 
+@family("gpt2_classifier", is_quick=True)
+def gpt2_classifier() -> Workload:
+    """GPT-2 that classifies each sequence by its last token that is no padding."""
+
+    def batch() -> Batch:
+        mask = torch.ones(BATCH, TOKENS, dtype=torch.long)
+        mask[2:4, 4:] = 0
+        words = torch.where(mask > 0, tokens(), PADDING)
+        wanted = torch.randint(0, 3, (BATCH,))
+        return {"input_ids": words, "attention_mask": mask, "labels": wanted}
+
+    return hugging_face(
+        lambda: config_of(
+            "GPT2", **NO_DROPOUT, vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2,
+            n_positions=32, num_labels=3, pad_token_id=PADDING, initializer_range=0.2,
+            bos_token_id=2, eos_token_id=3,
+        ),
+        "GPT2ForSequenceClassification",
+        batch,
+    )  # fmt: skip
+
+
 @family("llama", tolerance=FLOAT32)
 def llama() -> Workload:
     """Llama: rotary positions, grouped-query attention, gated feed-forward."""

@@ -17,6 +17,8 @@ from heterog.errors import GraphError
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase, TensorKind
 from heterog.graph.placement import L, OpCall, P, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, Special, propagate
+from heterog.graph.sharding_rules.creation import FILLS
+from heterog.graph.sharding_rules.indexing import INDEXED, split_by_own_rows
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES, MEAN, NO_REDUCTION
 
 
@@ -94,10 +96,12 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
     needed: list[tuple[Placement, ...]] = []
     specials: list[str | None] = []
     unruled: list[int] = []
+    counting = _counts_samples(graph)
     for index, op in enumerate(graph.ops):
         given = tuple(placements[tensor] for tensor in op.inputs)
         if index in seeds:
-            needed.append(tuple(R for _ in given))
+            # A fill reads nothing but the dtype of its input.
+            needed.append(given if op.kind in FILLS else tuple(R for _ in given))
             placements.append(seeds[index])
             specials.append(None)
             continue
@@ -114,7 +118,9 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
             specials.append(None)
             continue
         name = f"op {index} '{op.name or op.kind}'"
-        result = built_in_rule(graph.call(index), given, graph.batch_size, name)
+        result = _by_own_rows(graph, index, given, counting)
+        if result is None:
+            result = built_in_rule(graph.call(index), given, graph.batch_size, name)
         if op.kind in LABEL_COUNTING_LOSSES and not counts_known_labels(
             graph, index, _follows_batch(graph, specials)
         ):
@@ -136,6 +142,53 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
     return placements, needed, specials, unruled
 
 
+def _by_own_rows(
+    graph: OpGraph, op: int, given: tuple[Placement, ...], counting: frozenset[int]
+) -> RuleResult | None:
+    """The rule of an op that takes from each sample what one of its indices says."""
+    if graph.ops[op].kind not in INDEXED or counting.isdisjoint(graph.ops[op].inputs):
+        return None
+    with claims_checked(f"the args of op {op} '{graph.ops[op].kind}' do not fit its kind"):
+        for position, tensor in enumerate(graph.ops[op].inputs):
+            if tensor in counting:
+                found = split_by_own_rows(graph.call(op), given, graph.batch_size, position)
+                if found is not None:
+                    return found
+    return None
+
+
+def _counts_samples(graph: OpGraph) -> frozenset[int]:
+    """Tensors that count the samples: 0, 1, ... in their order, in any shape and integer type."""
+    found: set[int] = set()
+    if not any(op.kind in INDEXED for op in graph.ops):
+        return frozenset()
+    for index, op in enumerate(graph.ops):
+        args = op.args
+        if op.num_outputs != 1:
+            continue
+        (made,) = graph.outputs(index)
+        meta = graph.tensors[made].meta
+        if meta.num_elements != graph.batch_size or "int" not in meta.dtype:
+            continue
+        if op.kind.startswith("arange."):
+            counts = args.get("start") in (None, 0) and args.get("step") in (None, 1)
+        elif op.kind == "add.Tensor":  # transformers adds an offset of zero
+            counts = len(op.inputs) == 1 and op.inputs[0] in found and args.get("other") == 0
+        else:
+            counts = op.kind in _SAME_ORDER and op.inputs[0] in found
+        if counts:
+            found.add(made)
+    return frozenset(found)
+
+
+_SAME_ORDER = frozenset(
+    {
+        *("alias.default", "detach.default", "expand.default", "lift_fresh.default"),
+        *("squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default"),
+        *("view.default", "_unsafe_view.default", "_to_copy.default", "clone.default"),
+    }
+)
+"""Ops that keep the order of the elements where they keep their number."""
 _SUMS = frozenset({"add.Tensor", "sub.Tensor"})
 """Sums of a part that is spread over devices and one that all have: it enters once."""
 
@@ -303,7 +356,7 @@ def _split_at_birth(
             continue
         # Where every device has the whole tensor and each reader takes only the rows of its own
         # samples, the op can make just these rows. Tensors like that are noted in ``split``, ops
-        # that can do so in ``seeds``: only an expansion does not care how many rows it makes.
+        # that can do so in ``seeds``: only expansions and fills do not care how many they make.
         if graph.is_constant[index] and not graph.is_view[index]:
             continue  # runs whole on every device: what it reads and makes is whole, too
         tensor = graph.outputs(index)[0]
@@ -326,6 +379,8 @@ def _split_at_birth(
         if shape[place.dim] % graph.batch_size:
             continue  # of that size by chance, or split along something else
         split[tensor] = place
+        if op.kind in FILLS and place == S(place.dim) and shape[place.dim] == graph.batch_size:
+            seeds[index] = place
         if op.kind == "expand.default" and place.outer == 1:
             source = graph.tensors[op.inputs[0]].shape
             added = len(shape) - len(source)

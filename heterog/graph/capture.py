@@ -54,6 +54,10 @@ from heterog.graph.op_graph import (
     TensorKind,
 )
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
+from heterog.graph.traced_constants import (
+    make_repeated_constants_once,
+    merge_equal_constants,
+)
 from heterog.graph.workload import Workload, named_leaves
 
 _DATA_DEPENDENT = (
@@ -146,7 +150,12 @@ def _capture_step(workload: Workload) -> CapturedStep:
         if not parameters:
             raise CaptureError(f"workload '{workload.name}': no parameter requires a gradient.")
     traced = _trace(workload, mode, model, parameters, buffers, batch)
-    return _Reader(workload, traced, parameters, buffers, frozen, batch).read()
+    inputs = parameters, buffers, frozen, batch
+    step = _Reader(workload, traced, *inputs).read()
+    if make_repeated_constants_once(step.graph, step.module, step.node_of_op):
+        merge_equal_constants(traced.graph)
+        step = _Reader(workload, traced, *inputs).read()
+    return step
 
 
 @contextmanager
@@ -354,31 +363,9 @@ def _trace(
         # fx.Interpreter keeps the node metadata in the second trace; calling the module would
         # drop it.
         traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
-    _merge_equal_constants(traced.graph)
+    merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()
     return traced
-
-
-def _merge_equal_constants(graph: fx.Graph) -> None:
-    """Compute once what several ops make of the same constants: the mask of each layer, say.
-
-    A mask of all samples and pairs of positions is the largest tensor of many language models, and
-    what is kept for each layer is as many of them.
-    """
-    constant: set[fx.Node] = set()
-    known: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        is_random = torch.Tag.nondeterministic_seeded in node.target.tags
-        if is_random or not all(source in constant for source in node.all_input_nodes):
-            continue
-        constant.add(node)
-        same = known.setdefault(repr((node.target, node.args, node.kwargs)), node)
-        if same is not node:
-            node.replace_all_uses_with(same)
-            constant.discard(node)
-            graph.erase_node(node)
 
 
 def _as_added_up(workload: Workload, gradient: Tensor | None) -> Tensor | None:

@@ -129,6 +129,10 @@ class LocalOp:
                 summand = self._summand(rule)
                 zeros = torch.zeros_like(inputs[summand])
                 inputs = [*inputs[:summand], zeros, *inputs[summand + 1 :]]
+        if Special.OWN_ROWS in self.specials:
+            rows = _row_index(self.call, self.along_batch)
+            own = torch.arange(extent.samples, device=inputs[rows].device)
+            inputs = [*inputs[:rows], own.view(inputs[rows].shape), *inputs[rows + 1 :]]
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
         for name, argument, is_keyword in self._template(extent):
@@ -224,6 +228,16 @@ def _draws(call: OpCall, target: torch._ops.OpOverload) -> bool:
     if call.kind in ("attention", "attention_backward"):
         return call.kind == "attention" and bool(call.args["dropout_p"])
     return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _row_index(call: OpCall, rule: RuleResult) -> int:
+    """The input that says which sample to look into: the index of the split dimension."""
+    indices = call.args["indices"]
+    assert isinstance(indices, tuple)
+    (source,) = positions(call, "self")
+    rows = indices[rule.inputs[source].dim]
+    assert isinstance(rows, TensorRef)
+    return rows.index
 
 
 class _Constant:

@@ -13,6 +13,14 @@ from heterog.graph.sharding_rules.table import (
     rule,
 )
 
+FILLS = frozenset(
+    {
+        *("zeros.default", "ones.default", "full.default"),
+        *("new_zeros.default", "new_ones.default", "new_full.default"),
+    }
+)
+"""Ops whose result is one value everywhere: any part of it can be made without the rest."""
+
 
 @rule(
     *("zeros.default", "ones.default", "full.default", "empty.memory_format"),

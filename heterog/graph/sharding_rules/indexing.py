@@ -1,6 +1,6 @@
 """Table look-ups and their gradients: gather, scatter, embedding, index."""
 
-from heterog.graph.placement import OpCall, P, Placement, R, TensorRef
+from heterog.graph.placement import OpCall, P, Placement, R, S, TensorRef
 from heterog.graph.sharding_rules.table import (
     Axis,
     Entry,
@@ -118,6 +118,59 @@ def _index_put(call: OpCall, placements: tuple[Placement, ...], axis_size: int) 
     linear = [] if _masks(call) else [positions(call, "self", "values")]
     base = positions(call, "self") if adds else ()
     return choose(call, placements, axis_size, axes, linear, summand=base)
+
+
+INDEXED = frozenset(
+    {
+        *("index.Tensor", "_unsafe_index.Tensor"),
+        *("index_put.default", "_unsafe_index_put.default", "_index_put_impl_.default"),
+    }
+)
+"""Ops that read or write elements by one index for each of several dimensions."""
+
+
+def split_by_own_rows(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int, rows: int
+) -> RuleResult | None:
+    """The rule of an op in which every sample looks into its own row alone.
+
+    ``x[torch.arange(batch), lengths]`` takes one element of each sample, and attention masks of
+    ``transformers`` are made so. An index says nothing about its values; that this one counts the
+    samples is the caller's knowledge.
+
+    Args:
+        call: one of ``INDEXED``.
+        placements: of its inputs.
+        axis_size: samples of the batch.
+        rows: position of an input that is 0, 1, ... ``axis_size - 1`` in the order of samples.
+
+    Returns:
+        ``None`` if no input is split, or the index goes into another dimension than the samples'.
+    """
+    refs = _index_refs(call)
+    source = shape_of(call, "self")
+    place = next((at for at, ref in enumerate(refs) if ref and ref.index == rows), -1)
+    if _masks(call) or place < 0 or source[place] != axis_size:
+        return None
+    if not any(given.kind == "S" for given in placements):
+        return None
+    broadcast, at, _ = _index_layout(call)
+    counted = call.inputs[rows].shape
+    if max(counted, default=1) != axis_size or axis_size == 1:
+        return None
+    dim = counted.index(axis_size) + len(broadcast) - len(counted)
+    entries: list[Entry] = [R] * len(call.inputs)
+    entries[positions(call, "self")[0]] = place
+    for ref in refs:
+        if ref:
+            entries[ref.index] = aligned(call.inputs[ref.index].shape, broadcast, dim)
+    for value in positions(call, "values"):
+        entries[value] = aligned(call.inputs[value].shape, _region(call), at + dim)
+    inputs = tuple(S(entry) if isinstance(entry, int) else entry for entry in entries)
+    if any(have.kind not in "RS" for have in placements):
+        return None
+    made = place if positions(call, "values") else at + dim
+    return RuleResult(inputs, (S(made),), Special.OWN_ROWS)
 
 
 def _index_refs(call: OpCall) -> list[TensorRef | None]:

@@ -33,6 +33,9 @@ class Special(StrEnum):
             that is R (``add``, ``sub``), or ``self`` (every other op).
         LOCAL_STATISTICS: BatchNorm over the local part, as data-parallel training does it. Run
             the op unchanged; the result is that of each part alone, not of the whole batch.
+        OWN_ROWS: one index of the op counts the samples of the batch, and every sample looks into
+            its own row. Replace that index, the one for the dimension in which ``self`` is
+            split, by 0, 1, ... ``share - 1``: rows count from the first that the device has.
         AS_RESHAPE: a squeeze that would also drop the split dimension on a device whose part of
             it has size 1. Reshape to the local shape of the output instead.
         OWN_RANDOM_STREAM: random numbers of a split tensor. Each device draws from a generator of
@@ -45,6 +48,7 @@ class Special(StrEnum):
     NLL_GLOBAL_WEIGHT = "nll_global_weight"
     BIAS_ON_ONE_RANK = "bias_on_one_rank"
     LOCAL_STATISTICS = "local_statistics"
+    OWN_ROWS = "own_rows"
     AS_RESHAPE = "as_reshape"
     OWN_RANDOM_STREAM = "own_random_stream"
     SHARED_RANDOM_STREAM = "shared_random_stream"
