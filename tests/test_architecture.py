@@ -38,6 +38,8 @@ ROOMS = {
     "typer": ("cli/",),
     "pydantic": (
         "records.py",
+        "cluster/fields.py",
+        "cluster/pairs.py",
         "cluster/spec.py",
         "graph/serialize.py",
         "strategy/serialize.py",

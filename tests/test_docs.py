@@ -459,7 +459,7 @@ NUMBERS: list[tuple[str, str, object]] = [
     ("docs/guide.md", r"is within (\d+) %, that is the rec", round(100 * SUFFICES)),
     ("docs/guide.md", r"first (three) measured steps run alone", {3: "three"}[ALONE_STEPS]),
     ("docs/planners.md", r"first (three) measured steps run alone", {3: "three"}[ALONE_STEPS]),
-    ("CHANGELOG.md", r"(ten) cluster presets", {10: "ten"}[len(preset_names())]),
+    ("CHANGELOG.md", r"(sixteen) cluster presets", {16: "sixteen"}[len(preset_names())]),
     ("docs/planners.md", r"within (half) a percent", {0.005: "half"}[EQUALLY_GOOD]),
     ("docs/planners.md", r"even shares, (\d+) MiB buckets", DEFAULT_BUCKET_BYTES // MIB),
     ("docs/planners.md", r"one pass, at most (\d+) draws", NUM_SAMPLES),

@@ -2,7 +2,15 @@
 
 from heterog.cluster.catalog import device_type, device_type_names
 from heterog.cluster.spec import preset_names
-from heterog.cluster.topology import Cluster, Device, DeviceType, Host, Link, LinkResource
+from heterog.cluster.topology import (
+    Cluster,
+    Device,
+    DeviceType,
+    Host,
+    Link,
+    LinkResource,
+    PairLimit,
+)
 
 __all__ = [
     "Cluster",
@@ -11,6 +19,7 @@ __all__ = [
     "Host",
     "Link",
     "LinkResource",
+    "PairLimit",
     "device_type",
     "device_type_names",
     "preset_names",

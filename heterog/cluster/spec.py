@@ -7,6 +7,7 @@
     calibration: lab_calibration.json   # optional, relative to this file; or roofline: data sheets
     sends: overlapped                   # or blocking: who executes computes only when all is sent
     execution: eager                    # or megatron: which program runs steps
+    pairs: {}                           # optional: what lies between hosts, see cluster.pairs
     hosts:
       - name: A
         devices: [{type: V100-16GB, count: 2}]
@@ -27,7 +28,6 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from importlib import resources
 from itertools import count
 from pathlib import Path
@@ -35,9 +35,6 @@ from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
 import yaml
 from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -47,10 +44,26 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from heterog.cluster.catalog import device_type, device_type_names
+from heterog.cluster.fields import (
+    MOST_BYTES,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Bandwidth,
+    Bytes,
+    BytesOrZero,
+    Count,
+    Dtype,
+    Peaks,
+    Seconds,
+    Share,
+    Spec,
+)
 from heterog.cluster.links import INTRA_LINKS, intra_link, network_kind
+from heterog.cluster.pairs import PairsError, PairsSpec, pair_limits, pairs_record
 from heterog.cluster.topology import (
     DTYPES,
     MAX_DEVICES,
+    MAX_PAIRS,
     SCHEMA_VERSION,
     SHIPPED_MODELS,
     Cluster,
@@ -60,6 +73,7 @@ from heterog.cluster.topology import (
     FrozenFlops,
     Host,
     Link,
+    PairLimit,
     Sends,
 )
 from heterog.errors import ClusterError, HeterogError, InputFileError, UnknownNameError
@@ -89,71 +103,12 @@ MAX_FILE_BYTES = 1024**2
 
 
 _Location: TypeAlias = tuple[int | str, ...]
-
-
-def _reading(parse: Callable[[Any], Any]) -> BeforeValidator:
-    """Lets pydantic report what ``parse`` says about a value, with the place of that value."""
-
-    def read(value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise PydanticCustomError(
-                "value", "got {text}; write a number or a text", {"text": shown(value)}
-            )
-        try:
-            return parse(value)
-        except (HeterogError, ValueError, OverflowError) as error:
-            raise PydanticCustomError(
-                "value", "{text}", {"text": str(error).rstrip(".")}
-            ) from error
-
-    return BeforeValidator(read)
-
-
-# Far above any machine, far below where sums and quotients leave the range of floats.
-_Positive = Field(gt=0, le=1e24, allow_inf_nan=False)
-_NotNegative = Field(ge=0, le=1e6, allow_inf_nan=False)
-_MOST_BYTES = 2**60
-
-Bandwidth: TypeAlias = Annotated[float, _reading(parse_bandwidth), _Positive]
-Speed: TypeAlias = Annotated[float, _reading(parse_flops_per_s), _Positive]
-Seconds: TypeAlias = Annotated[float, _reading(parse_seconds), _NotNegative]
-Bytes: TypeAlias = Annotated[int, _reading(parse_bytes), Field(gt=0, le=_MOST_BYTES)]
-BytesOrZero: TypeAlias = Annotated[int, _reading(parse_bytes), Field(ge=0, le=_MOST_BYTES)]
-Share: TypeAlias = Annotated[float, _reading(float), Field(gt=0, le=1, allow_inf_nan=False)]
-Count: TypeAlias = Annotated[int, Field(ge=1, le=4096, strict=True)]
 _Sends: TypeAlias = Literal["overlapped", "blocking"]
 _Execution: TypeAlias = Literal["eager", "megatron"]
 _Path: TypeAlias = Annotated[Text, Field(min_length=1)]
-_Dtype: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
-Peaks: TypeAlias = Annotated[
-    dict[_Dtype, Speed],
-    # A bare number is the float32 peak.
-    BeforeValidator(lambda value: value if isinstance(value, dict) else {"float32": value}),
-]
 
 
-class _Spec(BaseModel):
-    """A mapping of the file; refuses unknown fields, naming the nearest known one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_fields(cls, value: object) -> object:
-        known = list(cls.model_fields)
-        for key in value if isinstance(value, dict) else ():
-            if key not in known:
-                close = get_close_matches(str(key), known, n=1, cutoff=0.4)
-                hint = f"; did you mean '{close[0]}'?" if close else "."
-                raise PydanticCustomError(
-                    "unknown_field",
-                    "unknown field{hint} Known: {known}",
-                    {"field": key, "hint": hint, "known": ", ".join(known)},
-                )
-        return value
-
-
-class TypeSpec(_Spec):
+class TypeSpec(Spec):
     """A device type written out in full."""
 
     name: Name
@@ -166,7 +121,7 @@ class TypeSpec(_Spec):
     launch_overhead: Seconds = 10e-6
 
 
-class LinkSpec(_Spec):
+class LinkSpec(Spec):
     """A link inside a host written out in full."""
 
     kind: Name
@@ -175,7 +130,7 @@ class LinkSpec(_Spec):
     shared: bool = Field(default=False, strict=True)
 
 
-class NicSpec(_Spec):
+class NicSpec(Spec):
     """The NICs of a host, ``count`` of a line rate or of a network of the catalogue.
 
     Neighbouring devices share one where there are more devices, and a device has several to itself
@@ -197,7 +152,7 @@ class NicSpec(_Spec):
         return self
 
 
-class TestbedSpec(_Spec):
+class TestbedSpec(Spec):
     """How the ranks of a host are throttled where a host is a process group on one machine."""
 
     __test__ = False  # for pytest: a name, not a test
@@ -209,7 +164,7 @@ def _name_or_mapping(value: object) -> str:
     return "name" if isinstance(value, str) else "mapping"
 
 
-class DeviceSpec(_Spec):
+class DeviceSpec(Spec):
     """Some equal devices of a host; most fields override the type's number of that name."""
 
     type: Annotated[
@@ -227,7 +182,7 @@ class DeviceSpec(_Spec):
     launch_overhead: Seconds | None = None
 
 
-class HostSpec(_Spec):
+class HostSpec(Spec):
     """One host, or with ``count`` several equal ones, named with 0, 1, ... behind the name."""
 
     name: Name
@@ -250,7 +205,7 @@ class HostSpec(_Spec):
     testbed: TestbedSpec = TestbedSpec()
 
 
-class ClusterSpec(_Spec):
+class ClusterSpec(Spec):
     """The whole file."""
 
     schema_version: Literal[1]
@@ -261,6 +216,7 @@ class ClusterSpec(_Spec):
     sends: _Sends = "overlapped"
     execution: _Execution = "eager"
     hosts: Annotated[list[HostSpec], Field(min_length=1)]
+    pairs: PairsSpec = PairsSpec()
 
 
 def preset_names() -> tuple[str, ...]:
@@ -434,9 +390,22 @@ class _Builder:
                 calibration=self._calibration(),
                 sends=Sends(self._spec.sends),
                 execution=Execution(self._spec.execution),
+                pairs=self._pairs([host.name for host in hosts]),
             )
         except ClusterError as error:
             self._document.refuse((), str(error))
+
+    def _pairs(self, names: Sequence[str]) -> tuple[PairLimit, ...]:
+        positions: dict[str, list[int]] = {name: [at] for at, name in enumerate(names)}
+        first = 0
+        for spec in self._spec.hosts:
+            members = list(range(first, first + (spec.count or 1)))
+            positions.setdefault(spec.name, members)
+            first = members[-1] + 1
+        try:
+            return pair_limits(self._spec.pairs, positions, len(names), self._spec.efficiency)
+        except PairsError as error:
+            self._document.refuse(("pairs", *error.where), str(error))
 
     def _claim(self, names: set[str], what: str, name: str, here: _Location) -> None:
         if name in names:
@@ -592,7 +561,7 @@ def _full(spec: TypeSpec) -> DeviceType:
     )
 
 
-def _merged(peaks: Mapping[str, float], given: Mapping[_Dtype, float] | None) -> FrozenFlops:
+def _merged(peaks: Mapping[str, float], given: Mapping[Dtype, float] | None) -> FrozenFlops:
     merged = dict(peaks)
     for dtype, peak in (given or {}).items():
         merged[dtype] = peak
@@ -627,10 +596,10 @@ def _throttled(device_type: DeviceType, quota: float) -> DeviceType:
     )
 
 
-_Rate = Annotated[float, _Positive]
-_Latency = Annotated[float, _NotNegative]
+_Rate = Annotated[float, POSITIVE]
+_Latency = Annotated[float, NOT_NEGATIVE]
 _Part = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-_Size = Annotated[int, Field(gt=0, le=_MOST_BYTES)]
+_Size = Annotated[int, Field(gt=0, le=MOST_BYTES)]
 
 
 class _TypeRecord(Record):
@@ -667,6 +636,13 @@ class _DeviceRecord(Record):
     usable_memory_bytes: _Size
 
 
+class _LimitRecord(Record):
+    sources: Annotated[list[Int32], Field(max_length=MAX_DEVICES)]
+    targets: Annotated[list[Int32], Field(max_length=MAX_DEVICES)]
+    bandwidth_bytes_per_s: _Rate
+    latency_s: _Latency
+
+
 class _ClusterRecord(Record):
     schema_version: int
     name: str
@@ -677,6 +653,7 @@ class _ClusterRecord(Record):
     device_types: Annotated[list[_TypeRecord], Field(max_length=MAX_DEVICES)]
     hosts: Annotated[list[_HostRecord], Field(max_length=MAX_DEVICES)]
     devices: Annotated[list[_DeviceRecord], Field(max_length=MAX_DEVICES)]
+    pairs: Annotated[list[_LimitRecord], Field(default_factory=list, max_length=MAX_PAIRS)]
 
 
 def cluster_from_dict(record: object) -> Cluster:
@@ -712,6 +689,15 @@ def cluster_from_dict(record: object) -> Cluster:
         calibration=found.calibration,
         sends=Sends(found.sends),
         execution=Execution(found.execution),
+        pairs=tuple(
+            PairLimit(
+                sources=tuple(each.sources),
+                targets=tuple(each.targets),
+                bandwidth_bytes_per_s=each.bandwidth_bytes_per_s,
+                latency_s=each.latency_s,
+            )
+            for each in found.pairs
+        ),
     )
 
 
@@ -738,7 +724,8 @@ def _file_record(cluster: Cluster, path: Path) -> dict[str, Any]:
         record["sends"] = str(cluster.sends)
     if cluster.execution != Execution.EAGER:
         record["execution"] = str(cluster.execution)
-    return record | {"hosts": [_host_record(cluster, h) for h in range(cluster.num_hosts)]}
+    record["hosts"] = [_host_record(cluster, h) for h in range(cluster.num_hosts)]
+    return record | ({"pairs": pairs_record(cluster)} if cluster.pairs else {})
 
 
 def _host_record(cluster: Cluster, host_index: int) -> dict[str, Any]:

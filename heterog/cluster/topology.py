@@ -3,7 +3,8 @@
 Rates are effective rates of one direction. Two resources are one bottleneck each: a transfer
 inside a host uses the out port of its source and the in port of its destination (or the one bus
 of the host), a transfer between hosts uses the out side of one NIC and the in side of the other.
-The switch between the hosts never blocks.
+The switch between the hosts never blocks, unless a ``PairLimit`` says what lies between some of
+them: a line between two sites, or the rate that was measured for a pair of hosts.
 """
 
 import hashlib
@@ -182,6 +183,28 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairLimit:
+    """What all transfers from some hosts to some others share beside their NICs.
+
+    Attributes:
+        sources: Positions in ``Cluster.hosts`` of where transfers begin.
+        targets: Of where they end; none is among ``sources``.
+        bandwidth_bytes_per_s: Effective rate of this direction, for all of them together.
+        latency_s: Time of an empty transfer, if that is more than what the NICs take.
+    """
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is about more than one pair of hosts."""
+        return len(self.sources) > 1 or len(self.targets) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkResource:
     """One thing that at most one full-rate flow can use, such as "A nic out" or "A:0 port in"."""
 
@@ -210,7 +233,7 @@ class Execution(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Devices on hosts joined by one non-blocking switch.
+    """Devices on hosts joined by one switch, which blocks only where ``pairs`` says so.
 
     Two clusters with the same fingerprint are the same to a planner: the fingerprint covers every
     number and every host and device name, but not the cluster's own name, the texts that say
@@ -225,10 +248,13 @@ class Cluster:
             on such GPUs, or data sheets alone. ``None`` for the former.
         sends: Of who executes steps here; predictions follow it.
         execution: Which program that is; device models follow it.
+        pairs: What lies between hosts beside their NICs.
         device_types: The distinct types by value, in order of first appearance.
         type_index: Position in ``device_types``, per device.
         host_of: Position in ``hosts``, per device.
-        host_kind: Number of its kind, per host: alike hosts have the same devices, link and NICs.
+        host_kind: Number of its kind, per host: alike hosts have the same devices, link and NICs,
+            and are on the same side of every limit that several hosts share. What was measured
+            between two hosts alone makes no kinds: every host would be one.
         resources: Everything that a transfer can occupy.
 
     >>> cluster = Cluster.load("paper_8gpu")
@@ -245,6 +271,7 @@ class Cluster:
     calibration: str | None = None
     sends: Sends = Sends.OVERLAPPED
     execution: Execution = Execution.EAGER
+    pairs: tuple[PairLimit, ...] = ()
     device_types: tuple[DeviceType, ...] = field(init=False, repr=False, compare=False)
     type_index: tuple[int, ...] = field(init=False, repr=False, compare=False)
     host_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -253,13 +280,16 @@ class Cluster:
     _host_devices: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _port_of: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
     _nic_of: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    _between: dict[tuple[int, int], tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _device_index: dict[str, int] = field(init=False, repr=False, compare=False)
     _fingerprint: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hosts", tuple(self.hosts))
         object.__setattr__(self, "devices", tuple(self.devices))
+        object.__setattr__(self, "pairs", tuple(self.pairs))
         _check_cluster(self)
+        _check_pairs(self)
         types: dict[DeviceType, int] = {}
         type_index = tuple(types.setdefault(d.type, len(types)) for d in self.devices)
         members: list[list[int]] = [[] for _ in self.hosts]
@@ -271,15 +301,19 @@ class Cluster:
             "type_index": type_index,
             "host_of": tuple(d.host_index for d in self.devices),
             "host_kind": tuple(
-                kinds.setdefault(_kind_of(host, [self.devices[d] for d in own]), len(kinds))
-                for host, own in zip(self.hosts, members, strict=True)
+                kinds.setdefault(
+                    (*_kind_of(host, [self.devices[d] for d in own]), _sides(self.pairs, index)),
+                    len(kinds),
+                )
+                for index, (host, own) in enumerate(zip(self.hosts, members, strict=True))
             ),
             "_host_devices": tuple(tuple(m) for m in members),
             "_device_index": {d.name: i for i, d in enumerate(self.devices)},
         }
         nics, derived["_nic_of"] = _nic_resources(self, members)
         inner, derived["_port_of"] = _inner_resources(self, len(nics))
-        derived["resources"] = nics + inner
+        between, derived["_between"] = _pair_resources(self, len(nics) + len(inner))
+        derived["resources"] = nics + inner + between
         for attribute, value in derived.items():
             object.__setattr__(self, attribute, value)
         text = json.dumps(_identity(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -327,9 +361,14 @@ class Cluster:
         if src == dst:
             return ()
         if src_host != dst_host:
-            return self._nic_of[src][0], self._nic_of[dst][1]
+            limits = self._between.get((src_host, dst_host), ())
+            return self._nic_of[src][0], *limits, self._nic_of[dst][1]
         out_port, in_port = self._port_of[src][0], self._port_of[dst][1]
         return (out_port,) if out_port == in_port else (out_port, in_port)
+
+    def limits_between(self, src_host: int, dst_host: int) -> tuple[int, ...]:
+        """Indices of the resources between two hosts beside their NICs."""
+        return self._between.get((src_host, dst_host), ())
 
     def nics(self, devices: Iterable[int], side: int) -> tuple[int, ...]:
         """Indices of the different NIC sides of some devices: 0 for out, 1 for in."""
@@ -343,14 +382,28 @@ class Cluster:
         """Whether a resource is a side of a NIC; these come first."""
         return resource < 2 * sum(host.num_nics for host in self.hosts)
 
+    def is_between(self, resource: int) -> bool:
+        """Whether a resource is one of ``pairs``; these come last."""
+        return resource >= self._first_pair
+
     def latency_s(self, src: int, dst: int) -> float:
-        """Time of an empty transfer: the slower of the two NICs, or the inner link."""
+        """Time of an empty transfer: the slowest of the NICs and what is between, or inside."""
         if src == dst:
             return 0.0
         src_host, dst_host = self.hosts[self.host_of[src]], self.hosts[self.host_of[dst]]
         if src_host is dst_host:
             return src_host.intra.latency_s
-        return max(src_host.nic_latency_s, dst_host.nic_latency_s)
+        between = self._between.get((self.host_of[src], self.host_of[dst]), ())
+        return max(
+            src_host.nic_latency_s,
+            dst_host.nic_latency_s,
+            *(self.pairs[resource - self._first_pair].latency_s for resource in between),
+        )
+
+    @property
+    def _first_pair(self) -> int:
+        """The resource of the first of ``pairs``; these come last."""
+        return len(self.resources) - len(self.pairs)
 
     def bottleneck_bytes_per_s(self, src: int, dst: int) -> float:
         """Rate of a transfer that is alone; infinite for a device and itself."""
@@ -377,7 +430,9 @@ class Cluster:
                     return _describe_pair(what, here, there)
             if len(mine[plural]) != len(theirs[plural]):
                 return _describe_count(what, mine[plural], theirs[plural])
-        return f"NIC efficiency is {self.efficiency:g}, not {other.efficiency:g}"
+        if self.efficiency != other.efficiency:
+            return f"NIC efficiency is {self.efficiency:g}, not {other.efficiency:g}"
+        return "what lies between hosts (pairs) differs"
 
     @staticmethod
     def load(source: str | Path) -> "Cluster":
@@ -421,7 +476,7 @@ class Cluster:
                 }
                 for d, t in zip(self.devices, self.type_index, strict=True)
             ],
-        }
+        } | ({"pairs": [_limit_to_dict(limit) for limit in self.pairs]} if self.pairs else {})
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "Cluster":
@@ -441,6 +496,15 @@ def _kind_of(host: Host, devices: Iterable[Device]) -> tuple[object, ...]:
         tuple((device.type, device.usable_memory_bytes) for device in devices),
         host.intra,
         (host.nic_line_rate_bytes_per_s, host.num_nics, host.nic_latency_s),
+    )
+
+
+def _sides(pairs: Iterable[PairLimit], host: int) -> tuple[tuple[int, bool], ...]:
+    """On which side of which shared limits a host is."""
+    return tuple(
+        (number, host in limit.sources)
+        for number, limit in enumerate(pairs)
+        if limit.is_shared and host in (*limit.sources, *limit.targets)
     )
 
 
@@ -530,6 +594,59 @@ def _check_cluster(cluster: Cluster) -> None:
             )
 
 
+MAX_PAIRS = 128 * 127
+"""A measured matrix of 128 hosts; each entry is a link of its own to who simulates a step."""
+
+
+def _check_pairs(cluster: Cluster) -> None:
+    where = f"of cluster '{cluster.name}'"
+    if len(cluster.pairs) > MAX_PAIRS:
+        raise ClusterError(
+            f"{len(cluster.pairs):,} limits between hosts {where} are more than the {MAX_PAIRS:,} "
+            "of a matrix for 128 hosts; leave out pairs that are as fast as their NICs."
+        )
+    for number, limit in enumerate(cluster.pairs):
+        what = f"limit {number} between hosts {where}"
+        for hosts in (limit.sources, limit.targets):
+            if not hosts or len(set(hosts)) < len(hosts):
+                raise ClusterError(f"{what} names no host, or one twice, on one of its sides.")
+            if not all(0 <= host < len(cluster.hosts) for host in hosts):
+                raise ClusterError(
+                    f"{what} names a host that there is not; they are 0 to "
+                    f"{len(cluster.hosts) - 1}."
+                )
+        if both := set(limit.sources) & set(limit.targets):
+            name = cluster.hosts[min(both)].name
+            raise ClusterError(f"{what} has host '{name}' on both sides; it can be on one.")
+        _check_positive(limit.bandwidth_bytes_per_s, f"bandwidth of {what}")
+        _check_not_negative(limit.latency_s, f"latency of {what}")
+
+
+def _pair_resources(
+    cluster: Cluster, first: int
+) -> tuple[tuple[LinkResource, ...], dict[tuple[int, int], tuple[int, ...]]]:
+    """Limits between hosts, numbered from ``first`` on, and those of each pair of hosts."""
+    between: dict[tuple[int, int], tuple[int, ...]] = {}
+    resources = []
+    for number, limit in enumerate(cluster.pairs):
+        sides = [
+            cluster.hosts[hosts[0]].name + (f" and {len(hosts) - 1} more" if hosts[1:] else "")
+            for hosts in (limit.sources, limit.targets)
+        ]
+        resources.append(
+            LinkResource(
+                # Numbered, since calibrations know links by their names.
+                name=f"{sides[0]} to {sides[1]} limit {number}",
+                bandwidth_bytes_per_s=limit.bandwidth_bytes_per_s,
+                host_index=limit.sources[0],
+            )
+        )
+        for source in limit.sources:
+            for target in limit.targets:
+                between[source, target] = (*between.get((source, target), ()), first + number)
+    return tuple(resources), between
+
+
 def _nic_resources(
     cluster: Cluster, host_devices: Sequence[Sequence[int]]
 ) -> tuple[tuple[LinkResource, ...], tuple[tuple[int, int], ...]]:
@@ -616,6 +733,15 @@ def _host_to_dict(host: Host) -> dict[str, Any]:
     }
 
 
+def _limit_to_dict(limit: PairLimit) -> dict[str, Any]:
+    return {
+        "sources": list(map(int, limit.sources)),
+        "targets": list(map(int, limit.targets)),
+        "bandwidth_bytes_per_s": float(limit.bandwidth_bytes_per_s),
+        "latency_s": float(limit.latency_s),
+    }
+
+
 def _identity(cluster: Cluster) -> dict[str, Any]:
     """What the fingerprint covers; devices carry their type in full, hosts go by name."""
     record = cluster.to_dict()
@@ -629,7 +755,10 @@ def _identity(cluster: Cluster) -> dict[str, Any]:
         }
         for d in record["devices"]
     ]
-    return {"efficiency": record["efficiency"], "hosts": record["hosts"], "devices": devices}
+    # Clusters without limits keep the fingerprint that they had before there were any.
+    pairs = {"pairs": record["pairs"]} if "pairs" in record else {}
+    seen = {"efficiency": record["efficiency"], "hosts": record["hosts"], "devices": devices}
+    return seen | pairs
 
 
 def _describe_pair(what: str, here: dict[str, Any], there: dict[str, Any]) -> str:

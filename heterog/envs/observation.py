@@ -290,9 +290,15 @@ class Observer:
             np.minimum(port_out[:, None], port_in[None, :]),
             np.minimum(nic_out[:, None], nic_in[None, :]),
         )
+        latency_between = np.zeros((self.num_devices, self.num_devices))
+        for limit in cluster.pairs:
+            of_pair = np.ix_(np.isin(host, limit.sources), np.isin(host, limit.targets))
+            bottleneck[of_pair] = np.minimum(bottleneck[of_pair], limit.bandwidth_bytes_per_s)
+            latency_between[of_pair] = np.maximum(latency_between[of_pair], limit.latency_s)
         nic_s = np.array([each.nic_latency_s for each in cluster.hosts])[host]
         inside_s = np.array([each.intra.latency_s for each in cluster.hosts])[host]
         latency = np.where(is_inside, inside_s[:, None], np.maximum(nic_s[:, None], nic_s))
+        latency = np.maximum(latency, latency_between)
         # Bytes are divided among the blocks, but each block pays the whole latency.
         seconds, latency = size / bottleneck, latency * self.num_blocks
         links = np.stack(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count
 
-from heterog.cluster.topology import Cluster, Device, Host
+from heterog.cluster.topology import Cluster, Device, Host, PairLimit
 from heterog.explain.decided import ranges_of
 from heterog.graph.grouping import group_ops
 from heterog.simulator.evaluator import Evaluator
@@ -22,6 +22,7 @@ class ChangeKind(StrEnum):
 
     DEVICE = "device"
     NIC = "nic"
+    PAIRS = "pairs"
     INNER_LINK = "inner_link"
     MEMORY = "memory"
 
@@ -52,6 +53,7 @@ def possible_changes(
       that type with the fewest devices, because a card in a machine without a free slot cannot be
       bought. A cluster of a single host has no network to join: there it goes into that host.
     - Each kind of NIC (by line rate) twice as fast, on all hosts that have it.
+    - Each line that several hosts share with others twice as fast, in both directions.
     - Each kind of inner link twice as fast, on all hosts that have it and use it.
     - Twice the memory on all devices of a type, where memory limits: some strategy needs more
       than 90 % of what a device of the type has.
@@ -65,6 +67,7 @@ def possible_changes(
     if cluster.num_hosts > 1:
         for rate in sorted({host.nic_line_rate_bytes_per_s for host in cluster.hosts}):
             yield _faster_nics(cluster, rate)
+    yield from _faster_lines(cluster)
     crowded = [h for h in range(cluster.num_hosts) if len(cluster.host_devices(h)) > 1]
     for link in dict.fromkeys(cluster.hosts[index].intra for index in crowded):
         chosen = [index for index in crowded if cluster.hosts[index].intra == link]
@@ -113,8 +116,52 @@ def _one_more(cluster: Cluster, number: int) -> ChangedCluster:
         kind=ChangeKind.DEVICE,
         what=f"one more {device_type.name}",
         where=where,
-        cluster=replace(cluster, hosts=new_hosts, devices=(*cluster.devices, device)),
+        cluster=replace(
+            cluster,
+            hosts=new_hosts,
+            devices=(*cluster.devices, device),
+            pairs=_with_one_more(cluster, model, device.host_index),
+        ),
     )
+
+
+def _with_one_more(cluster: Cluster, model: int, host: int) -> tuple[PairLimit, ...]:
+    """What lies between hosts when another one joins those that a model of it is among."""
+
+    def with_it(hosts: tuple[int, ...]) -> tuple[int, ...]:
+        return (*hosts, host) if model in hosts and host not in hosts else hosts
+
+    return tuple(
+        replace(limit, sources=with_it(limit.sources), targets=with_it(limit.targets))
+        if limit.is_shared
+        else limit
+        for limit in cluster.pairs
+    )
+
+
+def _faster_lines(cluster: Cluster) -> Iterator[ChangedCluster]:
+    """Each line between the same sets of hosts twice as fast."""
+    lines: dict[frozenset[tuple[int, ...]], list[int]] = {}
+    for number, limit in enumerate(cluster.pairs):
+        if limit.is_shared:
+            lines.setdefault(frozenset((limit.sources, limit.targets)), []).append(number)
+    for numbers in lines.values():
+        pairs = list(cluster.pairs)
+        for number in numbers:
+            faster = 2.0 * pairs[number].bandwidth_bytes_per_s
+            pairs[number] = replace(pairs[number], bandwidth_bytes_per_s=faster)
+        line = cluster.pairs[numbers[0]]
+        rate = line.bandwidth_bytes_per_s
+        ends = [
+            cluster.hosts[hosts[0]].name + (f" and {len(hosts) - 1} more" if hosts[1:] else "")
+            for hosts in (line.sources, line.targets)
+        ]
+        yield ChangedCluster(
+            kind=ChangeKind.PAIRS,
+            what=f"a line of {rate * 16e-9:.3g} instead of {rate * 8e-9:.3g} Gbit/s",
+            where=f"between {ends[0]} and {ends[1]}",
+            cluster=replace(cluster, pairs=tuple(pairs)),
+        )
 
 
 def _free_name(stem: str, taken: set[str]) -> str:

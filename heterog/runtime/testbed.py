@@ -472,6 +472,11 @@ def _emulates_delay(cluster: Cluster, namespace: str) -> bool:
 
 def _check_hosts(cluster: Cluster) -> None:
     least = _LEAST_QUOTA_US / _QUOTA_PERIOD_US
+    if cluster.pairs:
+        raise TestbedError(
+            f"cluster '{cluster.name}' limits what goes between pairs of hosts; a testbed shapes "
+            "NICs alone. Leave out pairs, or lower the rates of the NICs."
+        )
     for host in cluster.hosts:
         if host.num_nics > 1:
             raise TestbedError(

@@ -158,7 +158,14 @@ def link_name(cluster: Cluster, links: Iterable[int]) -> str:
     """
     nics: dict[int, None] = {}
     inner: dict[int, None] = {}
+    between: dict[str, None] = {}
     for link in links:
+        if cluster.is_between(link):
+            resource = cluster.resources[link]
+            ends = resource.name.partition(" limit ")[0]
+            rate = resource.bandwidth_bytes_per_s * 8e-9
+            between.setdefault(f"{rate:.3g} Gbit/s from {ends}")
+            continue
         kind = nics if cluster.is_nic(link) else inner
         kind.setdefault(cluster.resources[link].host_index)
     names = []
@@ -170,6 +177,9 @@ def link_name(cluster: Cluster, links: Iterable[int]) -> str:
     if inner:
         kinds = " and ".join(dict.fromkeys(cluster.hosts[h].intra.kind for h in inner))
         names.append(f"{kinds} inside {_hosts(cluster, inner)}")
+    if between:
+        more = f" and {len(between) - 2} more" if len(between) > 2 else ""
+        names.append(" and ".join(list(between)[:2]) + more)
     return " and ".join(names)
 
 

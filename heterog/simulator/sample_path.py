@@ -112,7 +112,11 @@ def sample_path_s(
         total = off_path[number].sum() + heaviest_path(graph, gain)
         return float(total / (1.0 + alpha))
 
-    return _highest(bound, device_weights(whole.T, counts), counts) * (1.0 - _ROUNDING)
+    found = _highest(bound, device_weights(whole.T, counts), counts) * (1.0 - _ROUNDING)
+    if one_pass:
+        # What holds with micro-batches holds without, and each search ends where it likes.
+        found = max(found, sample_path_s(graph, cluster, cost_model))
+    return found
 
 
 def _highest(

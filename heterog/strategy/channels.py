@@ -15,7 +15,9 @@ With n devices and payload S (bytes of the whole tensor), per direction:
   (1 - w_h) S and receives (H-1) w_h S, after a reduce-scatter inside the host. The all-gather is
   its mirror image.
 
-Where a host has several NICs, those of the members carry equal parts of what it sends.
+Where a host has several NICs, those of the members carry equal parts of what it sends. What lies
+between two hosts beside their NICs (``Cluster.pairs``) carries what goes from one to the other:
+rings send to the next host alone, in a reduce-scatter each host sends every other its slice.
 """
 
 from collections.abc import Sequence
@@ -210,6 +212,7 @@ class ChannelTable:
             if here != there:
                 self._load_nics(load, members[here], 0, multiple)
                 self._load_nics(load, members[there], 1, multiple)
+                self._load_between(load, here, there, multiple)
                 continue
             for resource in self.cluster.route(src, dst):
                 load[resource] = load.get(resource, 0.0) + multiple
@@ -232,6 +235,13 @@ class ChannelTable:
         nics = self.cluster.nics(members, side)
         for nic in nics:
             load[nic] = load.get(nic, 0.0) + multiple / len(nics)
+
+    def _load_between(
+        self, load: dict[int, float], here: int, there: int, multiple: float
+    ) -> None:
+        """What lies between two hosts carries what one sends the other."""
+        for resource in self.cluster.limits_between(here, there):
+            load[resource] = load.get(resource, 0.0) + multiple
 
     def _by_hosts(
         self, kind: ChannelKind, devices: tuple[int, ...], parts: tuple[float, ...]
@@ -278,12 +288,36 @@ class ChannelTable:
                     sent, received = received, sent
             self._load_nics(load, group, 0, sent)
             self._load_nics(load, group, 1, received)
+        if self.cluster.pairs:
+            self._load_pairs(
+                load, kind, [self.cluster.host_of[group[0]] for group in groups], owned
+            )
         latency = max(
             self.cluster.latency_s(group[0], groups[(index + 1) % count][0])
             for index, group in enumerate(groups)
         )
         steps = 2 * (count - 1) if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL else count - 1
         return tuple(sorted((r, m) for r, m in load.items() if m > 0.0)), steps * latency
+
+    def _load_pairs(
+        self,
+        load: dict[int, float],
+        kind: ChannelKind,
+        hosts: Sequence[int],
+        owned: Sequence[float],
+    ) -> None:
+        """What goes between hosts in ``_between_hosts``: to the next one, or to all others."""
+        count = len(hosts)
+        for index, here in enumerate(hosts):
+            if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL:
+                following = hosts[(index + 1) % count]
+                self._load_between(load, here, following, 2.0 * (count - 1) / count)
+                continue
+            for other, there in enumerate(hosts):
+                if there != here:
+                    # Reduce-scatter: the slice of who receives; all-gather: of who sends.
+                    owner = other if kind == ChannelKind.REDUCE_SCATTER else index
+                    self._load_between(load, here, there, owned[owner])
 
 
 def slice_parts(decision: Decision) -> tuple[float, ...]:

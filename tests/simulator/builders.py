@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heterog.cluster import Cluster, Device, DeviceType, Host, Link, device_type
+from heterog.cluster import Cluster, Device, DeviceType, Host, Link, PairLimit, device_type
 from heterog.cluster.topology import Sends
 from heterog.graph.axis_plan import axis_plan, crosses
 from heterog.graph.grouping import group_ops
@@ -333,14 +333,38 @@ _LINKS = (
 
 
 def random_cluster(rng: Random) -> Cluster:
-    """One to three hosts of one to three devices of mixed types."""
+    """One to three hosts of one to three devices of mixed types, some with lines between them."""
     sizes = rng.choice([(1,), (2,), (1, 1), (2, 1), (3, 2), (1, 1, 1), (1, 3, 2)])
     hosts = [
         (rng.choice([10.0, 25.0, 50.0, 100.0]), [rng.choice(_TYPES) for _ in range(size)])
         for size in sizes
     ]
     links = [rng.choice(_LINKS) for _ in hosts]
-    return cluster_of(*hosts, intra_of=links, efficiency=0.7)
+    cluster = cluster_of(*hosts, intra_of=links, efficiency=0.7)
+    if len(hosts) == 1 or rng.random() < 0.6:
+        return cluster
+    return replace(cluster, pairs=random_pairs(rng, len(hosts)))
+
+
+def random_pairs(rng: Random, num_hosts: int) -> tuple[PairLimit, ...]:
+    """A line with the last host, or limits of random pairs, or both."""
+
+    def limit(sources: tuple[int, ...], targets: tuple[int, ...]) -> PairLimit:
+        rate = rng.choice([0.5, 1.0, 3.0, 20.0]) * 1e9
+        return PairLimit(
+            sources=sources,
+            targets=targets,
+            bandwidth_bytes_per_s=rate,
+            latency_s=rng.choice([0.0, 1e-3]),
+        )
+
+    rest, last = tuple(range(num_hosts - 1)), (num_hosts - 1,)
+    pairs = [limit(rest, last), limit(last, rest)] if rng.random() < 0.7 else []
+    for source in range(num_hosts):
+        for target in range(num_hosts):
+            if source != target and (not pairs or rng.random() < 0.4):
+                pairs.append(limit((source,), (target,)))
+    return tuple(pairs)
 
 
 # --- strategies ---------------------------------------------------------------------------------

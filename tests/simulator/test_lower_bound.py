@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import scipy.optimize
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -295,6 +295,7 @@ def test_random_strategies_of_a_captured_step(captured: OpGraph) -> None:
 
 
 @given(st.integers(0, 2**32 - 1))
+@example(33554431)  # the search for the sharper bound ended below the other one
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_strategies_of_random_graphs(seed: int) -> None:
     rng = Random(seed)
@@ -303,7 +304,7 @@ def test_random_strategies_of_random_graphs(seed: int) -> None:
     waiting = sample_path_s(graph, cluster, MODEL)
     one_pass = sample_path_s(graph, cluster, MODEL, one_pass=True)
     assert bound.compute_s * (1.0 - 1e-6) <= waiting
-    assert waiting <= one_pass * 1.001  # neither has to find its very best weights
+    assert waiting <= one_pass
     evaluator = Evaluator(graph, cluster)
     for _ in range(5):
         strategy = builders.random_strategy(rng, graph, cluster)
