@@ -6,11 +6,12 @@ from enum import StrEnum
 from itertools import count
 
 from heterog.cluster.topology import Cluster, Device, Host, PairLimit
+from heterog.errors import StrategyError
 from heterog.explain.decided import ranges_of
 from heterog.graph.grouping import group_ops
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
-from heterog.strategy.division import split_in_proportion
+from heterog.strategy.division import micro_sizes, split_in_proportion
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 _MOST_RANGES = 8
@@ -213,7 +214,8 @@ def strategies_with(
 
     A device that joins a range takes a share in proportion to its speed among those that work
     there. A group that was on one device becomes replicas, synchronised by reduce-scatter and
-    all-gather. Beside teams, a device that joins is a team of its own.
+    all-gather. Beside teams, a device that joins is a team of its own. What would be no legal
+    strategy is left out.
 
     Args:
         strategy: made for the graph; its devices have the same indices in the cluster.
@@ -227,7 +229,12 @@ def strategies_with(
         longest = sorted(ranges, key=lambda groups: (-len(groups), groups.start))
         spans += [(groups.start, groups.stop) for groups in longest[:_MOST_RANGES]]
     for first, last in spans:
-        yield _joined(strategy, evaluator, devices, speeds, first, last)
+        joined = _joined(strategy, evaluator, devices, speeds, first, last)
+        try:
+            joined.check(evaluator.graph, evaluator.cluster)
+        except StrategyError:
+            continue  # rules or schedules of the others leave no place for who joins
+        yield joined
 
 
 def moved(strategy: Strategy, cluster: Cluster) -> Strategy:
@@ -259,7 +266,26 @@ def _joined(
     schedule = strategy.schedule
     if not schedule.is_default:
         schedule = schedule.fitted([decision.devices for decision in changed])
-    return replace(changed_strategy, homes=homes, schedule=schedule)
+    return replace(
+        changed_strategy,
+        homes=homes,
+        schedule=schedule,
+        micro_batches=_in_proportion(strategy, evaluator.cluster),
+    )
+
+
+def _in_proportion(strategy: Strategy, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches of the same sizes that every group cuts in the proportions of its shares.
+
+    A table that says what each device has of each micro-batch has nothing for who joins.
+    """
+    if not strategy.micro_batches:
+        return ()
+    divisions = dict.fromkeys(decision.division for decision in strategy.decisions)
+    batch_size = sum(strategy.decisions[0].shares)
+    sizes = micro_sizes(strategy.micro_batches, divisions, batch_size)
+    idle = (0,) * len(sizes)
+    return (tuple(sizes), *(idle for _ in range(cluster.num_devices - 1)))
 
 
 def _with_devices(

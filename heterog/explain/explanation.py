@@ -359,7 +359,7 @@ def _left_out(
             key = cluster.host_kind[host], len(idle)
             if key not in known:
                 best = with_idle_devices(evaluator, plan.strategy, order, idle)
-                known[key] = best.step_time_s if best.is_ok else None
+                known[key] = best.step_time_s if best is not None and best.is_ok else None
             found.append(LeftOut(devices=idle, step_time_s=known[key]))
     return tuple(found)
 

@@ -147,10 +147,11 @@ def _value(
 
 def with_idle_devices(
     evaluator: Evaluator, strategy: Strategy, order: Order, devices: Sequence[int]
-) -> Evaluation:
+) -> Evaluation | None:
     """The best step found in which idle devices take part; see ``strategies_with``."""
     joined = strategies_with(strategy, evaluator, devices, device_speeds(evaluator))
-    return _best(_referee(evaluator, _ranked(evaluator, joined, order)))
+    judged = _referee(evaluator, _ranked(evaluator, joined, order))
+    return _best(judged) if judged else None
 
 
 def replan(

@@ -6,8 +6,10 @@ twins, a *column*, and lowers what happens on the columns alone; an evaluation t
 different in a strategy and not what is repeated.
 
 The devices of a division are a grid of *lanes* (its teams, each an interval of samples) and
-*positions* (the members of a team). Two lanes are twins if everything that the strategy says of
-one it says of the other, on devices of one type and on hosts of one kind; so are two positions.
+*positions* (the members of a team). Where divisions have other numbers of teams, several teams
+that follow one another are a lane, so that all have as many lanes as the numbers have in common.
+Two lanes are twins if everything that the strategy says of one it says of the other, on devices of
+one type and on hosts of one kind; so are two positions, where all divisions have the same ones.
 What twins send over links of their own they send at the same time; whether they have such links is
 for the caller to see (``simulator.folded``).
 
@@ -20,6 +22,7 @@ because it is the first of its class: nothing that takes time or memory is left 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 import numpy as np
 
@@ -38,9 +41,10 @@ class Fold:
         column_of: the place in ``columns`` of each device's twin, -1 for devices without work.
             # [num_devices]
         grids: devices by lane and position, one for each set of divisions over the same devices.
-            # [num_lanes, num_positions] each
+            # [num_lanes, num_positions] each; lanes are as many in all
         lane_twin: first twin of each lane.  # [num_lanes]
-        position_twin: first twin of each position.  # [num_positions]
+        position_twin: first twin of each position; each its own where grids have other numbers
+            of them.  # [most positions of a grid]
     """
 
     columns: IntArray
@@ -102,9 +106,11 @@ def folds(choice: Choice, cluster: Cluster) -> Iterator[Fold]:
     if not grids or (choice.home >= 0).any():
         return
     says = _Signatures(choice, cluster, grids)
-    num_lanes, num_positions = grids[0].shape
+    num_lanes, num_positions = len(grids[0]), max(grid.shape[1] for grid in grids)
     lanes = _twins([says.of_lane(lane) for lane in range(num_lanes)])
-    positions = _twins([says.of_position(position) for position in range(num_positions)])
+    positions = np.arange(num_positions, dtype=np.int32)
+    if says.have_the_same_positions:
+        positions = _twins([says.of_position(position) for position in range(num_positions)])
     seen = {num_lanes * num_positions}
     for lane_twin, position_twin in _pairs(says, lanes, positions):
         size = len(set(lane_twin)) * len(set(position_twin))
@@ -185,16 +191,15 @@ def _grids(choice: Choice) -> list[IntArray]:
             return []
         grid = np.empty((len(members) // size, size), np.int32)
         grid[teams.number[division, members], teams.position[division, members]] = members
-        if grids and grid.shape != grids[0].shape:
-            return []
         known = {grid_of.get(int(device), -1) for device in members}
         if known == {-1}:
             for device in members:
                 grid_of[int(device)] = len(grids)
             grids.append(grid)
-        elif len(known) > 1 or (grids[known.pop()] != grid).any():
+        elif len(known) > 1 or not np.array_equal(grids[known.pop()], grid):
             return []
-    return grids
+    num_lanes = gcd(*(len(grid) for grid in grids))
+    return [grid.reshape(num_lanes, -1) for grid in grids]
 
 
 class _Signatures:
@@ -203,10 +208,16 @@ class _Signatures:
     def __init__(self, choice: Choice, cluster: Cluster, grids: Sequence[IntArray]) -> None:
         self._choice = choice
         self._cluster = cluster
-        self._devices = np.stack(grids)  # [num_grids, num_lanes, num_positions]
-        self._host = np.array(cluster.host_of)[self._devices]
-        # Members of its team on each device's host.  # [num_grids, num_lanes, num_positions]
-        self._beside = (self._host[..., :, None] == self._host[..., None, :]).sum(axis=-1)
+        self._grids = grids
+        self._host = np.array(cluster.host_of)
+        # All devices of each lane, grid by grid.  # [num_lanes, devices of a lane]
+        self._lanes = np.concatenate(grids, axis=1)
+        sizes = choice.teams.size[:-1]
+        self.have_the_same_positions = (
+            len({grid.shape for grid in grids}) == 1
+            and len(np.unique(sizes[choice.teams.number[:-1] >= 0])) == 1
+            and int(sizes.max(initial=1)) == grids[0].shape[1]
+        )
         self._hosts = [
             (host.intra, host.nic_line_rate_bytes_per_s, host.nic_latency_s)
             for host in cluster.hosts
@@ -215,19 +226,29 @@ class _Signatures:
 
     def of_lane(self, lane: int) -> tuple[object, ...]:
         """What is said of the devices of a lane, and which of them share a host."""
-        devices, hosts = self._devices[:, lane].ravel(), self._host[:, lane].ravel().tolist()
+        devices = self._lanes[lane]
         numbers: dict[int, int] = {}
-        pattern = tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
+        pattern = tuple(
+            numbers.setdefault(host, len(numbers)) for host in self._host[devices].tolist()
+        )
         return pattern, *(self._of_device(int(device)) for device in devices)
 
     def of_position(self, position: int) -> tuple[object, ...]:
         """What is said of the members at a position, and how many are on their hosts."""
-        devices, beside = self._devices[..., position].ravel(), self._beside[..., position]
+        devices = np.stack(self._grids)[..., position].ravel()
+        beside = self._beside[..., position]
         return beside.tobytes(), *(self._of_device(int(device)) for device in devices)
+
+    @cached_property
+    def _beside(self) -> IntArray:
+        """Members of its team on each device's host.  # [num_grids, num_lanes, num_positions]"""
+        host = self._host[np.stack(self._grids)]
+        found: IntArray = (host[..., :, None] == host[..., None, :]).sum(axis=-1, dtype=np.int32)
+        return found
 
     def rank(self, lanes: IntArray, lane: int) -> tuple[int, ...]:
         """How many lanes before this one are its twins on its hosts, and how many in all."""
-        hosts = self._host.swapaxes(0, 1).reshape(self._host.shape[1], -1)
+        hosts = self._host[self._lanes]
         there = [
             other
             for other in range(len(hosts))
@@ -270,7 +291,8 @@ def _fold(
 ) -> Fold:
     twin = np.full(num_devices, -1, np.int32)
     for grid in grids:
-        twin[grid.ravel()] = grid[np.ix_(lane_twin, position_twin)].ravel()
+        places = position_twin[: grid.shape[1]]
+        twin[grid.ravel()] = grid[np.ix_(lane_twin, places)].ravel()
     columns = np.unique(twin[twin >= 0])
     column_of = np.where(twin >= 0, np.searchsorted(columns, twin), -1)
     return Fold(

@@ -14,6 +14,7 @@ from heterog.explain.changed_cluster import ChangeKind, possible_changes, strate
 from heterog.explain.decided import what_was_decided
 from heterog.explain.explanation import Explanation, explain
 from heterog.explain.fit import RemedyKind, _choice, remedies
+from heterog.explain.what_if import with_idle_devices
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.plan import Plan, make_plan
@@ -21,6 +22,8 @@ from heterog.planners.teams import rules_of_model
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory_breakdown import memory_fit
+from heterog.strategy.layouts.layout import Layout
+from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.simulator import builders
 from tests.simulator.builders import cluster_of, linear_chain, plan_by_hand, strategy_of
@@ -238,6 +241,24 @@ def test_whoever_joins_teams_is_a_team_of_its_own(sync: Sync) -> None:
     for joined in strategies_with(strategy, evaluator, (4,), device_speeds(evaluator)):
         evaluator.evaluate(joined, Order.FIFO)
         assert any(each.teams == ((0, 1), (2, 3), (4,)) for each in joined.decisions)
+
+
+def test_idle_devices_join_a_layout_in_micro_batches() -> None:
+    """A layout says of each device what it has of each micro-batch, of idle ones nothing.
+
+    ``heterog plan`` of a model whose best plan leaves hosts idle ended with that error.
+    """
+    cluster = builders.cluster_of(*[(10.0, ["T4"] * 2)] * 3)
+    evaluator = Evaluator(GRAPH, cluster)
+    layout = Layout(pp=2, dp=2, num_micro=4)
+    strategy = place_layout(layout, GRAPH, cluster, devices=range(4)).strategy
+    assert sum(map(sum, strategy.micro_batches)) != GRAPH.batch_size
+    joined = list(strategies_with(strategy, evaluator, (4, 5), device_speeds(evaluator)))
+    assert joined
+    for each in joined:
+        assert each.num_micro_batches == 4
+        assert {4, 5} & {device for decision in each.decisions for device in decision.devices}
+    assert with_idle_devices(evaluator, strategy, Order.FIFO, (4, 5)) is not None
 
 
 def test_micro_batches_make_teams_fit() -> None:

@@ -16,10 +16,12 @@ from heterog.cluster.spec import parse_cluster
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.planners.teams import rules_of_model
 from heterog.simulator.cost_model import ChannelPricer
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.simulator.folded import Folding
+from heterog.strategy.division import split_evenly
 from heterog.strategy.folding import fold_choice, folds
 from heterog.strategy.layouts.layout import Layout, Recompute
 from heterog.strategy.layouts.placed import place_layout
@@ -179,6 +181,54 @@ def alike_strategy(rng: random.Random, graph: OpGraph, cluster: Cluster) -> Stra
     if micro and rng.random() < 0.5:
         strategy = replace(strategy, schedule=PipelineSchedule(splits_backward=True))
     return strategy
+
+
+UNLIKE = [
+    ((4, 1), (2, 2)), ((4, 1), (2, 1)), ((2, 2), (4, 1)), ((2, 1), (4, 1), (2, 2)),
+    ((8, 1), (2, 2)),
+]  # fmt: skip
+"""(Teams, members of each) of the stages of pipelines whose lanes are alike."""
+
+
+@pytest.mark.parametrize("stages", UNLIKE)
+@pytest.mark.parametrize("link", ["nvlink_a100", "pcie3"])
+@pytest.mark.parametrize("num_micro", [1, 2])
+def test_stages_of_unlike_width_are_folded(
+    stages: tuple[tuple[int, int], ...], link: str, num_micro: int
+) -> None:
+    """Lanes are then several teams of a stage; nothing was folded before."""
+    hosts = max(teams * size for teams, size in stages)
+    cluster = cluster_of(hosts * len(stages), 1, intra=link)
+    evaluator = Evaluator(GRAPH, cluster)
+    rules = rules_of_model(GRAPH)
+    assert rules is not None
+    decisions, first = [], 0
+    for teams, size in stages:
+        devices = tuple(range(first, first + teams * size))
+        first += hosts
+        shares = split_evenly(GRAPH.batch_size, teams * size)
+        decisions.append(
+            Decision(
+                devices=devices,
+                shares=shares,
+                sync=Sync.RING,
+                teams=tuple(devices[team * size :][:size] for team in range(teams)),
+                parts=(1,) * len(devices),
+            )
+        )
+    num_groups = group_ops(GRAPH).num_groups
+    chosen = [decisions[group * len(stages) // num_groups] for group in range(num_groups)]
+    micro: tuple[tuple[int, ...], ...] = ()
+    if num_micro > 1:
+        idle = (0,) * num_micro
+        sizes = split_evenly(GRAPH.batch_size, num_micro)
+        micro = (sizes, *(idle for _ in range(cluster.num_devices - 1)))
+    strategy = strategy_of(GRAPH, cluster, chosen, micro_batches=micro)
+    strategy = replace(strategy, op_rules=rules.op_rules)
+    strategy.check(GRAPH, cluster)
+    lowered = check(evaluator, evaluator.encode(strategy))
+    if link == "nvlink_a100":  # a bus is what a host's devices share: each host has one here
+        assert lowered < sum(teams * size for teams, size in stages)
 
 
 @pytest.mark.parametrize("seed", range(NUM_RANDOM))
