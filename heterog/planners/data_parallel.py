@@ -126,7 +126,7 @@ class DistributedDataParallel:
             return tried
         most = min(even_shares(problem.evaluator))
         with problem.spend().limits():
-            while not self._fits(problem, tried) and num_micro < most:
+            while tried.candidates and not self._fits(problem, tried) and num_micro < most:
                 num_micro = min(2 * num_micro, most)
                 tried = _all_variants(problem, self._variants(problem, num_micro))
             low = num_micro // 2 + 1
@@ -140,6 +140,8 @@ class DistributedDataParallel:
         return tried
 
     def _fits(self, problem: Problem, result: PlanResult) -> bool:
+        if not result.candidates:
+            return False  # the budget was over before the first of them
         strategy = result.candidates[0].strategy
         return problem.evaluator.evaluate(strategy, Order.FIFO).is_ok
 

@@ -104,7 +104,7 @@ class Enumeration(ABC, Generic[Point]):
             candidates=tuple(self._candidate(point) for point in self.best(NUM_RETURNED)),
             num_evaluations=self.spending.evaluations,
             search_seconds=time.perf_counter() - begin,
-            reason="" if self.cost else reason,
+            reason="" if self.cost or self.spending.is_over else reason,
         )
 
     def try_points(self, points: Iterable[Point], *, until: float = 1.0) -> None:

@@ -37,6 +37,7 @@ _NUM_WIDENED = 10  # sequences that are tried with every number of micro-batches
 _NUM_REFINED = 4
 # Parts of the budget after which the search goes on, whatever is left to try: a small budget is
 # better spent on the best sequences than on all of them.
+_UNTIL_SORTED = 0.2
 _UNTIL_WIDENED, _UNTIL_TEAMS, _UNTIL_REFINED = 0.4, 0.6, 0.85
 _MOST_CAPS = 2  # see ``_Point``
 _MOST_HOSTS = 5  # up to which every sequence of machines is tried
@@ -155,6 +156,7 @@ class _Enumeration(Enumeration[_Point]):
         self.rates: dict[tuple[tuple[int, ...], int], FloatArray] = {}
         self.cuts: dict[tuple[Stages, int, bool], tuple[int, ...]] = {}
         self.sequences: list[Stages] = []
+        self.estimates: dict[Stages, float] = {}
         self.rules = rules_of_model(evaluator.graph)
         self.blocks_of_layers = layer_blocks(evaluator.graph)
         self.num_ops = np.bincount(evaluator.tables.op_group + 1, minlength=self.num_groups + 1)[
@@ -167,11 +169,11 @@ class _Enumeration(Enumeration[_Point]):
         most = self.problem.evaluator.graph.batch_size
         # A batch of a few samples is cut into as many micro-batches as it has.
         first_micro = [count for count in _FIRST_MICRO if count <= most] or [most]
-        self.sequences = self.sequences or self._sequences(first_micro[-1], order)
+        sequences = self._sequences(first_micro[-1], order)
         self.try_points(
             (
                 point
-                for stages in self.sequences
+                for stages in sequences
                 for num_micro in first_micro
                 for point in self._balanced(stages, num_micro, order)
             ),
@@ -214,13 +216,21 @@ class _Enumeration(Enumeration[_Point]):
         return list(dict.fromkeys((*self.best(_NUM_REFINED), *fastest)))
 
     def _sequences(self, num_micro: int, order: Order) -> list[Stages]:
-        """All sequences of stages, those first whose balanced cut is estimated to be fastest."""
-        found = [each for each in stage_sequences(self.cluster) if len(each) <= self.num_groups]
+        """All sequences of stages, those first whose balanced cut is estimated to be fastest.
 
-        def estimate(stages: Stages) -> float:
-            return self._estimate(next(self._balanced(stages, num_micro, order)))
-
-        return sorted(found, key=estimate)
+        What there is no time to estimate comes last; estimates are kept for when it goes on.
+        """
+        if not self.sequences:
+            self.sequences = [
+                each for each in stage_sequences(self.cluster) if len(each) <= self.num_groups
+            ]
+        for stages in self.sequences:
+            if self.estimates and self.spending.fraction >= _UNTIL_SORTED:
+                break
+            if stages not in self.estimates:
+                point = next(self._balanced(stages, num_micro, order))
+                self.estimates[stages] = self._estimate(point)
+        return sorted(self.sequences, key=lambda stages: self.estimates.get(stages, np.inf))
 
     def _estimate(self, point: _Point) -> float:
         """Seconds of a point: T_max + (sum T - T_max)/m, and the slowest stage's gradients."""
