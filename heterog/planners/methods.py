@@ -101,6 +101,12 @@ METHODS = (
         needs="a budget; no micro-batches",
     ),
     MethodNote(
+        name="islands",
+        stage="search",
+        what="unlike pipelines and replicas, each stage on machines of one kind",
+        needs="a budget",
+    ),
+    MethodNote(
         name="pipeline",
         stage="search",
         what="stages of machines, replicated inside, balanced by simulation",

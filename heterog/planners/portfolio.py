@@ -16,6 +16,7 @@ from dataclasses import replace
 import heterog.planners.data_parallel
 import heterog.planners.deeppool
 import heterog.planners.hap
+import heterog.planners.islands.search
 import heterog.planners.megatron_grid
 import heterog.planners.model_parallel
 import heterog.planners.pipeline

@@ -1,0 +1,298 @@
+"""What machines of several kinds make of a model together: an estimate, and a cut into stages.
+
+An *island* is all hosts of one kind, in teams of one size, as some consecutive stages of a
+pipeline; the teams of a stage share its micro-batches. A *pool* is a pipeline of islands; pools
+are replicas of each other, however unlike. With C_r the seconds that stage r would take for all
+layers of a micro-batch, stages that are cut in proportion take H = 1 / sum_r 1/C_r each, and a
+pool of R stages takes (m + R - 1) H for its m micro-batches, or as long as the slowest message
+between two stages takes where that is longer; gradients of what several teams have are added up
+behind them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.graph.op_graph import FloatArray
+from heterog.planners.islands.slices import Slices
+from heterog.planners.model_parallel import balanced_chain
+from heterog.strategy.division import split_in_proportion
+
+MOST_KINDS = 4
+"""Of machines, of which every partition into pools is tried."""
+MOST_STAGES = 16
+"""Of one kind of machines."""
+RECOMPUTED = 0.12
+"""Part of the activations that a stage holds if its layers recompute."""
+ROUNDS = 3
+"""In which samples and pools find their proportions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Island:
+    """Hosts of one kind as stages of a pipeline.
+
+    Attributes:
+        kind: number of it.
+        members: devices of a team.
+        stages: how many the island has; its teams are divided among them.
+    """
+
+    kind: int
+    members: int
+    stages: int
+
+
+Pool = tuple[Island, ...]
+"""Islands in the order of the layers that they have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """Pools that train on one batch together.
+
+    Attributes:
+        pools: of them.
+        num_micro: micro-batches of a step, as many in every pool.
+        recompute: whether layers recompute.
+        zero: stage of ZeRO: 0, 1 or 3.
+        samples: of the batch for each pool.
+        layers: of each stage of each pool.
+    """
+
+    pools: tuple[Pool, ...]
+    num_micro: int
+    recompute: bool
+    zero: int
+    samples: tuple[int, ...] = ()
+    layers: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One stage of a pool: teams of one kind."""
+
+    island: Island
+    teams: int
+
+
+def stages_of(pool: Pool, slices: Slices) -> list[_Stage]:
+    """The stages of a pool, in order."""
+    found = []
+    for island in pool:
+        kind = slices.kinds[island.kind]
+        teams = len(kind.hosts) * (kind.size // island.members) // island.stages
+        found += [_Stage(island, teams)] * island.stages
+    return found
+
+
+def islands_of(slices: Slices, kind: int) -> list[Island]:
+    """Every division of the hosts of a kind into teams and stages."""
+    hosts = slices.kinds[kind]
+    most = min(hosts.size, slices.most_members)
+    sizes = [1 << power for power in range(most.bit_length()) if hosts.size % (1 << power) == 0]
+    found = []
+    for members in sizes:
+        teams = len(hosts.hosts) * (hosts.size // members)
+        found += [
+            Island(kind, members, stages)
+            for stages in range(1, min(teams, MOST_STAGES, slices.num_layers) + 1)
+            if teams % stages == 0
+        ]
+    return found
+
+
+def partitions(items: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """All ways to put things into sets, for a handful of things.
+
+    >>> list(partitions([0, 1]))
+    [((0, 1),), ((0,), (1,))]
+    """
+    if not items:
+        yield ()
+        return
+    first, rest = items[0], items[1:]
+    for smaller in partitions(rest):
+        for index, own in enumerate(smaller):
+            yield (*smaller[:index], (first, *own), *smaller[index + 1 :])
+        yield ((first,), *smaller)
+
+
+class Estimator:
+    """Seconds of compositions before they are simulated.
+
+    Args:
+        slices: what layers cost.
+    """
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+        self.batch = slices.evaluator.graph.batch_size
+
+    def pool_seconds(self, pool: Pool, samples: float, point: Composition) -> float:
+        """Seconds of a pool's part of a step; infinite where it cannot be.
+
+        Args:
+            pool: of them.
+            samples: of the batch.
+            point: micro-batches and manner.
+        """
+        slices, stages = self.slices, stages_of(pool, self.slices)
+        micro = samples / point.num_micro
+        if len(stages) > slices.num_layers or any(stage.teams > micro + 1e-9 for stage in stages):
+            return np.inf
+        whole = np.array([self._stage_seconds(stage, micro).sum() for stage in stages])
+        each = 1.0 / (1.0 / whole).sum()
+        parts = each / whole  # of the layers
+        room = np.array([slices.kinds[stage.island.kind].usable_bytes for stage in stages])
+        state, kept = self._memory(stages, micro, point)
+        over = parts * (state.sum(axis=0) + kept.sum(axis=0)) / room
+        messages = self._message_seconds(stages, micro)
+        others = [island.kind for other in point.pools if other != pool for island in other]
+        gradients = self._gradient_seconds(stages, parts, others)
+        if point.zero == 3:  # parameters are gathered again for every micro-batch
+            gradients *= 0.5 + point.num_micro
+        seconds = (point.num_micro + len(stages) - 1) * max(each, messages) + gradients
+        # What does not fit by the estimate comes behind all that does, the leanest first.
+        return float(seconds if over.max() <= 1.0 else 1e6 * over.max() + seconds)
+
+    def shared_out(self, point: Composition) -> tuple[float, tuple[int, ...]]:
+        """(seconds of a step, samples of each pool): pools take about equally long."""
+        pools, rest = point.pools, self.batch
+        if len(pools) == 1:
+            return self.pool_seconds(pools[0], rest, point), (rest,)
+        weights = np.ones(len(pools))
+        best: tuple[float, tuple[int, ...]] = (np.inf, ())
+        for _ in range(ROUNDS):
+            units = rest // point.num_micro
+            if units < len(pools):
+                return np.inf, ()
+            counts = split_in_proportion(units, tuple(weights.tolist()))
+            samples = tuple(count * point.num_micro for count in counts)
+            if min(samples) == 0 or sum(samples) != rest:
+                return best
+            seconds = np.array(
+                [self.pool_seconds(*pair, point) for pair in zip(pools, samples, strict=True)]
+            )
+            best = min(best, (float(seconds.max()), samples))
+            if not np.isfinite(seconds).all():
+                return best
+            weights = np.array(samples) / seconds
+        return best
+
+    def cut(self, point: Composition) -> Composition | None:
+        """The same with layers for every stage, balanced by their seconds; ``None`` if too few."""
+        layers = []
+        for pool, samples in zip(point.pools, point.samples, strict=True):
+            stages = stages_of(pool, self.slices)
+            micro = samples / point.num_micro
+            if len(stages) > self.slices.num_layers:
+                return None
+            seconds = np.stack([self._stage_seconds(stage, micro) for stage in stages], axis=1)
+            state, kept = self._memory(stages, micro, point)
+            room = np.array(
+                [float(self.slices.kinds[stage.island.kind].usable_bytes) for stage in stages]
+            )
+            placement = np.array(balanced_chain(seconds, state + kept, room))
+            layers.append(_every_stage_has_one(placement, len(stages)))
+        return Composition(
+            point.pools, point.num_micro, point.recompute, point.zero, point.samples, tuple(layers)
+        )
+
+    def _stage_seconds(self, stage: _Stage, micro: float) -> FloatArray:
+        """Seconds of all layers of a micro-batch on a stage.  # [num_layers]"""
+        own = max(int(np.ceil(micro / stage.teams - 1e-9)), 1)
+        return self.slices.seconds(stage.island.kind, stage.island.members, own)
+
+    def _memory(
+        self, stages: Sequence[_Stage], micro: float, point: Composition
+    ) -> tuple[FloatArray, FloatArray]:
+        """(state, activations) of each layer on one device of each stage.
+
+        Returns:
+            # [num_layers, num_stages] each
+        """
+        slices, count = self.slices, len(stages)
+        state, kept = [], []
+        for number, stage in enumerate(stages):
+            members = stage.island.members
+            sliced = slices.state_bytes
+            if point.zero and stage.teams > 1:
+                # Parameters and gradients are whole under stage 1 and slices under stage 3.
+                own = 2.0 * slices.parameter_bytes if point.zero == 1 else 0.0 * sliced
+                sliced = own + (slices.state_bytes - own) / stage.teams
+            state.append(sliced / members)
+            in_flight = min(count - number, point.num_micro)
+            part = RECOMPUTED if point.recompute else 1.0
+            kept.append(
+                slices.kept_bytes * (micro / stage.teams) / members * max(in_flight * part, part)
+            )
+        return np.stack(state, axis=1), np.stack(kept, axis=1)
+
+    def _message_seconds(self, stages: Sequence[_Stage], micro: float) -> float:
+        """Seconds of the slowest hop of a micro-batch between stages, both ways at once."""
+        slowest = 0.0
+        for first, second in pairwise(stages):
+            rate = self.slices.between_bytes_per_s(first.island.kind, second.island.kind)
+            for stage in (first, second):
+                kind = self.slices.kinds[stage.island.kind]
+                rate = min(rate, kind.nic_bytes_per_s * min(stage.teams, len(kind.hosts)))
+            slowest = max(slowest, self.slices.boundary_bytes * micro / rate)
+        return slowest
+
+    def _gradient_seconds(
+        self, stages: Sequence[_Stage], parts: FloatArray, others: Sequence[int]
+    ) -> float:
+        """Seconds in which the slowest stage adds up its gradients.
+
+        Args:
+            stages: of a pool.
+            parts: of the layers, for each of them.
+            others: kinds of machines in other pools.
+        """
+        size, slowest = float(self.slices.parameter_bytes.sum()), 0.0
+        for stage, part in zip(stages, parts, strict=True):
+            kind = self.slices.kinds[stage.island.kind]
+            if stage.teams == 1 and not others:
+                continue
+            in_host = kind.size // stage.island.members
+            crosses = bool(others) or stage.teams > in_host
+            rate = kind.nic_bytes_per_s if crosses else kind.link_bytes_per_s
+            between = (
+                self.slices.between_bytes_per_s(stage.island.kind, other) for other in others
+            )
+            slowest = max(slowest, 2.0 * size * float(part) / min(rate, *between, np.inf))
+        return slowest
+
+
+def _every_stage_has_one(placement: npt.NDArray[np.int64], count: int) -> tuple[int, ...]:
+    """Layers of each stage where a cut left a slow one empty."""
+    num_layers = len(placement)
+    lowest = np.arange(1, count)
+    cuts = np.maximum(np.searchsorted(placement, lowest), lowest)
+    cuts = np.minimum(np.maximum.accumulate(cuts), num_layers - lowest[::-1])
+    bounds = np.concatenate([[0], cuts, [num_layers]])
+    return tuple(int(each) for each in np.diff(bounds))
+
+
+def structures(kinds: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Kinds of machines as pools, each in an order of the layers; idle kinds are in none.
+
+    All sets and partitions of up to four kinds; of more, all in one pipeline and each on its own.
+
+    Args:
+        kinds: with the one first that should have the first layers.
+    """
+    if len(kinds) > MOST_KINDS:
+        yield (tuple(kinds),)
+        yield tuple((kind,) for kind in kinds)
+        return
+    for size in range(len(kinds), 0, -1):
+        for some in combinations(kinds, size):
+            for pools in partitions(some):
+                yield pools
+                if any(len(pool) > 1 for pool in pools):
+                    yield tuple(pool[::-1] for pool in pools)

@@ -1,0 +1,361 @@
+"""Islands: unlike pipelines beside each other, a stage never larger than one kind of machines.
+
+On mixed clusters a pipeline of equal stages waits for its slowest one, and replicas that are alike
+for the slowest replica. Here every kind of machines is divided on its own (teams, stages) and gets
+as many layers as it is fast; kinds are stages of one pipeline, or replicas of each other with as
+many samples as they are fast: what Tangram, Sailor, HexiScale and AutoHet each have a part of.
+
+Divisions are found by descent on an estimate, one kind after another, for every way to put kinds
+into pools; layers are cut by dynamic programming; the best are simulated, and boundaries, samples
+and micro-batches of the very best are moved for as long as that helps.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.errors import StrategyError
+from heterog.graph.batch_plan import micro_batches_refused
+from heterog.planners.islands.composing import (
+    Composition,
+    Estimator,
+    Island,
+    Pool,
+    islands_of,
+    stages_of,
+    structures,
+)
+from heterog.planners.islands.slices import Slices
+from heterog.planners.megatron_grid import MOST_TASKS
+from heterog.planners.planner import Candidate, PlanResult, Problem, register
+from heterog.planners.teams import host_teams
+from heterog.simulator.evaluator import Evaluation
+from heterog.strategy.division import split_evenly
+from heterog.strategy.layouts.layout import LayoutError, Recompute
+from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
+from heterog.strategy.layouts.stages import shared_across_stages
+from heterog.strategy.strategy import Strategy
+
+NUM_RETURNED = 3
+"""Strategies handed to the referee."""
+NUM_SIMULATED = 60
+"""Of the compositions that were estimated."""
+NUM_REFINED = 3
+"""Of the simulated ones."""
+VARIETY = 1.04
+"""By how much each further composition of the same structure is taken to be slower."""
+PASSES = 2
+"""Of a descent over all kinds."""
+UNTIL_ESTIMATED, UNTIL_REFINED = 0.25, 0.7
+"""Parts of the budget after which the search goes on, whatever is left to try."""
+
+
+class Islands:
+    """Unlike pipelines of machines of one kind each; see the module docstring."""
+
+    name = "islands"
+    stage = "search"
+    resumes = True
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Estimate, simulate the best, refine the very best."""
+        begin = time.perf_counter()
+        spending = problem.spend()
+        search = problem.resumed(_Search)
+        search.problem, search.spending = problem, spending
+        with spending.limits():
+            search.run()
+        best = search.best(NUM_RETURNED)
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=search.strategies[point], orders=tuple(problem.orders))
+                for point in best
+            ),
+            num_evaluations=spending.evaluations,
+            search_seconds=time.perf_counter() - begin,
+            reason=""
+            if search.found or spending.is_over
+            else "no machines can share out the samples and layers of this model",
+            note=described(best[0], search.slices, problem.evaluator.cluster) if best else "",
+        )
+
+
+class _Search:
+    """The compositions of a problem, and what they came to."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.spending = problem.spend()
+        self.evaluator = problem.evaluator
+        self.slices = Slices(self.evaluator)
+        self.estimator = Estimator(self.slices)
+        self.options = [islands_of(self.slices, kind) for kind in range(len(self.slices.kinds))]
+        self.estimates: dict[Composition, tuple[float, tuple[int, ...]]] = {}
+        self.done: set[tuple[tuple[int, ...], ...]] = set()
+        self.found: dict[Composition, Evaluation] = {}
+        self.strategies: dict[Composition, Strategy] = {}
+        self.refused: set[Composition] = set()
+        self.manners = [(False, 0), (True, 0)]
+        if self.evaluator.graph.updates_elementwise:
+            self.manners += [(again, zero) for zero in (1, 3) for again in (False, True)]
+
+    def run(self) -> None:
+        """Estimate, simulate, refine."""
+        self._estimate()
+        for point in self._promising():
+            if self.found and self.spending.fraction >= UNTIL_REFINED:
+                break
+            self._try(point)
+        for start in self.best(NUM_REFINED):
+            self._refine(start)
+
+    def best(self, count: int) -> list[Composition]:
+        """The best that were simulated, best first."""
+        return sorted(self.found, key=lambda point: self.found[point].preference)[:count]
+
+    # --- estimates -------------------------------------------------------------------------------
+
+    def _estimate(self) -> None:
+        """Descend for every structure that there is time for, all kinds in one pipeline first."""
+        kinds = self.slices.kinds
+        roomy = sorted(range(len(kinds)), key=lambda kind: -kinds[kind].usable_bytes)
+        for structure in structures(roomy):
+            if structure in self.done:
+                continue
+            if self.estimates and self.spending.fraction >= UNTIL_ESTIMATED:
+                return
+            for start in self._starts(structure):
+                self._descend(start)
+            self.done.add(structure)
+
+    def _starts(self, structure: tuple[tuple[int, ...], ...]) -> Iterator[Composition]:
+        """Large teams in few stages, and single devices in as few; some micro-batches."""
+        for large in (True, False):
+            pools: list[Pool] = []
+            for kinds in structure:
+                pools.append(tuple(self._option(kind, large=large) for kind in kinds))
+            for num_micro in (16, 64):
+                yield Composition(tuple(pools), self._bounded(num_micro), *self.manners[0])
+
+    def _option(self, kind: int, *, large: bool) -> Island:
+        options = self.options[kind]
+        sizes = sorted({island.members for island in options})
+        members = sizes[-1] if large else sizes[0]
+        return next(island for island in options if island.members == members)
+
+    def _bounded(self, num_micro: int) -> int:
+        """A power of two up to the batch, 1 where the model cannot be cut into micro-batches."""
+        graph = self.evaluator.graph
+        largest = 1 << (graph.batch_size.bit_length() - 1)
+        num_micro = min(num_micro, largest)
+        return 1 if micro_batches_refused(graph, num_micro) else num_micro
+
+    def _descend(self, start: Composition) -> None:
+        """Improve one kind's division, the micro-batches and the manner, one after the other."""
+        point, seconds = start, self._estimated(start)
+        for _ in range(PASSES):
+            before = seconds
+            for vary in self._variables(point):
+                for other in vary(point):
+                    self.spending.check()
+                    estimate = self._estimated(other)
+                    if estimate < seconds:
+                        point, seconds = other, estimate
+            if seconds == before:
+                return
+
+    def _variables(self, point: Composition) -> list["_Vary"]:
+        places = [(p, i) for p, pool in enumerate(point.pools) for i in range(len(pool))]
+        return [_ByMicro(self), _ByManner(self), *(_ByIsland(self, *place) for place in places)]
+
+    def _estimated(self, point: Composition) -> float:
+        if point not in self.estimates:
+            self.estimates[point] = self.estimator.shared_out(point)
+        return self.estimates[point][0]
+
+    def _promising(self) -> list[Composition]:
+        """Those with the least estimates, with their samples and layers.
+
+        An estimate may be off for a whole structure, so that each further one of the same kinds
+        in the same pools counts as a little slower than it is.
+        """
+        ranked = sorted(self.estimates.items(), key=lambda item: item[1][0])
+        seen: Counter[tuple[tuple[int, ...], ...]] = Counter()
+        weighted = []
+        for point, (seconds, samples) in ranked:
+            if not np.isfinite(seconds):
+                break
+            structure = tuple(tuple(island.kind for island in pool) for pool in point.pools)
+            if seen[structure] < NUM_SIMULATED:
+                weighted.append((seconds * VARIETY ** seen[structure], point, samples))
+            seen[structure] += 1
+        weighted.sort(key=lambda each: each[0])
+        cuts = (
+            self.estimator.cut(replace(point, samples=samples))
+            for _, point, samples in weighted[:NUM_SIMULATED]
+        )
+        return [each for each in cuts if each is not None]
+
+    # --- simulation ------------------------------------------------------------------------------
+
+    def _try(self, point: Composition) -> None:
+        """Simulate a composition, unless it makes no sense."""
+        if point in self.found or point in self.refused:
+            return
+        try:
+            strategy = self._strategy(point)
+            choice = self.evaluator.encode(strategy)
+        except (LayoutError, StrategyError):
+            self.refused.add(point)
+            return
+        order = self.problem.first_order
+        self.found[point] = self.evaluator.evaluate_choice(choice, order)
+        self.strategies[point] = strategy
+
+    def _strategy(self, point: Composition) -> Strategy:
+        """What a composition means."""
+        graph, cluster = self.evaluator.graph, self.evaluator.cluster
+        pipelines = [
+            self._pipeline(pool, layers, samples, point.num_micro)
+            for pool, layers, samples in zip(point.pools, point.layers, point.samples, strict=True)
+        ]
+        num_tasks = point.num_micro * sum(
+            len(pipeline.ranks[0]) * len(self.evaluator.tables.op_id) for pipeline in pipelines
+        )
+        if num_tasks > MOST_TASKS and point.num_micro > 1:
+            raise StrategyError("too many tasks to simulate under a budget.")
+        in_teams = any(island.members > 1 for pool in point.pools for island in pool)
+        manner = Manner(
+            zero=point.zero,
+            recompute=Recompute.FULL if point.recompute else Recompute.NONE,
+            keeps_turns=False,
+            sequence_parallel=in_teams,
+            step_barrier=self.problem.step_barrier,
+        )
+        return strategy_of_pipelines(graph, cluster, pipelines, manner)
+
+    def _pipeline(
+        self, pool: Pool, layers: tuple[int, ...], samples: int, num_micro: int
+    ) -> Pipeline:
+        stage_of_layer = [stage for stage, count in enumerate(layers) for _ in range(count)]
+        stages = tuple(stage_of_layer[layer] for layer in self.slices.layer_of_group)
+        if shared_across_stages(self.evaluator.graph, stages) and len(layers) > 1:
+            stages = tuple(np.maximum.accumulate(stages).tolist())
+        teams = []
+        for island in pool:
+            kind = self.slices.kinds[island.kind]
+            devices = [
+                device
+                for host in kind.hosts
+                for device in self.evaluator.cluster.host_devices(host)
+            ]
+            of_kind = host_teams(self.evaluator.cluster, devices, island.members)
+            per_stage = len(of_kind) // island.stages
+            teams += [
+                of_kind[stage * per_stage : (stage + 1) * per_stage]
+                for stage in range(island.stages)
+            ]
+        return Pipeline(
+            stages=stages, teams=tuple(teams), micro_batches=split_evenly(samples, num_micro)
+        )
+
+    def _refine(self, start: Composition) -> None:
+        """Move boundaries, samples and micro-batches for as long as that helps."""
+        best = start
+        while True:
+            for other in self._beside(best):
+                if self.spending.is_over:
+                    return
+                self._try(other)
+            near = [p for p in self.found if p.pools == best.pools]
+            again = min(near, key=lambda point: self.found[point].preference)
+            if again == best:
+                return
+            best = again
+
+    def _beside(self, point: Composition) -> Iterator[Composition]:
+        """A layer more or less at each boundary, other numbers of micro-batches, other manners."""
+        for pool, layers in enumerate(point.layers):
+            for stage in range(len(layers) - 1):
+                for step in (1, -1):
+                    moved = list(layers)
+                    moved[stage] += step
+                    moved[stage + 1] -= step
+                    if min(moved) > 0:
+                        others = list(point.layers)
+                        others[pool] = tuple(moved)
+                        yield replace(point, layers=tuple(others))
+        for recompute, zero in self.manners:
+            yield replace(point, recompute=recompute, zero=zero)
+        for num_micro in (2 * point.num_micro, point.num_micro // 2):
+            if num_micro and num_micro == self._bounded(num_micro):
+                yield replace(point, num_micro=num_micro)
+        unit = point.num_micro
+        for giver in range(len(point.samples)):
+            for taker in range(len(point.samples)):
+                if giver != taker and point.samples[giver] > unit:
+                    samples = list(point.samples)
+                    samples[giver] -= unit
+                    samples[taker] += unit
+                    yield replace(point, samples=tuple(samples))
+
+
+class _Vary:
+    """Other values of one thing about a composition."""
+
+    def __init__(self, search: _Search) -> None:
+        self.search = search
+
+    def __call__(self, point: Composition) -> Iterator[Composition]:
+        raise NotImplementedError
+
+
+class _ByMicro(_Vary):
+    def __call__(self, point: Composition) -> Iterator[Composition]:
+        for power in range(self.search.evaluator.graph.batch_size.bit_length()):
+            if self.search._bounded(1 << power) == 1 << power:
+                yield replace(point, num_micro=1 << power)
+
+
+class _ByManner(_Vary):
+    def __call__(self, point: Composition) -> Iterator[Composition]:
+        for recompute, zero in self.search.manners:
+            yield replace(point, recompute=recompute, zero=zero)
+
+
+class _ByIsland(_Vary):
+    def __init__(self, search: _Search, pool: int, place: int) -> None:
+        super().__init__(search)
+        self.pool, self.place = pool, place
+
+    def __call__(self, point: Composition) -> Iterator[Composition]:
+        for island in self.search.options[point.pools[self.pool][self.place].kind]:
+            pools = [list(pool) for pool in point.pools]
+            pools[self.pool][self.place] = island
+            yield replace(point, pools=tuple(map(tuple, pools)))
+
+
+def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
+    """A composition in words: ``A100 tp8 x 2 (5-5 layers) | T4 ...; 16 micro-batches``."""
+    parts = []
+    for pool, layers, samples in zip(point.pools, point.layers, point.samples, strict=True):
+        stage, islands = 0, []
+        for island in pool:
+            kind = slices.kinds[island.kind]
+            own = layers[stage : stage + island.stages]
+            stage += island.stages
+            teams = stages_of((island,), slices)[0].teams
+            name = cluster.device_types[kind.device_type].name
+            islands.append(
+                f"{name} tp {island.members} dp {teams} layers {'-'.join(map(str, own))}"
+            )
+        parts.append(f"{' > '.join(islands)} ({samples} samples)")
+    manner = ", recompute" * point.recompute + f", zero {point.zero}" * bool(point.zero)
+    return f"{' | '.join(parts)}; {point.num_micro} micro-batches{manner}"
+
+
+register(Islands())

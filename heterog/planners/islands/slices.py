@@ -1,0 +1,212 @@
+"""What a slice of the model costs on a team of devices of one kind.
+
+A slice is a run of *layers*: the repeated modules of a model, what lies before the first with it
+and what lies behind the last with that; or single groups of ops where a model repeats nothing.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan, axis_plan
+from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.planners.model_parallel import activation_bytes, parameter_bytes
+from heterog.planners.teams import rules_of_model
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.stages import layers_of, stages_by_counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Hosts of one kind.
+
+    Attributes:
+        hosts: their positions in the cluster.
+        size: devices of each.
+        device_type: number of the type of all of them.
+        usable_bytes: memory of one device that a job may use.
+        nic_bytes_per_s: rate of all NICs of a host.
+        link_bytes_per_s: of the link inside.
+        link_latency_s: of the same.
+    """
+
+    hosts: tuple[int, ...]
+    size: int
+    device_type: int
+    usable_bytes: int
+    nic_bytes_per_s: float
+    link_bytes_per_s: float
+    link_latency_s: float
+
+
+def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
+    """The kinds of hosts; hosts of several types of devices count by their slowest memory."""
+    of_kind: dict[int, list[int]] = {}
+    for host, kind in enumerate(cluster.host_kind):
+        of_kind.setdefault(kind, []).append(host)
+    found = []
+    for hosts in of_kind.values():
+        devices, link = cluster.host_devices(hosts[0]), cluster.hosts[hosts[0]].intra
+        found.append(
+            Kind(
+                hosts=tuple(hosts),
+                size=len(devices),
+                device_type=cluster.type_index[devices[0]],
+                usable_bytes=min(cluster.devices[each].usable_memory_bytes for each in devices),
+                nic_bytes_per_s=cluster.nic_bandwidth_bytes_per_s(hosts[0]),
+                link_bytes_per_s=link.bandwidth_bytes_per_s,
+                link_latency_s=link.latency_s,
+            )
+        )
+    return tuple(found)
+
+
+class Slices:
+    """Seconds and bytes of every layer on teams of every kind, each asked for once.
+
+    Attributes:
+        evaluator: of the graph on the cluster.
+        kinds: of the cluster's hosts.
+        layer_of_group: the layer of every group.  # [num_groups]
+        num_layers: how many there are.
+        most_members: the largest team that the model can be split for; 1 if for none.
+        state_bytes: parameters, gradients and optimizer state of each layer.  # [num_layers]
+        parameter_bytes: parameters alone.  # [num_layers]
+        kept_bytes: activations of a sample that wait for the backward pass.  # [num_layers]
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator = evaluator
+        graph = evaluator.graph
+        self.kinds = kinds_of(evaluator.cluster)
+        self.layer_of_group = _layers(graph)
+        self.num_layers = max(self.layer_of_group) + 1
+        rules = rules_of_model(graph)
+        self.most_members = max(rules.least_units, 1) if rules is not None else 1
+        self._op_rules = rules.op_rules if rules is not None else ()
+        self._layer_of_op = _layer_of_op(graph, self.layer_of_group)
+        state = parameter_bytes(evaluator)
+        self.state_bytes = self._by_layer(state)
+        self.parameter_bytes = self.state_bytes / (2.0 + evaluator.tables.state_ratio)
+        self.kept_bytes = self._by_layer(activation_bytes(evaluator)) / graph.batch_size
+        self._seconds: dict[tuple[int, int, int], FloatArray] = {}
+
+    def _by_layer(self, of_groups: FloatArray) -> FloatArray:
+        return np.bincount(self.layer_of_group, of_groups, self.num_layers).astype(np.float64)
+
+    @cached_property
+    def boundary_bytes(self) -> float:
+        """Bytes of a sample that go from one layer to the next, the median of all boundaries."""
+        graph = self.evaluator.graph
+        crossing = np.zeros(self.num_layers)
+        for index, op in enumerate(graph.ops):
+            layer = self._layer_of_op[index]
+            if op.phase != Phase.FORWARD or layer < 0:
+                continue
+            for tensor in graph.outputs(index):
+                later = [self._layer_of_op[reader] for reader in graph.consumers[tensor]]
+                forward = [
+                    each
+                    for each, reader in zip(later, graph.consumers[tensor], strict=True)
+                    if graph.ops[reader].phase == Phase.FORWARD
+                ]
+                if max(forward, default=-1) > layer:
+                    crossing[layer] += graph.tensor_bytes[tensor]
+        return float(np.median(crossing[:-1])) / graph.batch_size if len(crossing) > 1 else 0.0
+
+    def between_bytes_per_s(self, first: int, second: int) -> float:
+        """What lies between hosts of two kinds beside their NICs; infinite if nothing does."""
+        sources, targets = set(self.kinds[first].hosts), set(self.kinds[second].hosts)
+        rates = [
+            limit.bandwidth_bytes_per_s
+            for limit in self.evaluator.cluster.pairs
+            if sources & set(limit.sources) and targets & set(limit.targets)
+        ]
+        return sum(rates) or np.inf
+
+    def seconds(self, kind: int, members: int, samples: int) -> FloatArray:
+        """Forward and backward of a micro-batch by each layer on one team.
+
+        Args:
+            kind: of the team's host.
+            members: of the team.
+            samples: of the micro-batch on this team.
+
+        Returns:
+            # [num_layers]
+        """
+        key = kind, members, samples
+        if key not in self._seconds:
+            self._seconds[key] = self._price(self.kinds[kind], members, samples)
+        return self._seconds[key]
+
+    def _price(self, kind: Kind, members: int, samples: int) -> FloatArray:
+        evaluator = self.evaluator
+        device_type = evaluator.cluster.device_types[kind.device_type]
+        if members == 1:
+            of_ops = evaluator.cost_model.op_seconds(evaluator.graph, device_type, samples)
+            return self._of_layers(of_ops)
+        plan = self._plan
+        ruled = plan.op_axis != BATCH_AXIS
+        units = np.where(ruled, np.array(plan.axes)[plan.op_axis], samples) / members
+        part = 1.0 + plan.follows_batch * (samples / evaluator.graph.batch_size - 1.0)
+        flops = (plan.flops_fixed + units * plan.flops_per_unit) * part[:, 0]
+        moved = plan.bytes_fixed * part[:, 1] + units * plan.bytes_per_unit * part[:, 2]
+        of_ops = evaluator.cost_model.work_seconds(evaluator.graph, device_type, flops, moved)
+        summed, count = self._summed
+        share = samples / evaluator.graph.batch_size
+        ring = 2.0 * (members - 1) / members * share / kind.link_bytes_per_s
+        return (
+            self._of_layers(of_ops)
+            + summed * ring
+            + count * (2.0 * (members - 1) * kind.link_latency_s)
+        )
+
+    def _of_layers(self, of_ops: FloatArray) -> FloatArray:
+        """Seconds of forward and backward ops by layer; updates run once a step."""
+        inside = self._layer_of_op >= 0
+        found = np.bincount(self._layer_of_op[inside], of_ops[inside], self.num_layers)
+        return found.astype(np.float64)
+
+    @cached_property
+    def _plan(self) -> AxisPlan:
+        return axis_plan(self.evaluator.graph, self._op_rules)
+
+    @cached_property
+    def _summed(self) -> tuple[FloatArray, FloatArray]:
+        """(bytes, number) of the partial results of teams that each layer adds up."""
+        graph, plan = self.evaluator.graph, self._plan
+        total, count = np.zeros(self.num_layers), np.zeros(self.num_layers)
+        for index in np.flatnonzero(plan.op_axis != BATCH_AXIS).tolist():
+            layer = self._layer_of_op[index]
+            for tensor in graph.outputs(index):
+                if layer >= 0 and plan.made(tensor).kind == "P":
+                    total[layer] += float(graph.tensor_bytes[tensor])
+                    count[layer] += 1.0
+        return total, count
+
+
+def _layers(graph: OpGraph) -> tuple[int, ...]:
+    """The layer of every group; every group is one where nothing is repeated."""
+    layers = layers_of(graph)
+    if len(layers.names) > 1:
+        return stages_by_counts(layers, (1,) * len(layers.names))
+    return tuple(range(group_ops(graph).num_groups))
+
+
+def _layer_of_op(graph: OpGraph, layer_of_group: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """The layer of every op that a micro-batch runs, -1 for the others.  # [num_ops]"""
+    group = group_ops(graph).group
+    return np.array(
+        [
+            -1
+            if op.phase == Phase.UPDATE or group[index] == CONSTANT_GROUP
+            else layer_of_group[group[index]]
+            for index, op in enumerate(graph.ops)
+        ],
+        np.int64,
+    )

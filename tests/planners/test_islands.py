@@ -1,0 +1,163 @@
+"""Islands: unlike pipelines, against exhaustive search and by hand."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from heterog.cluster import Cluster, PairLimit
+from heterog.planners.islands.composing import (
+    Composition,
+    Estimator,
+    Island,
+    islands_of,
+    partitions,
+    stages_of,
+    structures,
+)
+from heterog.planners.islands.search import Islands, _Search
+from heterog.planners.islands.slices import Slices, kinds_of
+from heterog.planners.planner import Budget, Problem
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from tests.simulator.builders import cluster_of
+from tests.strategy.test_layouts import GRAPH
+
+MIXED = cluster_of((25.0, ["V100-16GB"] * 2), (10.0, ["T4"] * 2))
+
+
+def problem_of(cluster: Cluster, evaluations: int) -> Problem:
+    evaluator = Evaluator(GRAPH, cluster)
+    return Problem(evaluator=evaluator, budget=Budget(evaluations=evaluations))
+
+
+@pytest.mark.parametrize(("count", "bell"), [(1, 1), (2, 2), (3, 5), (4, 15)])
+def test_partitions_are_as_many_as_bell_says(count: int, bell: int) -> None:
+    found = list(partitions(range(count)))
+    assert len({frozenset(map(frozenset, each)) for each in found}) == len(found) == bell
+
+
+def test_structures_of_many_kinds_are_few() -> None:
+    assert len(list(structures(range(4)))) < 100
+    assert list(structures(range(6))) == [
+        ((0, 1, 2, 3, 4, 5),),
+        ((0,), (1,), (2,), (3,), (4,), (5,)),
+    ]
+
+
+def test_hosts_are_divided_into_teams_and_stages() -> None:
+    cluster = cluster_of(*[(10.0, ["T4"] * 4)] * 2)
+    slices = Slices(Evaluator(GRAPH, cluster))
+    (kind,) = kinds_of(cluster)
+    assert (kind.hosts, kind.size) == ((0, 1), 4)
+    found = {(each.members, each.stages) for each in islands_of(slices, 0)}
+    limit = min(slices.num_layers, 8)
+    assert found == {
+        (members, stages)
+        for members in (1, 2, 4)
+        if members <= slices.most_members
+        for stages in (1, 2, 4, 8)
+        if stages <= min(limit, 8 // members)
+    }
+    stages = stages_of((Island(0, 2, 2),), slices)
+    assert [stage.teams for stage in stages] == [2, 2]
+
+
+def test_layers_on_one_device_take_what_their_ops_take() -> None:
+    evaluator = Evaluator(GRAPH, MIXED)
+    slices = Slices(evaluator)
+    seconds = slices.seconds(0, 1, 4)
+    of_ops = evaluator.cost_model.op_seconds(GRAPH, MIXED.device_types[0], 4)
+    inside = [op for op in range(GRAPH.num_ops) if slices._layer_of_op[op] >= 0]
+    assert seconds.sum() == pytest.approx(of_ops[inside].sum())
+    assert slices.state_bytes.sum() == pytest.approx(
+        sum(GRAPH.tensor_bytes[p] for _, p, _ in GRAPH.updates)
+        * (2.0 + evaluator.tables.state_ratio)
+    )
+
+
+def test_a_balanced_pipeline_is_estimated_by_hand() -> None:
+    """Two equal stages, no messages to speak of: (m + 1) halves of a micro-batch."""
+    cluster = cluster_of(*[(1e6, ["T4"])] * 2)
+    slices = Slices(Evaluator(GRAPH, cluster))
+    estimator = Estimator(slices)
+    pool = (Island(0, 1, 2),)
+    point = Composition((pool,), 8, recompute=False, zero=0)
+    whole = slices.seconds(0, 1, GRAPH.batch_size // 8).sum()
+    found = estimator.pool_seconds(pool, GRAPH.batch_size, point)
+    assert found == pytest.approx(9 * whole / 2)
+
+
+def exhaustive(search: _Search, most_micro: int) -> Iterator[Composition]:
+    """Every composition with every cut and every split of the samples."""
+    layers = search.slices.num_layers
+    for structure in structures(range(len(search.slices.kinds))):
+        options = [[search.options[kind] for kind in pool] for pool in structure]
+        for pools in product(*(product(*pool) for pool in options)):
+            counts = [sum(island.stages for island in pool) for pool in pools]
+            if max(counts) > layers:
+                continue
+            cuts = [
+                [
+                    tuple(np.diff((0, *inner, layers)).tolist())
+                    for inner in combinations(range(1, layers), count - 1)
+                ]
+                for count in counts
+            ]
+            for num_micro in [1 << power for power in range(most_micro.bit_length())]:
+                units = GRAPH.batch_size // num_micro
+                splits = [(units,)] if len(pools) == 1 else [
+                    (first, units - first) for first in range(1, units)
+                ]  # fmt: skip
+                for (recompute, zero), split, cut in product(
+                    search.manners, splits, product(*cuts)
+                ):
+                    yield Composition(
+                        tuple(pools),
+                        num_micro,
+                        recompute,
+                        zero,
+                        tuple(unit * num_micro for unit in split),
+                        cut,
+                    )
+
+
+def test_it_is_as_good_as_exhaustive_search() -> None:
+    cluster = cluster_of((25.0, ["V100-16GB"]), (10.0, ["T4"] * 2))
+    every = _Search(problem_of(cluster, 10**6))
+    for point in exhaustive(every, 4):
+        every._try(point)
+    assert len(every.found) > 500
+    best = every.found[every.best(1)[0]].step_time_s
+    searched = _Search(problem_of(cluster, 120))
+    with searched.spending.limits():
+        searched.run()
+    found = searched.found[searched.best(1)[0]].step_time_s
+    assert found <= best * 1.03
+    assert len(searched.found) * 4 < len(every.found)
+
+
+def test_what_it_returns_is_legal_and_keeps_kinds_apart() -> None:
+    problem = problem_of(MIXED, 60)
+    result = Islands().plan(problem)
+    assert result.candidates
+    assert "micro-batches" in result.note
+    for candidate in result.candidates:
+        candidate.strategy.check(GRAPH, MIXED)
+        assert problem.evaluator.evaluate(candidate.strategy, Order.FIFO).is_ok
+
+
+def test_slow_lines_keep_a_site_to_itself() -> None:
+    """Where sites are joined by next to nothing, the best uses one of them."""
+    cluster = cluster_of(*[(100.0, ["V100-16GB"] * 2)] * 2, *[(100.0, ["T4"] * 2)] * 2)
+    sides = ((0, 1), (2, 3))
+    pairs = tuple(
+        PairLimit(sources=a, targets=b, bandwidth_bytes_per_s=1e5, latency_s=0.1)
+        for a, b in (sides, sides[::-1])
+    )
+    problem = problem_of(replace(cluster, pairs=pairs), 150)
+    best = Islands().plan(problem).candidates[0].strategy
+    hosts = {cluster.host_of[d] for decision in best.decisions for d in decision.devices}
+    assert hosts <= {0, 1} or hosts <= {2, 3}
