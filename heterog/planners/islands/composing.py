@@ -10,7 +10,7 @@ behind them.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -27,6 +27,8 @@ MOST_STAGES = 16
 """Of one kind of machines."""
 RECOMPUTED = 0.12
 """Part of the activations that a stage holds if its layers recompute."""
+AGAIN = 4.0 / 3.0
+"""Compute of a step whose forward pass is made twice, of three such passes."""
 ROUNDS = 3
 """In which samples and pools find their proportions."""
 
@@ -61,6 +63,9 @@ class Composition:
         zero: stage of ZeRO: 0, 1 or 3.
         samples: of the batch for each pool.
         layers: of each stage of each pool.
+        hides_messages: whether stages may hold about twice as many micro-batches as under 1F1B,
+            whose caps make stages wait where forward and backward passes are not alike.
+        splits_backward: whether weight gradients wait until a device has nothing else to do.
     """
 
     pools: tuple[Pool, ...]
@@ -69,6 +74,8 @@ class Composition:
     zero: int
     samples: tuple[int, ...] = ()
     layers: tuple[tuple[int, ...], ...] = ()
+    hides_messages: bool = True
+    splits_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +162,7 @@ class Estimator:
         gradients = self._gradient_seconds(stages, parts, others)
         if point.zero == 3:  # parameters are gathered again for every micro-batch
             gradients *= 0.5 + point.num_micro
+        each *= AGAIN if point.recompute else 1.0
         seconds = (point.num_micro + len(stages) - 1) * max(each, messages) + gradients
         # What does not fit by the estimate comes behind all that does, the leanest first.
         return float(seconds if over.max() <= 1.0 else 1e6 * over.max() + seconds)
@@ -183,24 +191,36 @@ class Estimator:
             weights = np.array(samples) / seconds
         return best
 
-    def cut(self, point: Composition) -> Composition | None:
-        """The same with layers for every stage, balanced by their seconds; ``None`` if too few."""
-        layers = []
+    def cut(self, point: Composition) -> tuple[float, Composition] | None:
+        """(seconds, the same with layers for every stage); ``None`` if there are too few layers.
+
+        Stages of whole layers are not cut in proportion, so the estimate is made again from the
+        slowest stage: (m - 1) max_r T_r + sum_r T_r for T_r seconds of stage r.
+        """
+        layers, slowest = [], 0.0
         for pool, samples in zip(point.pools, point.samples, strict=True):
             stages = stages_of(pool, self.slices)
             micro = samples / point.num_micro
             if len(stages) > self.slices.num_layers:
                 return None
             seconds = np.stack([self._stage_seconds(stage, micro) for stage in stages], axis=1)
+            seconds = seconds * (AGAIN if point.recompute else 1.0)
             state, kept = self._memory(stages, micro, point)
             room = np.array(
                 [float(self.slices.kinds[stage.island.kind].usable_bytes) for stage in stages]
             )
             placement = np.array(balanced_chain(seconds, state + kept, room))
-            layers.append(_every_stage_has_one(placement, len(stages)))
-        return Composition(
-            point.pools, point.num_micro, point.recompute, point.zero, point.samples, tuple(layers)
-        )
+            counts = _every_stage_has_one(placement, len(stages))
+            of_stage = np.repeat(np.arange(len(stages)), counts)
+            each = np.array([seconds[of_stage == r, r].sum() for r in range(len(stages))])
+            longest = max(float(each.max()), self._message_seconds(stages, micro))
+            others = [island.kind for other in point.pools if other != pool for island in other]
+            parts = np.array(counts) / self.slices.num_layers
+            gradients = self._gradient_seconds(stages, parts, others)
+            took = (point.num_micro - 1) * longest + float(each.sum()) + gradients
+            slowest = max(slowest, took)
+            layers.append(counts)
+        return slowest, replace(point, layers=tuple(layers))
 
     def _stage_seconds(self, stage: _Stage, micro: float) -> FloatArray:
         """Seconds of all layers of a micro-batch on a stage.  # [num_layers]"""
@@ -225,7 +245,9 @@ class Estimator:
                 own = 2.0 * slices.parameter_bytes if point.zero == 1 else 0.0 * sliced
                 sliced = own + (slices.state_bytes - own) / stage.teams
             state.append(sliced / members)
-            in_flight = min(count - number, point.num_micro)
+            behind = count - number
+            most = 2 * behind - 1 if point.hides_messages else behind
+            in_flight = min(most, point.num_micro)
             part = RECOMPUTED if point.recompute else 1.0
             kept.append(
                 slices.kept_bytes * (micro / stage.teams) / members * max(in_flight * part, part)

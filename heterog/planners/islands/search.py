@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
@@ -38,12 +39,16 @@ from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import LayoutError, Recompute
 from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
 from heterog.strategy.layouts.stages import shared_across_stages
+from heterog.strategy.pipeline_schedule import PipelineSchedule
+from heterog.strategy.schedules import caps_of_stages
 from heterog.strategy.strategy import Strategy
 
 NUM_RETURNED = 3
 """Strategies handed to the referee."""
 NUM_SIMULATED = 60
 """Of the compositions that were estimated."""
+NUM_CUT = 300
+"""Of the estimated ones, whose layers are cut; stages of few layers are less even than hoped."""
 NUM_REFINED = 3
 """Of the simulated ones."""
 VARIETY = 1.04
@@ -107,9 +112,12 @@ class _Search:
         """Estimate, simulate, refine."""
         self._estimate()
         for point in self._promising():
-            if self.found and self.spending.fraction >= UNTIL_REFINED:
-                break
-            self._try(point)
+            for manner in self._until_it_fits(point):
+                if self.found and self.spending.fraction >= UNTIL_REFINED:
+                    break
+                evaluation = self._try(manner)
+                if evaluation is None or evaluation.is_ok:
+                    break
         for start in self.best(NUM_REFINED):
             self._refine(start)
 
@@ -185,36 +193,48 @@ class _Search:
         """
         ranked = sorted(self.estimates.items(), key=lambda item: item[1][0])
         seen: Counter[tuple[tuple[int, ...], ...]] = Counter()
-        weighted = []
+        cuts: dict[tuple[tuple[Pool, ...], int], tuple[float, Composition]] = {}
         for point, (seconds, samples) in ranked:
-            if not np.isfinite(seconds):
+            if not np.isfinite(seconds) or len(cuts) >= NUM_CUT:
                 break
+            division = point.pools, point.num_micro
+            if division not in cuts:  # other manners are tried of those that do not fit
+                cut = self.estimator.cut(replace(point, samples=samples))
+                cuts |= {} if cut is None else {division: cut}
+        weighted = []
+        for seconds, point in sorted(cuts.values(), key=lambda pair: pair[0]):
             structure = tuple(tuple(island.kind for island in pool) for pool in point.pools)
-            if seen[structure] < NUM_SIMULATED:
-                weighted.append((seconds * VARIETY ** seen[structure], point, samples))
+            weighted.append((seconds * VARIETY ** seen[structure], point))
             seen[structure] += 1
-        weighted.sort(key=lambda each: each[0])
-        cuts = (
-            self.estimator.cut(replace(point, samples=samples))
-            for _, point, samples in weighted[:NUM_SIMULATED]
-        )
-        return [each for each in cuts if each is not None]
+        weighted.sort(key=lambda pair: pair[0])
+        return [point for _, point in weighted[:NUM_SIMULATED]]
 
     # --- simulation ------------------------------------------------------------------------------
 
-    def _try(self, point: Composition) -> None:
-        """Simulate a composition, unless it makes no sense."""
-        if point in self.found or point in self.refused:
-            return
+    def _until_it_fits(self, point: Composition) -> Iterator[Composition]:
+        """A composition, then leaner and leaner manners of it."""
+        yield point
+        lean = replace(point, zero=max(point.zero, self.manners[-1][1] and 1))
+        for each in (lean, replace(lean, hides_messages=False)):
+            yield each
+            yield replace(each, recompute=True)
+
+    def _try(self, point: Composition) -> Evaluation | None:
+        """Simulate a composition; ``None`` if it makes no sense."""
+        if point in self.found:
+            return self.found[point]
+        if point in self.refused:
+            return None
         try:
             strategy = self._strategy(point)
             choice = self.evaluator.encode(strategy)
         except (LayoutError, StrategyError):
             self.refused.add(point)
-            return
+            return None
         order = self.problem.first_order
         self.found[point] = self.evaluator.evaluate_choice(choice, order)
         self.strategies[point] = strategy
+        return self.found[point]
 
     def _strategy(self, point: Composition) -> Strategy:
         """What a composition means."""
@@ -236,7 +256,20 @@ class _Search:
             sequence_parallel=in_teams,
             step_barrier=self.problem.step_barrier,
         )
-        return strategy_of_pipelines(graph, cluster, pipelines, manner)
+        strategy = strategy_of_pipelines(graph, cluster, pipelines, manner)
+        if strategy.num_micro_batches < 2:
+            return strategy
+        hidden = int(point.hides_messages)
+        caps = [
+            caps_of_stages(pipeline.ranks, cluster.num_devices, hidden=hidden).in_flight
+            for pipeline in pipelines
+        ]
+        # Each device is in one pipeline, which alone says something about it.
+        in_flight = tuple(
+            next((each for each in of_device if each), ()) for of_device in zip(*caps, strict=True)
+        )
+        schedule = PipelineSchedule(in_flight=in_flight, splits_backward=point.splits_backward)
+        return replace(strategy, schedule=schedule)
 
     def _pipeline(
         self, pool: Pool, layers: tuple[int, ...], samples: int, num_micro: int
@@ -289,6 +322,8 @@ class _Search:
                         others = list(point.layers)
                         others[pool] = tuple(moved)
                         yield replace(point, layers=tuple(others))
+        for hides, splits in product((True, False), (True, False)):
+            yield replace(point, hides_messages=hides, splits_backward=splits)
         for recompute, zero in self.manners:
             yield replace(point, recompute=recompute, zero=zero)
         for num_micro in (2 * point.num_micro, point.num_micro // 2):
@@ -355,6 +390,7 @@ def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
             )
         parts.append(f"{' > '.join(islands)} ({samples} samples)")
     manner = ", recompute" * point.recompute + f", zero {point.zero}" * bool(point.zero)
+    manner += ", 1F1B" * (not point.hides_messages) + ", split backward" * point.splits_backward
     return f"{' | '.join(parts)}; {point.num_micro} micro-batches{manner}"
 
 
