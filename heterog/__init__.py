@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from heterog.api import layout, plan
+    from heterog.balance.balancer import Balancer
     from heterog.cluster import Cluster
     from heterog.graph.capture import capture
     from heterog.graph.workload import Workload
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Balancer",
     "Cluster",
     "Plan",
     "Strategy",
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Balancer": "heterog.balance.balancer",
     "Cluster": "heterog.cluster",
     "Plan": "heterog.planners.plan",
     "Strategy": "heterog.strategy.strategy",

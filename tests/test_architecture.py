@@ -22,12 +22,15 @@ LAYERS = (
     {"simulator"},
     {"fidelity", "planners"},
     {"explain"},
-    {"envs", "runtime", "report", "export"},
+    {"envs", "runtime", "report", "export", "balance"},
     {"agents"},
     {"api", "cli"},
 )
 ROOMS = {
-    "torch": ("graph/capture.py", "graph/traced_constants.py", "zoo/", "runtime/", "agents/"),
+    "torch": (
+        *("graph/capture.py", "graph/traced_constants.py"),
+        *("zoo/", "runtime/", "balance/", "agents/"),
+    ),
     "transformers": ("zoo/",),
     "torch_geometric": ("agents/",),
     "numba": ("strategy/kernels.py",),

@@ -1,0 +1,23 @@
+"""Unequal GPUs in the training loop you have: shares, a sampler and exact weights.
+
+``Balancer`` is what a loop uses; the other names are its parts, for loops that are special.
+"""
+
+from heterog.balance.balancer import Balancer
+from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
+from heterog.balance.loader import BalancedLoader
+from heterog.balance.sampler import ShareSampler
+from heterog.balance.shares import BalanceError, RankSpeed, best_shares, shares_from_speeds
+
+__all__ = [
+    "BalanceError",
+    "BalancedLoader",
+    "Balancer",
+    "Deal",
+    "GlobalBatches",
+    "RankSpeed",
+    "SampleBatches",
+    "ShareSampler",
+    "best_shares",
+    "shares_from_speeds",
+]

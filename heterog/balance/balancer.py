@@ -1,0 +1,244 @@
+"""``Balancer``: unequal ranks in a training loop as people write it."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
+from heterog.balance.gradients import average_gradients
+from heterog.balance.group import RankGroup
+from heterog.balance.loader import BalancedLoader
+from heterog.balance.micro_batches import (
+    cut_batch,
+    forward_communicates,
+    gradients_stay_local,
+    num_parts,
+)
+from heterog.balance.sampler import ShareSampler
+from heterog.balance.shares import BalanceError, check_shares
+from heterog.balance.start import Start, first_shares
+from heterog.balance.weights import StepWeights
+
+
+class Balancer:
+    """Gives each rank as much of every global batch as it can do, and weighs its loss exactly.
+
+    The update is that of one process with the whole batch, whatever the shares are:
+
+        balancer = heterog.Balancer(model, batch_size=96, speeds=[3, 3, 1])
+        for inputs, targets in balancer.loader(dataset):
+            loss = loss_function(model(inputs), targets)     # a mean, over this rank's samples
+            balancer.weigh(loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ``model`` is wrapped in ``DistributedDataParallel`` or ``fully_shard`` as always; without
+    either, call ``average_gradients`` after the backward pass. All methods are to be called on all
+    ranks alike.
+
+    Args:
+        model: what is trained, as wrapped; needed for ``parts`` and ``average_gradients``. Where
+            a framework wraps it later, ``watch`` takes it then.
+        batch_size: samples of the global batch: of all ranks together.
+        shares: samples of each rank to begin with.
+        speeds: or what shares are in proportion to, in any unit, one number for each rank.
+        plan: or a file of a data-parallel plan, whose device ``i`` is rank ``i``. With none of
+            these three, ranks begin alike.
+        fits: samples that a rank can hold at once: one number, which may differ between ranks,
+            or one for each. A rank gets no more.
+        micro_batches: a rank may get more than ``fits``, and ``parts`` cuts it into what fits.
+
+    Raises:
+        BalanceError: shares, speeds or plan do not fit the ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        batch_size: int,
+        shares: Sequence[int] | None = None,
+        speeds: Sequence[float] | None = None,
+        plan: str | Path | None = None,
+        fits: int | Sequence[int | None] | None = None,
+        micro_batches: bool = False,
+    ) -> None:
+        self.group = RankGroup()
+        self.batch_size = batch_size
+        self.weights = StepWeights(self.group)
+        self._model = model
+        self._start = Start(shares=shares, speeds=speeds, plan=plan)
+        self._fits_given, self._micro_batches = fits, micro_batches
+        self._fits: tuple[int | None, ...] | None = None
+        self._sampler: ShareSampler | None = None
+        self._deal: Deal | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Take the model that is trained, once a framework has wrapped it."""
+        self._model = model
+
+    # --- what is dealt ---------------------------------------------------------------------------
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> BalancedLoader:
+        """A loader of this rank's batches; each pass is the next epoch.
+
+        Args:
+            dataset: with a length.
+            seed: of the order, the same on all ranks.
+            shuffle: whether each epoch has its own order.
+            drop_last: leave out the samples that fill no whole batch.
+            options: anything else that ``DataLoader`` takes: ``num_workers``, ``collate_fn``, ...
+        """
+        batches = SampleBatches(
+            len(dataset),  # type: ignore[arg-type]
+            self.batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+        )
+        return BalancedLoader(dataset, self.sampler(batches), self, options)
+
+    def sampler(self, batches: GlobalBatches) -> ShareSampler:
+        """The sampler of a loader; a balancer has one at a time."""
+        total, num_ranks = batches.units_per_batch, self.group.num_ranks
+        most = None if self._micro_batches else self._memory()
+        shares = first_shares(total, num_ranks, most, self._start)
+        self._sampler = ShareSampler(
+            batches,
+            rank=self.group.rank,
+            num_ranks=num_ranks,
+            shares=check_shares(shares, num_ranks, total),
+        )
+        self._deal = None
+        return self._sampler
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Units of each rank in a whole batch."""
+        return self._own_sampler().shares
+
+    @property
+    def deal(self) -> Deal:
+        """What every rank has in the current step."""
+        if self._deal is None:
+            raise BalanceError(
+                "no batch yet: take batches from balancer.loader(dataset), whose steps it follows."
+            )
+        return self._deal
+
+    def begin_step(self, deal: Deal) -> None:
+        """The loop gets the batch of this deal; loaders call it."""
+        self._deal = deal
+        self.weights.begin_step()
+        self.weights.set(deal.samples[self.group.rank], sum(deal.samples))
+
+    def end_step(self) -> None:
+        """The loop asks for the next batch; loaders call it."""
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def weigh(self, loss: Tensor, count: float | Tensor | None = None) -> Tensor:
+        """The loss to call ``backward`` on.
+
+        Args:
+            loss: a mean over this rank's samples, or over what ``count`` counts.
+            count: what the loss is a mean over, if not samples: labels that are no padding, say.
+                All ranks give it or none; it costs one all-reduce of a number. A rank may have 0
+                if its loss is finite all the same, as that of ``cross_entropy`` in the gradient.
+        """
+        if count is not None:
+            own = count if self.deal.samples[self.group.rank] else 0
+            self.weights.set(*self.weights.exchange([own]))
+        elif self._deal is None:
+            self.deal  # noqa: B018  # raises
+        return self.weights.weigh(loss)
+
+    def parts(self, batch: Any, count: Any = None) -> Iterator[Any]:
+        """This rank's batch in micro-batches that fit; all but the last keep gradients local.
+
+        Call ``weigh`` without a count for the loss of each, and ``backward``; step the optimizer
+        after the last.
+
+        Args:
+            batch: tensors, lists, dictionaries or tuples of them, samples first.
+            count: function of a part that returns what its loss is a mean over, if not samples.
+        """
+        deal, rank = self.deal, self.group.rank
+        own = deal.samples[rank]
+        number = num_parts(
+            deal.samples, self._memory(), rank, alike=forward_communicates(self._model)
+        )
+        pieces = (
+            [(batch, 0)]
+            if not own and number == 1
+            else list(cut_batch(batch, max(own, 1), number))
+        )
+        counts: list[Any] = [samples if own else 0 for _, samples in pieces]
+        total: Any = sum(deal.samples)
+        if count is not None:
+            told = [count(part) if n else 0 for (part, _), n in zip(pieces, counts, strict=True)]
+            *counts, total = self.weights.exchange(told)
+        for index, (part, _) in enumerate(pieces):
+            self.weights.set(counts[index], total)
+            if index == len(pieces) - 1:
+                yield part
+            else:
+                with gradients_stay_local(self._model):
+                    yield part
+
+    def average_gradients(self) -> None:
+        """Average the gradients of a model that nothing wraps; after the backward pass."""
+        if self._model is None:
+            raise BalanceError("average_gradients() needs the model: Balancer(model, ...).")
+        average_gradients(self._model, self.group)
+
+    def mean_loss(self) -> float:
+        """The loss of the whole batch of this step; all ranks call it, after the backward pass."""
+        return self.weights.mean_loss()
+
+    # --- going on later --------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place in the data and shares; to be taken after the optimizer's step."""
+        sampler, deal = self._own_sampler(), self._deal
+        is_inside = deal is not None and deal.epoch == sampler.epoch
+        done = deal.step + 1 if deal is not None and is_inside else sampler.start
+        return {"sampler": sampler.state_dict(num_done=done)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state was taken; after the loader is made, before it is used."""
+        self._own_sampler().load_state_dict(state["sampler"])
+        self._deal = None
+
+    def _own_sampler(self) -> ShareSampler:
+        if self._sampler is None:
+            raise BalanceError("no data yet: call balancer.loader(dataset) first.")
+        return self._sampler
+
+    def _memory(self) -> tuple[int | None, ...]:
+        """Samples that each rank can hold at once; asked of all ranks once."""
+        given, num_ranks = self._fits_given, self.group.num_ranks
+        if self._fits is None:
+            if given is None:
+                self._fits = (None,) * num_ranks
+            elif isinstance(given, int):
+                self._fits = tuple(int(fits[0]) for fits in self.group.gather([given]))
+            else:
+                self._fits = tuple(given)
+            if len(self._fits) != num_ranks or any(n is not None and n < 1 for n in self._fits):
+                raise BalanceError(
+                    f"fits={given}: give a number of samples of 1 or more, or one for each of the "
+                    f"{num_ranks} ranks."
+                )
+        return self._fits

@@ -1,0 +1,50 @@
+"""The ranks of a job as balancing needs them: who am I, and a few numbers from everyone."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from heterog.runtime.accelerators import wire_device
+
+
+class RankGroup:
+    """The default process group, looked up at each call: launchers may make it late.
+
+    Before it exists, torchrun's variables say which rank this will be; without any, it is a job of
+    one rank.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the job."""
+        if dist.is_initialized():
+            return dist.get_world_size()
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The numbers of every rank, by rank; equally many everywhere. All ranks call it."""
+        if not self._communicates():
+            return [list(numbers)]
+        own = torch.tensor(numbers, dtype=torch.float64, device=wire_device())
+        every = [torch.empty_like(own) for _ in range(self.num_ranks)]
+        dist.all_gather(every, own)
+        return [each.tolist() for each in every]
+
+    def add_up(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, where it lies. All ranks call it."""
+        if not self._communicates():
+            return value.clone()
+        total = value.detach().to(wire_device(), copy=True)
+        dist.all_reduce(total)
+        return total.to(value.device)
+
+    def _communicates(self) -> bool:
+        return dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,192 @@
+"""The batch sampler that deals each global batch among the ranks in shares."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
+from heterog.balance.shares import BalanceError, check_shares, scaled_shares
+from heterog.strategy.division import split_evenly
+
+STATE_VERSION = 1
+
+
+class ShareSampler(Sampler[list[int]]):
+    """Yields this rank's indices of every global batch, as ``DataLoader(batch_sampler=...)`` asks.
+
+    All ranks have the same number of steps, and every sample is dealt exactly once in an epoch. In
+    a step in which this rank has no samples it yields one index of another rank, because a loop
+    cannot run on nothing and collectives want every rank; ``deal(step).samples`` says 0 there, and
+    a ``Balancer`` weighs it with 0.
+
+    Call ``set_epoch`` before each epoch, as with PyTorch's ``DistributedSampler``.
+
+    Args:
+        batches: the global batches, ``SampleBatches`` or ``TokenBatches``.
+        rank: of this process.
+        num_ranks: of the job.
+        shares: units of each rank in a whole batch; by default equal ones.
+
+    Raises:
+        BalanceError: the shares do not fit the ranks or the batch.
+    """
+
+    def __init__(
+        self,
+        batches: GlobalBatches,
+        *,
+        rank: int,
+        num_ranks: int,
+        shares: Sequence[int] | None = None,
+    ) -> None:
+        if not 0 <= rank < num_ranks:
+            raise BalanceError(f"rank {rank} does not exist among {num_ranks} ranks.")
+        self._batches, self._rank, self._num_ranks = batches, rank, num_ranks
+        total = batches.units_per_batch
+        given = split_evenly(total, num_ranks) if shares is None else tuple(shares)
+        # From which step of this epoch on which shares hold.
+        self._in_force = [(0, check_shares(given, num_ranks, total))]
+        self._epoch = 0
+        self._start = 0
+        self._drawn = 0
+
+    @classmethod
+    def of_samples(
+        cls,
+        num_samples: int,
+        batch_size: int,
+        *,
+        rank: int,
+        num_ranks: int,
+        shares: Sequence[int] | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> "ShareSampler":
+        """A sampler of global batches of equally many samples; arguments as ``SampleBatches``."""
+        batches = SampleBatches(
+            num_samples, batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
+        )
+        return cls(batches, rank=rank, num_ranks=num_ranks, shares=shares)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration deals, or the current one deals."""
+        return self._epoch
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The last shares that were set."""
+        return self._in_force[-1][1]
+
+    @property
+    def num_drawn(self) -> int:
+        """Steps of this epoch that were dealt; a loader with workers is ahead of its loop."""
+        return self._drawn
+
+    def shares_at(self, step: int) -> tuple[int, ...]:
+        """The shares in force at a step of the current epoch."""
+        return next(shares for begin, shares in reversed(self._in_force) if begin <= step)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch next; where a state was loaded in its middle, there."""
+        if epoch != self._epoch:
+            self._epoch, self._start, self._drawn = epoch, 0, 0
+            self._in_force = [(0, self.shares)]
+
+    def set_shares(self, shares: Sequence[int], *, from_step: int | None = None) -> None:
+        """Deal in other shares from a step on, which must be the same on all ranks.
+
+        Args:
+            shares: units of each rank in a whole batch.
+            from_step: of this epoch; by default the next one that is drawn. If the epoch ends
+                before, the next one begins with them.
+
+        Raises:
+            BalanceError: the shares do not fit, or the step is already dealt.
+        """
+        begin = self._drawn if from_step is None else from_step
+        if begin < self._drawn:
+            raise BalanceError(
+                f"new shares from step {begin} on come too late: {self._drawn} steps are dealt."
+            )
+        checked = check_shares(shares, self._num_ranks, self._batches.units_per_batch)
+        self._in_force.append((begin, checked))
+
+    def deal(self, step: int) -> Deal:
+        """What every rank has of a step of the current epoch."""
+        indices = self._batches.batch(self._epoch, step)
+        parts = self._batches.cut(indices, self.shares_at(step))
+        return Deal(
+            epoch=self._epoch,
+            step=step,
+            samples=tuple(len(part) for part in parts),
+            units=tuple(self._batches.units(part) for part in parts),
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Nothing here may tell a second call from the first: loaders with workers ask for an
+        # iterator twice and use the last.
+        self._drawn = self._start
+        self._in_force = [(0, self.shares)]
+        return self._dealt(self._epoch, self._start)
+
+    def _dealt(self, epoch: int, begin: int) -> Iterator[list[int]]:
+        self._start = 0
+        for step in range(begin, self._batches.num_steps(epoch)):
+            self._drawn = step + 1
+            indices = self._batches.batch(epoch, step)
+            own = self._batches.cut(indices, self.shares_at(step))[self._rank]
+            yield (own if len(own) else indices[:1]).tolist()
+
+    def __len__(self) -> int:
+        return self._batches.num_steps(self._epoch) - self._start
+
+    @property
+    def start(self) -> int:
+        """The step with which the next iteration begins; not 0 after a state was loaded."""
+        return self._start
+
+    def state_dict(self, num_done: int | None = None) -> dict[str, Any]:
+        """Where the epoch is, and the shares; to go on from there with ``load_state_dict``.
+
+        Args:
+            num_done: steps of this epoch that are done; by default those that were drawn, which
+                with workers in the loader are more.
+        """
+        done = self._drawn if num_done is None else num_done
+        epoch = self._epoch
+        if done >= self._batches.num_steps(epoch):
+            epoch, done = epoch + 1, 0
+        return {
+            "version": STATE_VERSION,
+            "epoch": epoch,
+            "num_done": done,
+            "units_per_batch": self._batches.units_per_batch,
+            "shares": list(self.shares),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on in the middle of an epoch; with the saved shares if the ranks are as many.
+
+        With another number of ranks the shares of this sampler stay.
+
+        Raises:
+            BalanceError: the state is of another version or another global batch.
+        """
+        total = self._batches.units_per_batch
+        if state["version"] != STATE_VERSION:
+            raise BalanceError(
+                f"the sampler's state has version {state['version']}; this is {STATE_VERSION}."
+            )
+        if state["units_per_batch"] != total:
+            raise BalanceError(
+                f"the state is of a global batch of {state['units_per_batch']}, this sampler's is "
+                f"{total}: its steps have other samples. Use the same batch, or begin an epoch."
+            )
+        saved = state["shares"]
+        shares = self.shares if len(saved) != self._num_ranks else scaled_shares(saved, total)
+        self._in_force = [(0, shares)]
+        self._epoch = int(state["epoch"])
+        self._start = self._drawn = int(state["num_done"])

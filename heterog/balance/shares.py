@@ -1,0 +1,152 @@
+"""Shares: how many units of a global batch each rank gets, so that all end at the same time.
+
+A rank ``r`` with ``n`` samples computes for  t_r(n) = s_r (p_r + n)  seconds: ``s_r`` seconds for
+a sample and a fixed part that takes as long as ``p_r`` samples. The best shares are whole numbers
+with the given sum whose largest ``t_r(n_r)`` is least.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from heterog.errors import HeterogError
+from heterog.strategy.division import split_in_proportion
+
+
+class BalanceError(HeterogError):
+    """Shares, speeds or a sampler's state that make no sense or do not fit the ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpeed:
+    """How long a rank computes.
+
+    Attributes:
+        unit_s: seconds for one unit, a sample or the cost of a token.
+        fixed_units: the part of a step that does not depend on its share, in units that take as
+            long.
+    """
+
+    unit_s: float
+    fixed_units: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.unit_s > 0 and math.isfinite(self.unit_s)):
+            raise BalanceError(f"a unit takes {self.unit_s:g} s; it must be a positive number.")
+        if not (self.fixed_units >= 0 and math.isfinite(self.fixed_units)):
+            raise BalanceError(f"the fixed part is {self.fixed_units:g} units; 0 is the least.")
+
+    def seconds(self, units: float) -> float:
+        """Seconds for a share."""
+        return self.unit_s * (self.fixed_units + units)
+
+
+def step_s(speeds: Sequence[RankSpeed], shares: Sequence[float]) -> float:
+    """Seconds until the last rank has computed its share."""
+    return max(speed.seconds(share) for speed, share in zip(speeds, shares, strict=True))
+
+
+def best_shares(
+    speeds: Sequence[RankSpeed], total: int, most: Sequence[int | None] | None = None
+) -> tuple[int, ...]:
+    """The shares whose slowest rank ends first; exact, and the same wherever it is computed.
+
+    Below a time T that all ranks can keep, rank ``r`` does  min(most_r, T / s_r - p_r)  units. The
+    largest T that leaves something to do is found by halving; the last few units go one by one to
+    the rank that would end first with them. A rank that ends late with nothing gets nothing.
+
+    Args:
+        speeds: of every rank.
+        total: units of the global batch.
+        most: units that each rank can take; ``None`` is not limited.
+
+    Raises:
+        BalanceError: the limits add up to less than the batch.
+
+    >>> best_shares([RankSpeed(unit_s=0.1), RankSpeed(unit_s=0.2)], 9)
+    (6, 3)
+    >>> best_shares([RankSpeed(unit_s=0.1), RankSpeed(unit_s=0.2)], 9, [4, None])
+    (4, 5)
+    """
+    limits = [
+        total if limit is None else min(limit, total) for limit in most or [None] * len(speeds)
+    ]
+    if sum(limits) < total:
+        raise BalanceError(
+            f"the ranks can take {' + '.join(map(str, limits))} = {sum(limits)} units of a global "
+            f"batch of {total}. Make the batch smaller, or let parts() cut micro-batches."
+        )
+
+    def within(time_s: float) -> list[int]:
+        return [
+            min(limit, max(0, math.floor(time_s / speed.unit_s - speed.fixed_units)))
+            for speed, limit in zip(speeds, limits, strict=True)
+        ]
+
+    low, high = 0.0, max(speed.seconds(total) for speed in speeds)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(within(middle)) <= total:
+            low = middle
+        else:
+            high = middle
+    shares = within(low)
+    queue = [
+        (speed.seconds(shares[rank] + 1), rank)
+        for rank, speed in enumerate(speeds)
+        if shares[rank] < limits[rank]
+    ]
+    heapq.heapify(queue)
+    for _ in range(total - sum(shares)):
+        _, rank = heapq.heappop(queue)
+        shares[rank] += 1
+        if shares[rank] < limits[rank]:
+            heapq.heappush(queue, (speeds[rank].seconds(shares[rank] + 1), rank))
+    return tuple(shares)
+
+
+def scaled_shares(shares: Sequence[int], total: int) -> tuple[int, ...]:
+    """Shares of another total in the same proportion; the ragged end of an epoch, say.
+
+    >>> scaled_shares((6, 3, 0), 4)
+    (3, 1, 0)
+    """
+    return split_in_proportion(total, shares)
+
+
+def shares_from_speeds(speeds: Sequence[float], total: int) -> tuple[int, ...]:
+    """Shares in proportion to speeds, in samples per second or any other unit.
+
+    Raises:
+        BalanceError: a speed is not positive.
+
+    >>> shares_from_speeds([80, 40, 30], 15)
+    (8, 4, 3)
+    """
+    for rank, speed in enumerate(speeds):
+        if not (speed > 0 and math.isfinite(speed)):
+            raise BalanceError(
+                f"rank {rank} has a speed of {speed:g}; speeds are positive numbers. A rank that "
+                "shall have no samples gets a share of 0 instead."
+            )
+    return best_shares([RankSpeed(unit_s=1 / speed) for speed in speeds], total)
+
+
+def check_shares(shares: Sequence[int], num_ranks: int, total: int) -> tuple[int, ...]:
+    """The shares, if they fit.
+
+    Raises:
+        BalanceError: their number or sum is wrong, or one is negative.
+    """
+    told = tuple(int(share) for share in shares)
+    if len(told) != num_ranks:
+        raise BalanceError(
+            f"there are {len(told)} shares for {num_ranks} ranks; give one for each."
+        )
+    if min(told) < 0 or sum(told) != total:
+        raise BalanceError(
+            f"shares {' + '.join(map(str, told))} = {sum(told)}; they must be 0 or more and add "
+            f"up to the global batch of {total}."
+        )
+    return told

@@ -1,0 +1,71 @@
+"""Weights that make unequal ranks add up to one process with the whole batch.
+
+Rank ``r`` of ``R`` has a loss ``L_r`` that is a mean over ``c_r`` samples or tokens. One process
+with the whole batch would follow  sum_r (c_r / C) grad L_r,  C = sum_r c_r.
+DistributedDataParallel and ``fully_shard`` average:  (1 / R) sum_r grad l_r.  So each rank's
+backward pass starts from
+
+    l_r = R (c_r / C) L_r
+
+The reduced gradients are those of the one process: clipping sees the right norm, and a gradient
+scaler multiplies everything alike. A rank with ``c_r`` = 0 runs its passes with the weight 0.
+"""
+
+import torch
+from torch import Tensor
+
+from heterog.balance.group import RankGroup
+
+
+class StepWeights:
+    """What the losses of this rank count in the current step.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._count: float | Tensor = 0.0
+        self._total: float | Tensor = 0.0
+        self._seen: list[Tensor] = []
+
+    def begin_step(self) -> None:
+        """Forget the losses of the step before."""
+        self._seen = []
+
+    def set(self, count: float | Tensor, total: float | Tensor) -> None:
+        """The next loss is a mean over ``count`` of ``total`` on all ranks."""
+        self._count, self._total = count, total
+
+    def exchange(self, counts: list[float | Tensor]) -> list[Tensor]:
+        """Counts known only now; this rank's and, at the end, that of all ranks together.
+
+        The one all-reduce of a step: a scalar, which stays on its device.
+        """
+        own = [torch.as_tensor(count).detach().to(torch.float64) for count in counts]
+        return [*own, self._group.add_up(torch.stack(own).sum())]
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """The loss to begin the backward pass with."""
+        weight: float | Tensor
+        if isinstance(self._total, Tensor):
+            count = torch.as_tensor(self._count, dtype=torch.float64, device=self._total.device)
+            part = torch.where(self._total > 0, count / self._total, torch.zeros_like(count))
+            weight = (part * self._group.num_ranks).to(loss.device, loss.dtype)
+            seen = torch.where(part > 0, loss.detach().double() * part.to(loss.device), 0.0)
+        else:
+            part_known = float(self._count) / self._total if self._total else 0.0
+            weight = part_known * self._group.num_ranks
+            seen = (
+                loss.detach().double() * part_known
+                if part_known
+                else torch.zeros((), dtype=torch.float64, device=loss.device)
+            )
+        self._seen.append(seen)
+        return loss * weight
+
+    def mean_loss(self) -> float:
+        """The loss of the whole batch: the weighted mean of what ranks weighed."""
+        own = torch.stack(self._seen).sum() if self._seen else torch.zeros(1, dtype=torch.float64)
+        return float(self._group.add_up(own.reshape(())))
