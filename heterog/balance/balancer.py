@@ -1,13 +1,16 @@
 """``Balancer``: unequal ranks in a training loop as people write it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from heterog.balance.clock import StepClock
 from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
+from heterog.balance.following import INTERVAL, ScalarWriter, SpeedFollower
 from heterog.balance.gradients import average_gradients
 from heterog.balance.group import RankGroup
 from heterog.balance.loader import BalancedLoader
@@ -17,10 +20,13 @@ from heterog.balance.micro_batches import (
     gradients_stay_local,
     num_parts,
 )
+from heterog.balance.rebalancing import DEAD_BAND, Rebalancer
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError, check_shares
 from heterog.balance.start import Start, first_shares
+from heterog.balance.watching import watch_waits
 from heterog.balance.weights import StepWeights
+from heterog.runtime.accelerators import CPU
 
 
 class Balancer:
@@ -50,6 +56,12 @@ class Balancer:
         fits: samples that a rank can hold at once: one number, which may differ between ranks,
             or one for each. A rank gets no more.
         micro_batches: a rank may get more than ``fits``, and ``parts`` cuts it into what fits.
+        interval: steps between measurements of all ranks, after which shares may change; 0 keeps
+            the first shares.
+        dead_band: least predicted gain of a change.
+        writer: TensorBoard's, for shares and seconds of all ranks.
+        tell: gets a line about each change of shares; by default rank 0 logs it as a warning,
+            which Python shows on standard error.
 
     Raises:
         BalanceError: shares, speeds or plan do not fit the ranks.
@@ -65,20 +77,33 @@ class Balancer:
         plan: str | Path | None = None,
         fits: int | Sequence[int | None] | None = None,
         micro_batches: bool = False,
+        interval: int = INTERVAL,
+        dead_band: float = DEAD_BAND,
+        writer: ScalarWriter | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self.group = RankGroup()
         self.batch_size = batch_size
         self.weights = StepWeights(self.group)
-        self._model = model
         self._start = Start(shares=shares, speeds=speeds, plan=plan)
         self._fits_given, self._micro_batches = fits, micro_batches
         self._fits: tuple[int | None, ...] | None = None
         self._sampler: ShareSampler | None = None
         self._deal: Deal | None = None
+        self._make_follower = partial(
+            SpeedFollower, self.group, interval=interval, writer=writer, tell=tell
+        )
+        self._interval, self._dead_band = interval, dead_band
+        self._follower: SpeedFollower | None = None
+        self._clock = StepClock(CPU)
+        self._model: nn.Module | None = None
+        if model is not None:
+            self.watch(model)
 
     def watch(self, model: nn.Module) -> None:
         """Take the model that is trained, once a framework has wrapped it."""
         self._model = model
+        watch_waits(model, self._clock)
 
     # --- what is dealt ---------------------------------------------------------------------------
 
@@ -121,6 +146,9 @@ class Balancer:
             shares=check_shares(shares, num_ranks, total),
         )
         self._deal = None
+        if self._interval and num_ranks > 1:
+            rebalancer = Rebalancer(num_ranks, most=most, dead_band=self._dead_band)
+            self._follower = self._make_follower(rebalancer, self._clock)
         return self._sampler
 
     @property
@@ -137,6 +165,10 @@ class Balancer:
             )
         return self._deal
 
+    def begin_pass(self) -> None:
+        """The loop begins to iterate; loaders call it."""
+        self._clock.restart()
+
     def begin_step(self, deal: Deal) -> None:
         """The loop gets the batch of this deal; loaders call it."""
         self._deal = deal
@@ -145,6 +177,8 @@ class Balancer:
 
     def end_step(self) -> None:
         """The loop asks for the next batch; loaders call it."""
+        if self._follower is not None:
+            self._follower.end_step(self.deal, self._own_sampler())
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -159,10 +193,15 @@ class Balancer:
         """
         if count is not None:
             own = count if self.deal.samples[self.group.rank] else 0
-            self.weights.set(*self.weights.exchange([own]))
+            with self._clock.waiting():
+                self.weights.set(*self.weights.exchange([own]))
         elif self._deal is None:
             self.deal  # noqa: B018  # raises
-        return self.weights.weigh(loss)
+        weighed = self.weights.weigh(loss)
+        if self._follower is not None and weighed.requires_grad:
+            self._clock.use(weighed.device)
+            weighed.register_hook(self._clock.backward_begins)  # type: ignore[no-untyped-call]
+        return weighed
 
     def parts(self, batch: Any, count: Any = None) -> Iterator[Any]:
         """This rank's batch in micro-batches that fit; all but the last keep gradients local.
@@ -177,7 +216,7 @@ class Balancer:
         deal, rank = self.deal, self.group.rank
         own = deal.samples[rank]
         number = num_parts(
-            deal.samples, self._memory(), rank, alike=forward_communicates(self._model)
+            deal.units, self._memory(), rank, alike=forward_communicates(self._model)
         )
         pieces = (
             [(batch, 0)]
@@ -188,7 +227,8 @@ class Balancer:
         total: Any = sum(deal.samples)
         if count is not None:
             told = [count(part) if n else 0 for (part, _), n in zip(pieces, counts, strict=True)]
-            *counts, total = self.weights.exchange(told)
+            with self._clock.waiting():
+                *counts, total = self.weights.exchange(told)
         for index, (part, _) in enumerate(pieces):
             self.weights.set(counts[index], total)
             if index == len(pieces) - 1:
@@ -201,11 +241,13 @@ class Balancer:
         """Average the gradients of a model that nothing wraps; after the backward pass."""
         if self._model is None:
             raise BalanceError("average_gradients() needs the model: Balancer(model, ...).")
-        average_gradients(self._model, self.group)
+        with self._clock.waiting():
+            average_gradients(self._model, self.group)
 
     def mean_loss(self) -> float:
         """The loss of the whole batch of this step; all ranks call it, after the backward pass."""
-        return self.weights.mean_loss()
+        with self._clock.waiting():
+            return self.weights.mean_loss()
 
     # --- going on later --------------------------------------------------------------------------
 

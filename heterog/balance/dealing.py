@@ -26,12 +26,14 @@ class Deal:
         step: number of the step in its epoch.
         samples: number of samples of each rank.
         units: what shares count, for each rank: its samples, or the cost of their tokens.
+        ran: units that each rank runs: its own, or those of the sample that stands in for none.
     """
 
     epoch: int
     step: int
     samples: tuple[int, ...]
     units: tuple[int, ...]
+    ran: tuple[int, ...]
 
 
 class GlobalBatches(Protocol):

@@ -12,6 +12,9 @@ from heterog.balance.sampler import ShareSampler
 class Follower(Protocol):
     """Notified of the steps of a loop."""
 
+    def begin_pass(self) -> None:
+        """The loop begins, or goes on after something else."""
+
     def begin_step(self, deal: Deal) -> None:
         """The loop gets the batch of this deal."""
 
@@ -52,6 +55,7 @@ class BalancedLoader(DataLoader[Any]):
         return self._followed(epoch, begin, super().__iter__())
 
     def _followed(self, epoch: int, begin: int, batches: Iterator[Any]) -> Iterator[Any]:
+        self.follower.begin_pass()
         for step, batch in enumerate(batches, begin):
             self.follower.begin_step(self.share_sampler.deal(step))
             yield batch

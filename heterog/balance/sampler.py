@@ -123,6 +123,7 @@ class ShareSampler(Sampler[list[int]]):
             step=step,
             samples=tuple(len(part) for part in parts),
             units=tuple(self._batches.units(part) for part in parts),
+            ran=tuple(self._batches.units(part if len(part) else indices[:1]) for part in parts),
         )
 
     def __iter__(self) -> Iterator[list[int]]:

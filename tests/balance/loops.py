@@ -35,6 +35,8 @@ class Loop:
         scaler: a gradient scaler that meets an infinite loss once.
         fits: samples that ranks hold at once, with micro-batches; empty for no limit.
         weigh: whether the loss is weighed, as it should be.
+        interval: steps between measurements; 0 for none.
+        dead_band: least predicted gain of a change.
     """
 
     wrapper: str
@@ -46,6 +48,8 @@ class Loop:
     scaler: bool = False
     fits: tuple[int | None, ...] = ()
     weigh: bool = True
+    interval: int = 0
+    dead_band: float = 0.03
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -166,6 +170,8 @@ def on_ranks(rank: int, loop: Loop, epochs: int = 2) -> Trained:
         shares=loop.shares,
         fits=loop.fits or None,
         micro_batches=bool(loop.fits),
+        interval=loop.interval,
+        dead_band=loop.dead_band,
     )
     loader = balancer.loader(Samples(loop))
     losses, norms = [], []

@@ -1,0 +1,117 @@
+"""How long a rank computes in a step, without what it waits for others.
+
+In data parallelism all ranks end a step together, so the wall time of a step says nothing about a
+rank. CPU time does not either: a throttled rank uses no more of it, it gets less per second. What
+tells them apart is when a rank has its gradients. So a step is measured in wall time, or on an
+accelerator in the time of its queue, from one such moment to the next, less the waits:
+
+- At the end of the backward pass DistributedDataParallel waits for its all-reduces, in a callback
+  that it gives to autograd when the last gradient is there. ``backward_begins`` gives autograd one
+  before: it sees the time when this rank's gradients are ready and nobody has waited yet. It gives
+  another one, which autograd puts behind all that there are: the wait is over.
+- ``fully_shard`` waits for parameters before a module's forward and backward pass. Marks before
+  and after the hooks that wait enclose them. On a CPU it also waits in each reduce-scatter.
+- DistributedDataParallel sends its buffers before the forward pass; the same marks enclose it.
+- What this package itself exchanges is enclosed too.
+
+Everything else counts: loading, both passes, the optimizer. A part that does not depend on the
+share is told apart by ``speeds``.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heterog.runtime.accelerators import is_accelerated, queue_mark, synchronize
+
+_Marks = tuple[Any, Any]
+
+
+class StepClock:
+    """Measures this rank's own seconds of each step.
+
+    Args:
+        device: where it computes.
+        now: clock of the CPU, in seconds.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._device, self._now = device, now
+        self._begin: Any = None
+        self._waits: list[_Marks] = []
+        self._open: Any = None
+        self._steps: list[tuple[_Marks, list[_Marks]]] = []
+
+    def use(self, device: torch.device) -> None:
+        """Measure on this device from here on."""
+        if device != self._device:
+            self._device, self._steps = device, []
+            self.restart()
+
+    def mark(self) -> Any:
+        """This moment; on an accelerator a place in its queue."""
+        return queue_mark(self._device) if is_accelerated(self._device) else self._now()
+
+    def begin_wait(self, *_: Any) -> None:
+        """From now on others are waited for; a hook takes any arguments."""
+        if self._open is None:
+            self._open = self.mark()
+
+    def end_wait(self, *_: Any) -> None:
+        """The wait is over."""
+        if self._open is not None:
+            self._waits.append((self._open, self.mark()))
+            self._open = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The body waits for other ranks."""
+        self.begin_wait()
+        try:
+            yield
+        finally:
+            self.end_wait()
+
+    def backward_begins(self, gradient: Tensor) -> None:
+        """Hook of the loss: see when this rank's gradients are ready, and when all ranks' are."""
+        _after_backward(self._gradients_are_ready)
+
+    def _gradients_are_ready(self) -> None:
+        self.begin_wait()
+        _after_backward(self.end_wait)
+
+    def end_step(self) -> None:
+        """A step ends here, and the next begins. All ranks have just waited for each other."""
+        end = self.mark()
+        self._open = None
+        if self._begin is not None:
+            self._steps.append(((self._begin, end), self._waits))
+        self._begin, self._waits = end, []
+
+    def restart(self) -> None:
+        """What happened since the last step is none of training: an evaluation, a checkpoint."""
+        self._begin, self._waits, self._open = self.mark(), [], None
+
+    def take(self) -> list[float]:
+        """Seconds of the steps since the last call, in order."""
+        synchronize(self._device)
+        steps, self._steps = self._steps, []
+        return [
+            max(0.0, self._seconds(whole) - sum(self._seconds(wait) for wait in waits))
+            for whole, waits in steps
+        ]
+
+    def _seconds(self, marks: _Marks) -> float:
+        begin, end = marks
+        if is_accelerated(self._device):
+            return float(begin.elapsed_time(end)) / 1e3
+        return float(end - begin)
+
+
+def _after_backward(call: Callable[[], None]) -> None:
+    """Call it when the backward pass that runs now is over, after what is to be called so far."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -1,0 +1,97 @@
+"""When shares change, and to what: a pure function of what all ranks measured.
+
+Every rank gets the seconds of all ranks and comes to the same shares. They change only where the
+step is predicted to be quicker by more than a dead band, which grows with the noise of the
+measurements. So noise alone does not move shares, and speeds that stay leave them alone.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from heterog.balance.shares import best_shares, step_s
+from heterog.balance.speeds import SpeedEstimate
+
+DEAD_BAND = 0.03
+"""Least predicted gain: a change is worth more than the rounding of shares of a few dozen."""
+NOISE_BANDS = 3.0
+"""Standard errors of the noisiest rank that a gain must exceed; with fewer, shares swing in
+``tests/balance/test_rebalancing.py``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """New shares.
+
+    Attributes:
+        shares: units of each rank.
+        gain: predicted step time before over that after.
+        text: what happened, in one line.
+    """
+
+    shares: tuple[int, ...]
+    gain: float
+    text: str
+
+
+class Rebalancer:
+    """Follows the speeds of all ranks.
+
+    Args:
+        num_ranks: of the job.
+        most: units that each rank can hold; ``None`` is not limited.
+        dead_band: least predicted gain.
+        unit: what shares count, in words.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        most: Sequence[int | None] | None = None,
+        dead_band: float = DEAD_BAND,
+        unit: str = "samples",
+    ) -> None:
+        self.estimates = [SpeedEstimate() for _ in range(num_ranks)]
+        self._most, self._dead_band, self._unit = most, dead_band, unit
+
+    def update(
+        self,
+        shares: Sequence[int],
+        units: Sequence[Sequence[float]],
+        seconds: Sequence[Sequence[float]],
+    ) -> Change | None:
+        """Take measurements in; the change they are worth, if any.
+
+        Args:
+            shares: in force for the next whole batch.
+            units: of each rank, in each step of the window.
+            seconds: that each rank computed in those steps; not a number where it is unknown.
+        """
+        for estimate, sizes, told in zip(self.estimates, units, seconds, strict=True):
+            estimate.add(sizes, told)
+        speeds = [estimate.speed for estimate in self.estimates]
+        known = [speed for speed in speeds if speed is not None]
+        if len(known) < len(speeds):
+            return None
+        best = best_shares(known, sum(shares), self._most)
+        gain = step_s(known, shares) / step_s(known, best)
+        noise = max(estimate.relative_error for estimate in self.estimates)
+        if gain <= 1 + max(self._dead_band, NOISE_BANDS * noise):
+            return None
+        times = [speed.seconds(share) for speed, share in zip(known, shares, strict=True)]
+        return Change(shares=best, gain=gain, text=self._told(shares, best, times, gain))
+
+    def _told(
+        self, old: Sequence[int], new: Sequence[int], times: Sequence[float], gain: float
+    ) -> str:
+        typical = statistics.median(times)
+        rank = max(range(len(old)), key=lambda each: (abs(times[each] / typical - 1), -each))
+        ratio = times[rank] / typical
+        how = "slower" if ratio > 1 else "faster"
+        percent = round(100 * (ratio - 1 if ratio > 1 else 1 / ratio - 1))
+        return (
+            f"rank {rank} is {percent} % {how} than planned: {old[rank]} -> {new[rank]} "
+            f"{self._unit} (all ranks {'/'.join(map(str, old))} -> {'/'.join(map(str, new))}, "
+            f"steps {gain:.2f}x as fast)"
+        )

@@ -1,0 +1,97 @@
+"""A rank's speed from measured steps, by medians: one slow step is no slow rank.
+
+The model is  t(n) = s (p + n)  as in ``shares``. The unit time ``s`` is that of the last few
+windows of steps; a rank that is throttled is known after one. The fixed part ``p``, in units,
+stays when a rank slows down, and needs steps of different sizes: it is fitted to pairs of them
+(Theil 1950, Sen 1968) and counts as far as it is proved. Steps from before a sudden change of
+speed are forgotten.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.balance.shares import RankSpeed
+
+FloatArray = npt.NDArray[np.float64]
+
+KEPT_STEPS = 64
+"""Steps that a fixed part is fitted to: several windows, and pairs are still few thousands."""
+RECENT_STEPS = 24
+"""Steps that the unit time is a median of: three windows, unless the speed has just changed."""
+DIFFERENT = 0.05
+"""Steps whose sizes differ by less tell noise, not a fixed part."""
+SUDDEN = 1.25
+"""A change of speed by this factor from one window to the next is a change, not noise."""
+EXPECTED_FIXED = 0.2
+"""How large a fixed part may well be, over a rank's share: what it must be proved against."""
+_NORMAL_MAD = 1.4826  # standard deviation of normal numbers over their median absolute deviation
+_NORMAL_MEDIAN = 1.2533  # standard error of their median over that of their mean, sqrt(pi / 2)
+
+
+class SpeedEstimate:
+    """What is known of one rank."""
+
+    def __init__(self) -> None:
+        self._units: FloatArray = np.zeros(0)
+        self._seconds: FloatArray = np.zeros(0)
+        self._fixed_units = 0.0
+        self._unit_s = 0.0
+        self.relative_error = 0.0
+        """Standard error of the last window's unit time over that time."""
+
+    @property
+    def speed(self) -> RankSpeed | None:
+        """The fitted speed, once a window was measured."""
+        if self._unit_s <= 0:
+            return None
+        return RankSpeed(unit_s=self._unit_s, fixed_units=self._fixed_units)
+
+    def add(self, units: Sequence[float], seconds: Sequence[float]) -> None:
+        """Take a window of steps in: their sizes and seconds, nan where they are unknown."""
+        told = np.asarray(seconds, np.float64)
+        sizes = np.maximum(np.asarray(units, np.float64), 1.0)  # a rank without data runs on one
+        measured = np.isfinite(told) & (told > 0)
+        told, sizes = told[measured], sizes[measured]
+        if not len(told):
+            return
+        now = float(np.median(told / (sizes + self._fixed_units)))
+        if self._unit_s > 0 and not 1 / SUDDEN < now / self._unit_s < SUDDEN:
+            self._units, self._seconds = np.zeros(0), np.zeros(0)
+        self._units = np.append(self._units, sizes)[-KEPT_STEPS:]
+        self._seconds = np.append(self._seconds, told)[-KEPT_STEPS:]
+        self._fit_fixed_part()
+        each = (self._seconds / (self._units + self._fixed_units))[-RECENT_STEPS:]
+        self._unit_s = float(np.median(each))
+        error = _spread(each) / float(np.sqrt(len(each)))
+        self.relative_error = _NORMAL_MEDIAN * error / self._unit_s
+
+    def _fit_fixed_part(self) -> None:
+        """The median slope and what remains, as far as they are proved.
+
+        The standard error of a fitted line at 0 is  e = sigma sqrt(1 / k + mean(n)^2 / sum (n -
+        mean(n))^2);  against an expected size ``d`` the fixed part counts by  d^2 / (d^2 + e^2).
+        Without steps of different sizes it stays.
+        """
+        units, seconds = self._units, self._seconds
+        first, second = np.triu_indices(len(units), 1)
+        change = units[first] - units[second]
+        apart = np.abs(change) >= DIFFERENT * np.maximum(units[first], units[second])
+        if not apart.any():
+            return
+        slope = float(np.median((seconds[first] - seconds[second])[apart] / change[apart]))
+        if slope <= 0:
+            return
+        rest = seconds - slope * units
+        mean = float(np.mean(units))
+        found = min(max(float(np.median(rest)) / slope, 0.0), mean)
+        lever = 1 / len(units) + mean**2 / float(np.sum((units - mean) ** 2))
+        error = _NORMAL_MEDIAN * _spread(rest) / slope * float(np.sqrt(lever))
+        expected = EXPECTED_FIXED * mean
+        self._fixed_units = found * expected**2 / (expected**2 + error**2)
+
+
+def _spread(values: FloatArray) -> float:
+    """Standard deviation as if normal, by the median absolute deviation."""
+    return _NORMAL_MAD * float(np.median(np.abs(values - np.median(values))))

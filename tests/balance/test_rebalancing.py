@@ -1,0 +1,133 @@
+"""Shares follow speeds that change and stay where speeds do: simulated ranks with noise."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heterog.balance.rebalancing import Rebalancer
+from heterog.balance.shares import RankSpeed, best_shares, step_s
+
+INTERVAL = 8
+
+
+@dataclass
+class Job:
+    """Ranks whose speeds are known here, and only measured with noise by what is tested."""
+
+    speeds: list[RankSpeed]
+    shares: tuple[int, ...]
+    noise: float
+    seed: int
+    changes: list[int] = field(default_factory=list)
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(self.seed)
+        self.rebalancer = Rebalancer(len(self.speeds))
+        self.seconds: list[list[float]] = [[] for _ in self.speeds]
+
+    def run(self, num_steps: int) -> None:
+        """Steps in windows, as a balancer exchanges them; also a slow step now and then."""
+        for _ in range(num_steps):
+            self.step += 1
+            for rank, speed in enumerate(self.speeds):
+                factor = self.random.lognormal(0, self.noise)
+                hiccup = 5 if self.random.random() < 0.02 else 1
+                self.seconds[rank].append(speed.seconds(self.shares[rank]) * factor * hiccup)
+            if self.step % INTERVAL == 0:
+                units = [[float(n)] * INTERVAL for n in self.shares]
+                change = self.rebalancer.update(self.shares, units, self.seconds)
+                self.seconds = [[] for _ in self.speeds]
+                if change is not None:
+                    self.shares = change.shares
+                    self.changes.append(self.step)
+
+    def over_best(self) -> float:
+        best = best_shares(self.speeds, sum(self.shares))
+        return step_s(self.speeds, self.shares) / step_s(self.speeds, best)
+
+
+SPEEDS = st.lists(
+    st.builds(RankSpeed, unit_s=st.floats(0.005, 0.05), fixed_units=st.floats(0, 10)),
+    min_size=2,
+    max_size=5,
+)
+
+
+@settings(max_examples=60)
+@given(speeds=SPEEDS, noise=st.floats(0, 0.05), seed=st.integers(0, 2**30))
+def test_shares_are_found_and_then_stay(speeds: list[RankSpeed], noise: float, seed: int) -> None:
+    even = best_shares([RankSpeed(unit_s=1.0)] * len(speeds), 256)
+    job = Job(speeds=speeds, shares=even, noise=noise, seed=seed)
+    job.run(10 * INTERVAL)
+    assert job.over_best() < 1.08 + 2 * noise
+    settled = len(job.changes)
+    job.run(200)
+    assert len(job.changes) - settled <= 1, "shares swing"
+    assert job.over_best() < 1.08 + 2 * noise
+
+
+@settings(max_examples=60)
+@given(
+    units=st.lists(st.floats(0.005, 0.05), min_size=2, max_size=5),
+    noise=st.floats(0, 0.03),
+    rank=st.integers(0, 4),
+    before=st.integers(0, INTERVAL - 1),
+    seed=st.integers(0, 2**30),
+)
+def test_a_rank_that_halves_is_taken_in_within_20_steps(
+    units: list[float], noise: float, rank: int, before: int, seed: int
+) -> None:
+    speeds = [RankSpeed(unit_s=each) for each in units]
+    job = Job(speeds=speeds, shares=best_shares(speeds, 256), noise=noise, seed=seed)
+    job.run(4 * INTERVAL + before)
+    slow = rank % len(speeds)
+    job.speeds = [
+        RankSpeed(unit_s=each * (2 if number == slow else 1)) for number, each in enumerate(units)
+    ]
+    job.run(20)
+    assert job.over_best() < 1.05 + 2 * noise
+    settled = len(job.changes)
+    job.run(200)
+    assert len(job.changes) - settled <= 1, "shares swing"
+
+
+def test_a_fixed_part_is_told_apart() -> None:
+    speeds = [RankSpeed(unit_s=0.01, fixed_units=20), RankSpeed(unit_s=0.02, fixed_units=5)]
+    job = Job(speeds=speeds, shares=(50, 50), noise=0.0, seed=0)
+    job.run(12 * INTERVAL)
+    assert job.over_best() < 1.03
+    assert len(job.changes) <= 3
+
+
+def test_one_line_says_who() -> None:
+    rebalancer = Rebalancer(3)
+    window = [[31.0] * 4, [31.0] * 4, [31.0] * 4]
+    change = rebalancer.update((31, 31, 31), window, [[0.31] * 4, [0.31] * 4, [0.366] * 4])
+    assert change is not None
+    assert change.text.startswith("rank 2 is 18 % slower than planned: 31 -> 27 samples (all ran")
+    change = rebalancer.update((31, 31, 31), window, [[0.1] * 4, [0.31] * 4, [0.31] * 4])
+    assert change is not None
+    assert change.text.startswith("rank 0 is 210 % faster than planned: 31 -> ")
+
+
+def test_a_dead_band_and_memory_hold() -> None:
+    window = [[50.0] * 4] * 2
+    assert Rebalancer(2).update((50, 50), window, [[0.50] * 4, [0.52] * 4]) is None
+    assert Rebalancer(2, dead_band=0.0).update((50, 50), window, [[0.50] * 4, [0.54] * 4])
+    change = Rebalancer(2, most=[55, None]).update((50, 50), window, [[0.1] * 4, [0.5] * 4])
+    assert change is not None
+    assert change.shares == (55, 45)
+
+
+def test_without_measurements_nothing_changes() -> None:
+    rebalancer = Rebalancer(2)
+    nothing = [float("nan")] * 2
+    assert rebalancer.update((8, 8), [[8.0] * 2] * 2, [nothing, [0.1, 0.1]]) is None
+    assert rebalancer.estimates[0].speed is None
+    speed = rebalancer.estimates[1].speed
+    assert speed is not None
+    assert speed.seconds(8) == pytest.approx(0.1)
