@@ -67,6 +67,8 @@ class Balancer:
         BalanceError: shares, speeds or plan do not fit the ranks.
     """
 
+    loader_type: type[BalancedLoader] = BalancedLoader
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -95,7 +97,7 @@ class Balancer:
         )
         self._interval, self._dead_band = interval, dead_band
         self._follower: SpeedFollower | None = None
-        self._clock = StepClock(CPU)
+        self.clock = StepClock(CPU)
         self._model: nn.Module | None = None
         if model is not None:
             self.watch(model)
@@ -103,7 +105,12 @@ class Balancer:
     def watch(self, model: nn.Module) -> None:
         """Take the model that is trained, once a framework has wrapped it."""
         self._model = model
-        watch_waits(model, self._clock)
+        watch_waits(model, self.clock)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """What is trained, if it is known."""
+        return self._model
 
     # --- what is dealt ---------------------------------------------------------------------------
 
@@ -132,7 +139,7 @@ class Balancer:
             shuffle=shuffle,
             drop_last=drop_last,
         )
-        return BalancedLoader(dataset, self.sampler(batches), self, options)
+        return self.loader_type(dataset, self.sampler(batches), self, options)
 
     def sampler(self, batches: GlobalBatches) -> ShareSampler:
         """The sampler of a loader; a balancer has one at a time."""
@@ -148,13 +155,13 @@ class Balancer:
         self._deal = None
         if self._interval and num_ranks > 1:
             rebalancer = Rebalancer(num_ranks, most=most, dead_band=self._dead_band)
-            self._follower = self._make_follower(rebalancer, self._clock)
+            self._follower = self._make_follower(rebalancer, self.clock)
         return self._sampler
 
     @property
     def shares(self) -> tuple[int, ...]:
         """Units of each rank in a whole batch."""
-        return self._own_sampler().shares
+        return self.share_sampler.shares
 
     @property
     def deal(self) -> Deal:
@@ -167,7 +174,7 @@ class Balancer:
 
     def begin_pass(self) -> None:
         """The loop begins to iterate; loaders call it."""
-        self._clock.restart()
+        self.clock.restart()
 
     def begin_step(self, deal: Deal) -> None:
         """The loop gets the batch of this deal; loaders call it."""
@@ -178,7 +185,7 @@ class Balancer:
     def end_step(self) -> None:
         """The loop asks for the next batch; loaders call it."""
         if self._follower is not None:
-            self._follower.end_step(self.deal, self._own_sampler())
+            self._follower.end_step(self.deal, self.share_sampler)
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -193,15 +200,19 @@ class Balancer:
         """
         if count is not None:
             own = count if self.deal.samples[self.group.rank] else 0
-            with self._clock.waiting():
+            with self.clock.waiting():
                 self.weights.set(*self.weights.exchange([own]))
         elif self._deal is None:
             self.deal  # noqa: B018  # raises
         weighed = self.weights.weigh(loss)
-        if self._follower is not None and weighed.requires_grad:
-            self._clock.use(weighed.device)
-            weighed.register_hook(self._clock.backward_begins)  # type: ignore[no-untyped-call]
+        self.time_backward(weighed)
         return weighed
+
+    def time_backward(self, loss: Tensor) -> None:
+        """Measure the backward pass from this tensor; ``weigh`` does it."""
+        if self._follower is not None and loss.requires_grad:
+            self.clock.use(loss.device)
+            loss.register_hook(self.clock.backward_begins)  # type: ignore[no-untyped-call]
 
     def parts(self, batch: Any, count: Any = None) -> Iterator[Any]:
         """This rank's batch in micro-batches that fit; all but the last keep gradients local.
@@ -227,7 +238,7 @@ class Balancer:
         total: Any = sum(deal.samples)
         if count is not None:
             told = [count(part) if n else 0 for (part, _), n in zip(pieces, counts, strict=True)]
-            with self._clock.waiting():
+            with self.clock.waiting():
                 *counts, total = self.weights.exchange(told)
         for index, (part, _) in enumerate(pieces):
             self.weights.set(counts[index], total)
@@ -241,29 +252,35 @@ class Balancer:
         """Average the gradients of a model that nothing wraps; after the backward pass."""
         if self._model is None:
             raise BalanceError("average_gradients() needs the model: Balancer(model, ...).")
-        with self._clock.waiting():
+        with self.clock.waiting():
             average_gradients(self._model, self.group)
 
     def mean_loss(self) -> float:
         """The loss of the whole batch of this step; all ranks call it, after the backward pass."""
-        with self._clock.waiting():
+        with self.clock.waiting():
             return self.weights.mean_loss()
 
     # --- going on later --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Place in the data and shares; to be taken after the optimizer's step."""
-        sampler, deal = self._own_sampler(), self._deal
+        sampler, deal = self.share_sampler, self._deal
         is_inside = deal is not None and deal.epoch == sampler.epoch
         done = deal.step + 1 if deal is not None and is_inside else sampler.start
         return {"sampler": sampler.state_dict(num_done=done)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken; after the loader is made, before it is used."""
-        self._own_sampler().load_state_dict(state["sampler"])
+        self.share_sampler.load_state_dict(state["sampler"])
         self._deal = None
 
-    def _own_sampler(self) -> ShareSampler:
+    @property
+    def share_sampler(self) -> ShareSampler:
+        """The sampler of the loader.
+
+        Raises:
+            BalanceError: there is none yet.
+        """
         if self._sampler is None:
             raise BalanceError("no data yet: call balancer.loader(dataset) first.")
         return self._sampler

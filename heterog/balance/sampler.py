@@ -76,6 +76,11 @@ class ShareSampler(Sampler[list[int]]):
         return self._epoch
 
     @property
+    def num_steps(self) -> int:
+        """Steps of the whole epoch."""
+        return self._batches.num_steps(self._epoch)
+
+    @property
     def shares(self) -> tuple[int, ...]:
         """The last shares that were set."""
         return self._in_force[-1][1]

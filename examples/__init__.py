@@ -1,0 +1,1 @@
+"""Scripts that show heterog in use."""

@@ -1,0 +1,1 @@
+"""Training scripts with a balancer; ``before`` has them without."""

@@ -1,0 +1,133 @@
+"""What does a balancer gain for scripts that people write, on unequal ranks and on equal ones?
+
+    python experiments/balance_testbed.py --json        # Linux, as root
+
+Each script of ``examples/balance`` and the one without a balancer run in turn on a testbed. The
+seconds are those of whole epochs that the scripts print; a balanced script begins with equal
+shares, and epochs in which it finds its shares are left out. What perfect shares allow is the mean
+over the least speed of the ranks, measured with the same script alone in each rank's part of the
+machine, without communication. On equal ranks the same is measured with equal quotas.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from heterog.cluster import Cluster
+from heterog.cluster.spec import parse_cluster
+from heterog.runtime.launch import run_commands
+from heterog.runtime.testbed import Testbed, load_testbed
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ("plain_ddp", "fsdp2", "hf_accelerate", "hf_trainer", "lightning_ddp")
+SETTLING = 3
+"""Epochs of eleven steps in which shares may still change."""
+EQUAL = """
+schema_version: 1
+name: equal
+efficiency: 1.0
+hosts:
+  - {name: a, devices: [{type: CPU, names: [a]}], nic: {line_rate: 1 Gbit/s}, testbed: {cpu_quota: 0.5}}
+  - {name: b, devices: [{type: CPU, names: [b]}], nic: {line_rate: 1 Gbit/s}, testbed: {cpu_quota: 0.5}}
+  - {name: c, devices: [{type: CPU, names: [c]}], nic: {line_rate: 1 Gbit/s}, testbed: {cpu_quota: 0.5}}
+"""  # noqa: E501
+
+
+def epoch_seconds(
+    cluster: Cluster, script: str, epochs: int, *, alone: bool = False
+) -> list[list[float]]:
+    """Seconds of each epoch that each rank printed.
+
+    Args:
+        cluster: of the testbed.
+        script: module below ``examples.balance``.
+        epochs: to run.
+        alone: every rank is a job of its own.
+    """
+    with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
+
+        def wrap(rank: int, command: list[str]) -> list[str]:
+            single = ["env", "RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "MASTER_ADDR=127.0.0.1"]
+            shell = ["/bin/sh", "-c", 'exec "$@" > "$0"', f"{name}/{rank}"]
+            return bed.command(rank, [*shell, *(single if alone else []), *command])
+
+        run_commands(
+            ["-m", f"examples.balance.{script}"],
+            cluster.num_devices,
+            wrap=wrap,
+            environment=lambda rank: {
+                **bed.environment(rank),
+                "EPOCHS": str(epochs),
+                "LOCAL_RANK": str(rank),
+                "PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}",
+                **({"GLOO_SOCKET_IFNAME": "lo"} if alone else {}),
+            },
+            timeout_s=1800,
+            step_timeout_s=1800,
+        )
+        texts = [Path(name, str(rank)).read_text() for rank in range(cluster.num_devices)]
+        return [[float(s) for s in re.findall(r"^epoch \d+ ([\d.]+) s", t, re.M)] for t in texts]
+
+
+def measure(cluster: Cluster, script: str, epochs: int, rounds: int) -> dict[str, Any]:
+    """Both scripts in turn, and what the ranks could do."""
+    alone = epoch_seconds(cluster, f"before.{script}", 3, alone=True)
+    speeds = [1 / statistics.median(seconds[1:]) for seconds in alone]
+    perfect = statistics.mean(speeds) / min(speeds)
+    before, after = [], []
+    for number in range(rounds):
+        for name in ("before.", "")[:: 1 if number % 2 == 0 else -1]:
+            seconds = epoch_seconds(cluster, f"{name}{script}", epochs)[0]
+            (before if name else after).append(seconds)
+    plain = statistics.median(s for each in before for s in each[1:])
+    ours = statistics.median(s for each in after for s in each[SETTLING:])
+    return {
+        "testbed": cluster.name,
+        "script": script,
+        "plain_epoch_s": plain,
+        "balanced_epoch_s": ours,
+        "speedup": plain / ours,
+        "perfect": perfect,
+        "part_of_perfect": (plain / ours - 1) / (perfect - 1) if perfect > 1.05 else None,
+        "ratio_to_perfect": plain / ours / perfect,
+        "rank_speeds": speeds,
+        "before_s": before,
+        "after_s": after,
+    }
+
+
+def main() -> None:
+    """Measure every script."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--scripts", default=",".join(SCRIPTS))
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--testbeds", default="skew_compute,equal")
+    arguments = parser.parse_args()
+    if arguments.epochs <= SETTLING:
+        parser.error(f"--epochs {arguments.epochs}: the first {SETTLING} are left out")
+    rows = []
+    for testbed in arguments.testbeds.split(","):
+        cluster = parse_cluster(EQUAL, ROOT) if testbed == "equal" else load_testbed(testbed)
+        for script in arguments.scripts.split(","):
+            row = measure(cluster, script, arguments.epochs, arguments.rounds)
+            rows.append(row)
+            print(
+                f"{testbed:13} {script:14} {row['plain_epoch_s']:.2f} -> "
+                f"{row['balanced_epoch_s']:.2f} s: {row['speedup']:.2f}x of "
+                f"{row['perfect']:.2f}x ({row['ratio_to_perfect']:.0%})",
+                file=sys.stderr,
+                flush=True,
+            )
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Lightning: ``LightningBalancer`` is a callback, and makes the data.
+
+    balancer = LightningBalancer(batch_size=96)
+    trainer = Trainer(callbacks=[balancer], use_distributed_sampler=False, strategy="ddp", ...)
+    trainer.fit(module, balancer.data(dataset))
+
+It weighs what ``training_step`` returns. A module with manual optimization calls
+``weigh`` itself, on what it gives to ``manual_backward``.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from heterog.balance.balancer import Balancer
+from heterog.balance.loader import BalancedLoader
+from heterog.balance.shares import BalanceError
+
+
+class BalancedData(LightningDataModule):
+    """The training data of a balanced job: its loader is made when the ranks know each other.
+
+    Args:
+        make: makes the loader.
+    """
+
+    def __init__(self, make: Callable[[], BalancedLoader]) -> None:
+        super().__init__()
+        self._make = make
+
+    def train_dataloader(self) -> BalancedLoader:
+        """This rank's shares."""
+        return self._make()
+
+
+class LightningBalancer(Callback):
+    """Gives ranks shares of each batch and weighs the losses of a module.
+
+    Args:
+        options: of ``Balancer``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.balancer = Balancer(**options)
+        self._to_load: dict[str, Any] | None = None
+
+    def data(self, dataset: Dataset[Any], **options: Any) -> BalancedData:
+        """What ``Trainer.fit`` takes instead of a loader; options as ``Balancer.loader``."""
+
+        def make() -> BalancedLoader:
+            loader = self.balancer.loader(dataset, **options)
+            if self._to_load is not None:
+                self.balancer.load_state_dict(self._to_load)
+                self._to_load = None
+            return loader
+
+        return BalancedData(make)
+
+    def weigh(self, loss: Tensor, count: float | Tensor | None = None) -> Tensor:
+        """As ``Balancer.weigh``."""
+        return self.balancer.weigh(loss, count)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Weigh what the module's training step returns.
+
+        Raises:
+            BalanceError: Lightning would put its own sampler in place of the shares.
+        """
+        if stage != "fit":
+            return
+        if trainer._accelerator_connector.use_distributed_sampler:
+            raise BalanceError(
+                "Lightning deals equal parts to all ranks; set use_distributed_sampler=False in "
+                "its Trainer, and the balancer deals."
+            )
+        if not pl_module.automatic_optimization:
+            return
+        step = pl_module.training_step
+
+        def weighed_step(*arguments: Any, **options: Any) -> Any:
+            result: Any = step(*arguments, **options)
+            if isinstance(result, Tensor):
+                return self.balancer.weigh(result)
+            if isinstance(result, Mapping) and "loss" in result:
+                return {**result, "loss": self.balancer.weigh(result["loss"])}
+            return result
+
+        pl_module.training_step = weighed_step  # type: ignore[method-assign]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The strategy has wrapped the model."""
+        if trainer.strategy.model is not None:
+            self.balancer.watch(trainer.strategy.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place in the data and shares, in Lightning's checkpoints."""
+        return self.balancer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the checkpoint was made, once there is a loader: Lightning asks before."""
+        self._to_load = state_dict
