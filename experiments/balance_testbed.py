@@ -79,7 +79,8 @@ def measure(cluster: Cluster, script: str, epochs: int, rounds: int) -> dict[str
     alone = epoch_seconds(cluster, f"before.{script}", 3, alone=True)
     speeds = [1 / statistics.median(seconds[1:]) for seconds in alone]
     perfect = statistics.mean(speeds) / min(speeds)
-    before, after = [], []
+    before: list[list[float]] = []
+    after: list[list[float]] = []
     for number in range(rounds):
         for name in ("before.", "")[:: 1 if number % 2 == 0 else -1]:
             seconds = epoch_seconds(cluster, f"{name}{script}", epochs)[0]

@@ -50,7 +50,7 @@ class Net(LightningModule):
 def main() -> None:
     """Train and validate."""
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(1000, 3, 32, 32), torch.randint(0, 10, (1000,)))
+    data = TensorDataset(torch.randn(1000, 3, 64, 64), torch.randint(0, 10, (1000,)))
     model = Net()
     balancer = LightningBalancer(batch_size=BATCH)
     trainer = Trainer(

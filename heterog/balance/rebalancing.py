@@ -2,9 +2,12 @@
 
 Every rank gets the seconds of all ranks and comes to the same shares. They change only where the
 step is predicted to be quicker by more than a dead band, which grows with the noise of the
-measurements. So noise alone does not move shares, and speeds that stay leave them alone.
+measurements. So noise alone does not move shares, and speeds that stay leave them alone. A change
+that did not make steps quicker is taken back, and the next must promise twice as much: ranks may
+behave in ways that no line describes.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +20,11 @@ DEAD_BAND = 0.03
 NOISE_BANDS = 3.0
 """Standard errors of the noisiest rank that a gain must exceed; with fewer, shares swing in
 ``tests/balance/test_rebalancing.py``."""
+
+MOST_CAUTION = 16.0
+"""Dead bands that a change must promise after four that did not pay."""
+MOST_GROWTH = 1.5
+"""Of a share in one change: not far beyond what a rank was seen with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +40,15 @@ class Change:
     shares: tuple[int, ...]
     gain: float
     text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """A change whose gain is not yet seen: shares before, their measured step, shares after."""
+
+    before: tuple[int, ...]
+    step_s: float
+    shares: tuple[int, ...]
 
 
 class Rebalancer:
@@ -54,6 +71,8 @@ class Rebalancer:
     ) -> None:
         self.estimates = [SpeedEstimate() for _ in range(num_ranks)]
         self._most, self._dead_band, self._unit = most, dead_band, unit
+        self._caution = 1.0
+        self._trial: _Trial | None = None
 
     def update(
         self,
@@ -68,19 +87,49 @@ class Rebalancer:
             units: of each rank, in each step of the window.
             seconds: that each rank computed in those steps; not a number where it is unknown.
         """
-        for estimate, sizes, told in zip(self.estimates, units, seconds, strict=True):
+        changed = [
             estimate.add(sizes, told)
+            for estimate, sizes, told in zip(self.estimates, units, seconds, strict=True)
+        ]
+        if any(changed):
+            self._trial = None  # what steps took before is no measure any more
+        measured_s = statistics.median(map(max, zip(*seconds, strict=True)))
+        if (back := self._taken_back(tuple(shares), measured_s)) is not None:
+            return back
         speeds = [estimate.speed for estimate in self.estimates]
         known = [speed for speed in speeds if speed is not None]
         if len(known) < len(speeds):
             return None
-        best = best_shares(known, sum(shares), self._most)
+        best = best_shares(known, sum(shares), self._limits(shares))
         gain = step_s(known, shares) / step_s(known, best)
         noise = max(estimate.relative_error for estimate in self.estimates)
-        if gain <= 1 + max(self._dead_band, NOISE_BANDS * noise):
+        if gain <= 1 + max(self._caution * self._dead_band, NOISE_BANDS * noise):
             return None
+        self._trial = _Trial(before=tuple(shares), step_s=measured_s, shares=best)
         times = [speed.seconds(share) for speed, share in zip(known, shares, strict=True)]
         return Change(shares=best, gain=gain, text=self._told(shares, best, times, gain))
+
+    def _taken_back(self, shares: tuple[int, ...], measured_s: float) -> Change | None:
+        """The change back, if the last one has not paid."""
+        trial, self._trial = self._trial, None
+        if trial is None or trial.shares != shares or not measured_s >= trial.step_s:
+            return None
+        self._caution = min(2 * self._caution, MOST_CAUTION)
+        text = (
+            f"steps are not quicker with {'/'.join(map(str, shares))} {self._unit}: back to "
+            f"{'/'.join(map(str, trial.before))}"
+        )
+        return Change(shares=trial.before, gain=measured_s / trial.step_s, text=text)
+
+    def _limits(self, shares: Sequence[int]) -> list[int | None]:
+        """What a rank may have next: what it can hold, and not far more than it was seen with."""
+        grown = [max(math.ceil(MOST_GROWTH * share), share + 1) for share in shares]
+        if self._most is None:
+            return list(grown)
+        return [
+            most if limit is None else min(most, limit)
+            for most, limit in zip(grown, self._most, strict=True)
+        ]
 
     def _told(
         self, old: Sequence[int], new: Sequence[int], times: Sequence[float], gain: float

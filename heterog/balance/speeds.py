@@ -7,6 +7,7 @@ stays when a rank slows down, and needs steps of different sizes: it is fitted t
 speed are forgotten.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,11 @@ from heterog.balance.shares import RankSpeed
 
 FloatArray = npt.NDArray[np.float64]
 
+REMEMBERED = 6
+"""Windows of which the slowest counts: a rank is quickly found slow, and quick only after these.
+One that waits much looks quicker than it is with more to do (its card is cool, its quota unspent),
+and believing it at once makes shares swing; with 4 they still do on simulated quotas, 8 gain
+nothing (``tests/balance/test_rebalancing.py``)."""
 KEPT_STEPS = 64
 """Steps that a fixed part is fitted to: several windows, and pairs are still few thousands."""
 RECENT_STEPS = 24
@@ -37,35 +43,53 @@ class SpeedEstimate:
         self._units: FloatArray = np.zeros(0)
         self._seconds: FloatArray = np.zeros(0)
         self._fixed_units = 0.0
+        self._windows: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)  # size, seconds
         self._unit_s = 0.0
         self.relative_error = 0.0
         """Standard error of the last window's unit time over that time."""
 
     @property
     def speed(self) -> RankSpeed | None:
-        """The fitted speed, once a window was measured."""
-        if self._unit_s <= 0:
+        """What may be counted on, once a window was measured."""
+        if not self._windows:
             return None
-        return RankSpeed(unit_s=self._unit_s, fixed_units=self._fixed_units)
+        slowest = max(told / (size + self._fixed_units) for size, told in self._windows)
+        unit_s = max(self._unit_s, slowest)
+        return RankSpeed(unit_s=unit_s, fixed_units=self._fixed_units)
 
-    def add(self, units: Sequence[float], seconds: Sequence[float]) -> None:
-        """Take a window of steps in: their sizes and seconds, nan where they are unknown."""
+    def add(self, units: Sequence[float], seconds: Sequence[float]) -> bool:
+        """Take a window of steps in: their sizes and seconds, nan where they are unknown.
+
+        Returns:
+            Whether the speed has suddenly changed.
+        """
         told = np.asarray(seconds, np.float64)
         sizes = np.maximum(np.asarray(units, np.float64), 1.0)  # a rank without data runs on one
         measured = np.isfinite(told) & (told > 0)
         told, sizes = told[measured], sizes[measured]
         if not len(told):
-            return
-        now = float(np.median(told / (sizes + self._fixed_units)))
-        if self._unit_s > 0 and not 1 / SUDDEN < now / self._unit_s < SUDDEN:
+            return False
+        has_changed = self._has_changed(sizes, told)
+        if has_changed:
             self._units, self._seconds = np.zeros(0), np.zeros(0)
         self._units = np.append(self._units, sizes)[-KEPT_STEPS:]
         self._seconds = np.append(self._seconds, told)[-KEPT_STEPS:]
         self._fit_fixed_part()
         each = (self._seconds / (self._units + self._fixed_units))[-RECENT_STEPS:]
         self._unit_s = float(np.median(each))
+        self._windows.append((float(np.median(sizes)), float(np.median(told))))
         error = _spread(each) / float(np.sqrt(len(each)))
         self.relative_error = _NORMAL_MEDIAN * error / self._unit_s
+        return has_changed
+
+    def _has_changed(self, sizes: FloatArray, told: FloatArray) -> bool:
+        """Whether steps of this size take another time than before; other sizes tell nothing."""
+        size = float(np.median(sizes))
+        alike = np.abs(self._units - size) < DIFFERENT * size
+        if not alike.any():
+            return False
+        before = float(np.median(self._seconds[alike][-RECENT_STEPS:]))
+        return not 1 / SUDDEN < float(np.median(told)) / before < SUDDEN
 
     def _fit_fixed_part(self) -> None:
         """The median slope and what remains, as far as they are proved.

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterog.balance.shares import BalanceError, RankSpeed, best_shares, check_shares
-from heterog.export.uniform import uniform_micro_batches
-from heterog.planners.plan import load_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +76,10 @@ def shares_of_plan(plan: str | Path) -> list[float]:
     Raises:
         ExportError: the plan is not data-parallel.
     """
+    # Reading plans takes the simulator's compiled kernels, which most loops never need.
+    from heterog.export.uniform import uniform_micro_batches
+    from heterog.planners.plan import load_plan
+
     loaded = load_plan(plan)
     samples = uniform_micro_batches(loaded, "a balancer")
     return [float(sum(samples.get(index, ()))) for index in range(loaded.cluster.num_devices)]

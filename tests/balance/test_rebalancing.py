@@ -21,6 +21,7 @@ class Job:
     shares: tuple[int, ...]
     noise: float
     seed: int
+    quotas: tuple[float, ...] = ()
     changes: list[int] = field(default_factory=list)
     step: int = 0
 
@@ -33,10 +34,16 @@ class Job:
         """Steps in windows, as a balancer exchanges them; also a slow step now and then."""
         for _ in range(num_steps):
             self.step += 1
+            step_s = max(s.seconds(n) for s, n in zip(self.speeds, self.shares, strict=True))
             for rank, speed in enumerate(self.speeds):
+                own_s = speed.seconds(self.shares[rank])
+                if self.quotas:
+                    # It runs at full speed while its quota lasts, which it saves while it waits.
+                    busy_s = own_s * self.quotas[rank]
+                    own_s = busy_s if busy_s < 0.9 * self.quotas[rank] * step_s else own_s
                 factor = self.random.lognormal(0, self.noise)
                 hiccup = 5 if self.random.random() < 0.02 else 1
-                self.seconds[rank].append(speed.seconds(self.shares[rank]) * factor * hiccup)
+                self.seconds[rank].append(own_s * factor * hiccup)
             if self.step % INTERVAL == 0:
                 units = [[float(n)] * INTERVAL for n in self.shares]
                 change = self.rebalancer.update(self.shares, units, self.seconds)
@@ -66,7 +73,7 @@ def test_shares_are_found_and_then_stay(speeds: list[RankSpeed], noise: float, s
     assert job.over_best() < 1.08 + 2 * noise
     settled = len(job.changes)
     job.run(200)
-    assert len(job.changes) - settled <= 1, "shares swing"
+    assert len(job.changes) - settled <= 2, "shares swing"
     assert job.over_best() < 1.08 + 2 * noise
 
 
@@ -91,8 +98,10 @@ def test_a_rank_that_halves_is_taken_in_within_20_steps(
     job.run(20)
     assert job.over_best() < 1.05 + 2 * noise
     settled = len(job.changes)
-    job.run(200)
-    assert len(job.changes) - settled <= 1, "shares swing"
+    for _ in range(200 // INTERVAL):
+        job.run(INTERVAL)
+        assert job.over_best() < 1.05 + 2 * noise
+    assert len(job.changes) - settled <= 3, "shares swing"
 
 
 def test_a_fixed_part_is_told_apart() -> None:
@@ -103,13 +112,44 @@ def test_a_fixed_part_is_told_apart() -> None:
     assert len(job.changes) <= 3
 
 
+@settings(max_examples=60)
+@given(
+    quotas=st.lists(st.floats(0.2, 1.0), min_size=2, max_size=4),
+    noise=st.floats(0, 0.05),
+    seed=st.integers(0, 2**30),
+)
+def test_ranks_that_look_quick_while_they_wait_do_not_make_shares_swing(
+    quotas: list[float], noise: float, seed: int
+) -> None:
+    speeds = [RankSpeed(unit_s=0.01 / quota) for quota in quotas]
+    even = best_shares([RankSpeed(unit_s=1.0)] * len(speeds), 96)
+    job = Job(speeds=speeds, shares=even, noise=noise, seed=seed, quotas=tuple(quotas))
+    job.run(16 * INTERVAL)
+    settled = len(job.changes)
+    job.run(200)
+    assert job.over_best() < 1.35 + 2 * noise
+    assert len(job.changes) - settled <= 8, "shares swing"
+
+
+def test_changes_that_do_not_pay_are_taken_back() -> None:
+    """Rank 0 takes as long as it likes, whatever it has."""
+    rebalancer = Rebalancer(2)
+    change = rebalancer.update((50, 50), [[50.0] * 4] * 2, [[2.0] * 4, [1.0] * 4])
+    assert change is not None
+    assert change.shares == (33, 67)
+    back = rebalancer.update((33, 67), [[33.0] * 4, [67.0] * 4], [[2.0] * 4, [1.3] * 4])
+    assert back is not None
+    assert back.shares == (50, 50)
+    assert back.text == "steps are not quicker with 33/67 samples: back to 50/50"
+
+
 def test_one_line_says_who() -> None:
     rebalancer = Rebalancer(3)
     window = [[31.0] * 4, [31.0] * 4, [31.0] * 4]
     change = rebalancer.update((31, 31, 31), window, [[0.31] * 4, [0.31] * 4, [0.366] * 4])
     assert change is not None
     assert change.text.startswith("rank 2 is 18 % slower than planned: 31 -> 27 samples (all ran")
-    change = rebalancer.update((31, 31, 31), window, [[0.1] * 4, [0.31] * 4, [0.31] * 4])
+    change = Rebalancer(3).update((31, 31, 31), window, [[0.1] * 4, [0.31] * 4, [0.31] * 4])
     assert change is not None
     assert change.text.startswith("rank 0 is 210 % faster than planned: 31 -> ")
 

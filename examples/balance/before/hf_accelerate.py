@@ -16,7 +16,7 @@ def main() -> None:
     """Train and validate."""
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(1000, 3, 32, 32), torch.randint(0, 10, (1000,)))
+    data = TensorDataset(torch.randn(1000, 3, 64, 64), torch.randint(0, 10, (1000,)))
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),

@@ -15,9 +15,9 @@ class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Random words, as many as each text has; what follows is no label."""
 
     def __init__(self) -> None:
-        self.words = torch.randint(0, 100, (1000, 32))
+        self.words = torch.randint(0, 100, (1000, 64))
         self.labels = self.words.clone()
-        self.labels[torch.arange(32) >= torch.randint(4, 33, (1000, 1))] = -100
+        self.labels[torch.arange(64) >= torch.randint(4, 65, (1000, 1))] = -100
 
     def __len__(self) -> int:
         return len(self.words)
@@ -45,7 +45,7 @@ def main() -> None:
     torch.manual_seed(0)
     data = Texts()
     config = GPT2Config(
-        vocab_size=100, n_positions=32, n_embd=64, n_layer=2, n_head=2,
+        vocab_size=100, n_positions=64, n_embd=96, n_layer=2, n_head=2,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     model = GPT2LMHeadModel(config)

@@ -48,7 +48,7 @@ class Net(LightningModule):
 def main() -> None:
     """Train and validate."""
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(1000, 3, 32, 32), torch.randint(0, 10, (1000,)))
+    data = TensorDataset(torch.randn(1000, 3, 64, 64), torch.randint(0, 10, (1000,)))
     model = Net()
     trainer = Trainer(
         accelerator="cpu", devices=RANKS, strategy="ddp", max_epochs=EPOCHS, logger=False,
