@@ -5,7 +5,7 @@
     trainer.fit(module, balancer.data(dataset))
 
 It weighs what ``training_step`` returns. A module with manual optimization calls
-``weigh`` itself, on what it gives to ``manual_backward``.
+``weigh`` itself, before its manual backward pass.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,7 +3,7 @@
     trainer = BalancedTrainer(model, arguments, train_dataset=dataset)
     trainer.train()
 
-Each step has as many samples as the Trainer's own, ``per_device_train_batch_size`` on each rank,
+Each step has as many samples as the Trainer's own, its batch size on each rank,
 only dealt in other shares. Where the Trainer divides by the number of labels that count
 (``num_items_in_batch``) it is exact already, and a rank without data gets labels that count
 nothing; elsewhere the loss is weighed by samples. The loss that is logged is the global batch's.

@@ -1,8 +1,8 @@
 """Shares: how many units of a global batch each rank gets, so that all end at the same time.
 
-A rank ``r`` with ``n`` samples computes for  t_r(n) = s_r (p_r + n)  seconds: ``s_r`` seconds for
-a sample and a fixed part that takes as long as ``p_r`` samples. The best shares are whole numbers
-with the given sum whose largest ``t_r(n_r)`` is least.
+A rank ``r`` with ``n`` samples computes for  t_r(n) = s_r (p_r + n)  seconds: s_r seconds for
+a sample and a fixed part that takes as long as p_r samples. The best shares are whole numbers
+with the given sum whose largest t_r(n_r) is least.
 """
 
 import heapq

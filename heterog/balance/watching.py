@@ -49,6 +49,10 @@ def _watch_gathers(module: nn.Module, clock: StepClock) -> None:
         module.set_custom_reduce_scatter(_TimedReduceScatter(clock))  # type: ignore[operator]
 
 
+# Its name since PyTorch 2.13.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 class _TimedReduceScatter:
     """PyTorch's own reduce-scatter, which on a CPU waits until all ranks are there."""
 
@@ -68,6 +72,4 @@ class _TimedReduceScatter:
         async_op: bool = False,
     ) -> Any:
         with self._clock.waiting():
-            return dist.reduce_scatter_tensor(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
+            return _reduce_scatter(output_tensor, input_tensor, op, group, async_op)

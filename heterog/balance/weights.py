@@ -1,6 +1,6 @@
 """Weights that make unequal ranks add up to one process with the whole batch.
 
-Rank ``r`` of ``R`` has a loss ``L_r`` that is a mean over ``c_r`` samples or tokens. One process
+Rank ``r`` of ``R`` has a loss L_r that is a mean over c_r samples or tokens. One process
 with the whole batch would follow  sum_r (c_r / C) grad L_r,  C = sum_r c_r.
 DistributedDataParallel and ``fully_shard`` average:  (1 / R) sum_r grad l_r.  So each rank's
 backward pass starts from
@@ -8,7 +8,7 @@ backward pass starts from
     l_r = R (c_r / C) L_r
 
 The reduced gradients are those of the one process: clipping sees the right norm, and a gradient
-scaler multiplies everything alike. A rank with ``c_r`` = 0 runs its passes with the weight 0.
+scaler multiplies everything alike. A rank with c_r = 0 runs its passes with the weight 0.
 """
 
 import torch
