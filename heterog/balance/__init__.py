@@ -8,6 +8,7 @@ from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
 from heterog.balance.loader import BalancedLoader
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError, RankSpeed, best_shares, shares_from_speeds
+from heterog.balance.tokens import TokenBatches
 
 __all__ = [
     "BalanceError",
@@ -18,6 +19,7 @@ __all__ = [
     "RankSpeed",
     "SampleBatches",
     "ShareSampler",
+    "TokenBatches",
     "best_shares",
     "shares_from_speeds",
 ]

@@ -24,6 +24,7 @@ from heterog.balance.rebalancing import DEAD_BAND, Rebalancer
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError, check_shares
 from heterog.balance.start import Start, first_shares
+from heterog.balance.tokens import TokenBatches
 from heterog.balance.watching import watch_waits
 from heterog.balance.weights import StepWeights
 from heterog.runtime.accelerators import CPU
@@ -121,6 +122,9 @@ class Balancer:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        lengths: Sequence[int] | None = None,
+        cost: Callable[[int], float] | None = None,
+        padded: bool = False,
         **options: Any,
     ) -> BalancedLoader:
         """A loader of this rank's batches; each pass is the next epoch.
@@ -130,15 +134,19 @@ class Balancer:
             seed: of the order, the same on all ranks.
             shuffle: whether each epoch has its own order.
             drop_last: leave out the samples that fill no whole batch.
+            lengths: tokens of each sample, where samples differ: ``batch_size``, ``shares`` and
+                ``fits`` then count tokens, and ranks get samples by what they cost.
+            cost: of a sample by its length, in tokens; see ``TokenBatches``.
+            padded: whether a rank's samples are padded to the longest of them.
             options: anything else that ``DataLoader`` takes: ``num_workers``, ``collate_fn``, ...
         """
-        batches = SampleBatches(
-            len(dataset),  # type: ignore[arg-type]
-            self.batch_size,
-            seed=seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-        )
+        size = self.batch_size
+        order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
+        batches: GlobalBatches
+        if lengths is not None:
+            batches = TokenBatches(lengths, size, cost=cost, padded=padded, **order)
+        else:
+            batches = SampleBatches(len(dataset), size, **order)  # type: ignore[arg-type]
         return self.loader_type(dataset, self.sampler(batches), self, options)
 
     def sampler(self, batches: GlobalBatches) -> ShareSampler:
@@ -154,7 +162,9 @@ class Balancer:
         )
         self._deal = None
         if self._interval and num_ranks > 1:
-            rebalancer = Rebalancer(num_ranks, most=most, dead_band=self._dead_band)
+            rebalancer = Rebalancer(
+                num_ranks, most=most, dead_band=self._dead_band, unit=batches.unit
+            )
             self._follower = self._make_follower(rebalancer, self.clock)
         return self._sampler
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from heterog.balance.shares import BalanceError, scaled_shares
 
 IndexArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,13 @@ class Deal:
 
 
 class GlobalBatches(Protocol):
-    """The global batches of an epoch and how they are cut."""
+    """The global batches of an epoch and how they are cut.
+
+    Attributes:
+        unit: what shares count, in words.
+    """
+
+    unit: str
 
     @property
     def units_per_batch(self) -> int:
@@ -76,6 +83,8 @@ class SampleBatches:
     Raises:
         BalanceError: there is no sample, or none in a batch.
     """
+
+    unit = "samples"
 
     def __init__(
         self, num_samples: int, batch_size: int, *, seed: int, shuffle: bool, drop_last: bool

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from heterog.balance.balancer import Balancer
 from heterog.balance.dealing import epoch_order
+from heterog.balance.tokens import TokenBatches
 
 FEATURES, CLASSES, LENGTH, WORDS = 6, 4, 5, 11
 PADDING = -100
@@ -37,6 +38,7 @@ class Loop:
         weigh: whether the loss is weighed, as it should be.
         interval: steps between measurements; 0 for none.
         dead_band: least predicted gain of a change.
+        padded: whether samples of unequal lengths are padded; ``None``: all are alike.
     """
 
     wrapper: str
@@ -50,6 +52,12 @@ class Loop:
     weigh: bool = True
     interval: int = 0
     dead_band: float = 0.03
+    padded: bool | None = None
+
+    def lengths(self) -> list[int] | None:
+        if self.padded is None:
+            return None
+        return [1 + index * 7 % 5 for index in range(self.num_samples)]
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -139,9 +147,7 @@ def alone(loop: Loop, epochs: int = 2) -> Trained:
     optimizer, scaler = make_optimizer(model), make_scaler(loop)
     losses, norms = [], []
     for epoch in range(epochs):
-        order = torch.from_numpy(epoch_order(len(data), 0, epoch, shuffle=True))
-        for step, begin in enumerate(range(0, len(data), size)):
-            chosen = order[begin : begin + size]
+        for step, chosen in enumerate(_global_batches(loop, size, epoch)):
             loss = loss_of(model, (data.inputs[chosen], data.targets[chosen]))
             losses.append(loss.item())
             loss = loss / loop.accumulate
@@ -151,6 +157,17 @@ def alone(loop: Loop, epochs: int = 2) -> Trained:
             if (step + 1) % loop.accumulate == 0:
                 norms.append(update(loop, model, optimizer, scaler))
     return weights_of(model), losses, norms
+
+
+def _global_batches(loop: Loop, size: int, epoch: int) -> Iterator[Tensor]:
+    lengths = loop.lengths()
+    if lengths is None:
+        order = torch.from_numpy(epoch_order(loop.num_samples, 0, epoch, shuffle=True))
+        yield from torch.split(order, size)
+    else:
+        batches = TokenBatches(lengths, size, seed=0, shuffle=True, drop_last=False)
+        for step in range(batches.num_steps(epoch)):
+            yield torch.from_numpy(batches.batch(epoch, step))
 
 
 def on_ranks(rank: int, loop: Loop, epochs: int = 2) -> Trained:
@@ -173,7 +190,7 @@ def on_ranks(rank: int, loop: Loop, epochs: int = 2) -> Trained:
         interval=loop.interval,
         dead_band=loop.dead_band,
     )
-    loader = balancer.loader(Samples(loop))
+    loader = balancer.loader(Samples(loop), lengths=loop.lengths(), padded=bool(loop.padded))
     losses, norms = [], []
     for _ in range(epochs):
         for step, batch in enumerate(loader):
