@@ -1,0 +1,125 @@
+"""Trainer and Accelerate with accumulation, a model of one's own, and ranks without data."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from heterog.runtime.launch import run_commands
+
+ROOT = Path(__file__).parents[2]
+HEAD = """
+import os
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+torch.manual_seed(0)
+WORLD = int(os.environ["WORLD_SIZE"])
+SHARES = [12] if WORLD == 1 else [9, 3, 0]
+
+
+class Data(Dataset):
+    inputs = torch.randn(50, 6)
+    labels = torch.randint(0, 4, (50,))
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return {"x": self.inputs[index], "labels": self.labels[index]}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x, labels):
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+data, model = Data(), Net()
+"""
+TRAINER = """
+from transformers import TrainingArguments
+from heterog.balance.for_trainer import BalancedTrainer
+
+arguments = TrainingArguments(
+    output_dir=FOLDER, use_cpu=True, num_train_epochs=3, learning_rate=0.05,
+    per_device_train_batch_size=12 // WORLD, gradient_accumulation_steps=2, report_to="none",
+    lr_scheduler_type="constant", disable_tqdm=True, save_steps=4, eval_strategy="epoch",
+    per_device_eval_batch_size=5, logging_strategy="no",
+)
+trainer = BalancedTrainer(
+    model, arguments, train_dataset=data, eval_dataset=data,
+    balance={"shares": SHARES, "interval": 0},
+)
+trainer.train(resume_from_checkpoint=RESUME)
+"""
+ACCELERATE = """
+from accelerate import Accelerator
+from heterog.balance.for_accelerate import AcceleratedBalancer
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+balancer = AcceleratedBalancer(accelerator, batch_size=12, shares=SHARES)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+loader = balancer.loader(data)
+net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(3):
+    for batch in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(balancer.weigh(net(**batch)["loss"]))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+TAIL = """
+if os.environ["RANK"] == "0":
+    with torch.no_grad():
+        print(f"loss {model(data.inputs, data.labels)['loss'].item():.7f}")
+torch.distributed.barrier() if torch.distributed.is_initialized() else None
+"""
+
+
+def loss_of(text: str, num_ranks: int, folder: Path) -> float:
+    script, out = folder / "script.py", folder / "out"
+    script.write_text(HEAD + text + TAIL)
+    run_commands(
+        [str(script)],
+        num_ranks,
+        wrap=lambda rank, command: [
+            *("/bin/sh", "-c", 'exec "$@" > "$0"', f"{out}{rank}"),
+            *command,
+        ],
+        environment=lambda rank: {
+            "LOCAL_RANK": str(rank),
+            "PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}",
+        },
+    )
+    found = re.search(r"^loss ([\d.]+)", Path(f"{out}0").read_text(), re.M)
+    assert found
+    return float(found[1])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_trainer_accumulates_and_goes_on_like_one_process(tmp_path: Path) -> None:
+    """Five steps in an epoch, two in an update; the last epoch again, from its middle."""
+    text = f"FOLDER = {str(tmp_path / 'run')!r}\nRESUME = None\n" + TRAINER
+    one = loss_of(text, 1, tmp_path)
+    three = loss_of(text, 3, tmp_path)
+    assert three == pytest.approx(one, rel=1e-4)
+    checkpoint = str(tmp_path / "run" / "checkpoint-8")
+    resumed = loss_of(text.replace("RESUME = None", f"RESUME = {checkpoint!r}"), 3, tmp_path)
+    assert resumed == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_accelerate_accumulates_and_clips_like_one_process(tmp_path: Path) -> None:
+    one, three = (loss_of(ACCELERATE, num_ranks, tmp_path) for num_ranks in (1, 3))
+    assert three == pytest.approx(one, rel=1e-4)
