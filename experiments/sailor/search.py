@@ -1,0 +1,184 @@
+"""Finds plans under Sailor's rules, within a time and a number of evaluations."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+
+from heterog.errors import BudgetError, StrategyError
+from sailor import columns, uneven
+from sailor.annealing import Annealing
+from sailor.inputs import Inputs
+from sailor.moves import Moves
+from sailor.plan import Plan
+from sailor.score import Score, score_of
+from sailor.tables import Tables
+from sailor.uneven_moves import UnevenMoves
+
+
+class Rules(StrEnum):
+    """Which plans are looked for."""
+
+    SAILOR = "sailor"
+    """What Sailor can say: one micro-batch size that was measured, as many replicas everywhere."""
+    LISTS = "lists"
+    """Every column of replicas has micro-batches of its own; sizes in between, ZeRO-1."""
+    UNEVEN = "uneven"
+    """Stages have unlike numbers of replicas; sizes in between, ZeRO-1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        plan: the best plan.
+        score: by the rules themselves, not by the search's tables.
+        rules: which kind of plan it is.
+        seconds: that the search took.
+        evaluations: plans that it priced.
+    """
+
+    plan: Plan
+    score: Score
+    rules: Rules
+    seconds: float
+    evaluations: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """When a search is done, whichever comes first.
+
+    Attributes:
+        seconds: of wall time.
+        evaluations: of plans; where these come first, a search gives the same plan again.
+    """
+
+    seconds: float = 60.0
+    evaluations: int = 500_000
+
+    def __post_init__(self) -> None:
+        """Check that there is something to spend.
+
+        Raises:
+            BudgetError: there is not.
+        """
+        if self.seconds <= 0 or self.evaluations < 1:
+            raise BudgetError(
+                f"a search of {self.seconds} s and {self.evaluations} evaluations finds nothing; "
+                "give it more than none of both."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """One kind of plan.
+
+    Attributes:
+        rules: which.
+        annealing: looks for it.
+        plan: the best one so far.
+    """
+
+    rules: Rules
+    annealing: Annealing[columns.Columns] | Annealing[uneven.Uneven]
+    plan: Callable[[], Plan | None]
+
+
+def _columns_search(rules: Rules, tables: Tables, random: Random) -> _Search:
+    is_sailors = rules == Rules.SAILOR
+    price = columns.sailors_time_s if is_sailors else columns.time_of
+    made = columns.sailors_plan if is_sailors else columns.plan_of
+    annealing: Annealing[columns.Columns] = Annealing(
+        Moves(tables, random, is_uniform=is_sailors, is_zero1=not is_sailors),
+        lambda state: price(state, tables),
+        random,
+        most_stages=tables.inputs.num_layers - 1,
+    )
+
+    def plan() -> Plan | None:
+        return None if annealing.best is None else made(annealing.best, tables)
+
+    return _Search(rules=rules, annealing=annealing, plan=plan)
+
+
+def _uneven_search(tables: Tables, random: Random) -> _Search:
+    annealing: Annealing[uneven.Uneven] = Annealing(
+        UnevenMoves(tables, random, is_zero1=True),
+        lambda state: uneven.time_of(state, tables),
+        random,
+        most_stages=tables.inputs.num_layers - 1,
+    )
+
+    def plan() -> Plan | None:
+        return None if annealing.best is None else uneven.plan_of(annealing.best, tables)
+
+    return _Search(rules=Rules.UNEVEN, annealing=annealing, plan=plan)
+
+
+def search(
+    inputs: Inputs,
+    num_gpus: Mapping[str, int],
+    rules: tuple[Rules, ...],
+    *,
+    limit: Limit | None = None,
+    is_tight: bool = False,
+    seed: int = 0,
+) -> Found:
+    """The best plan of some kinds; these take turns, a start each.
+
+    Args:
+        inputs: what was measured.
+        num_gpus: of the cluster, by card.
+        rules: kinds of plans.
+        limit: when to stop.
+        is_tight: plans also have to fit by what real runs were predicted to hold.
+        seed: of all that is drawn by chance.
+
+    Raises:
+        StrategyError: nothing fits, or nothing was found within the limit.
+    """
+    limit = limit or Limit()
+    begin = time.monotonic()
+    searches = []
+    for each in rules:
+        tables = Tables(
+            inputs=inputs,
+            num_gpus=num_gpus,
+            is_tight=is_tight,
+            may_interpolate=each != Rules.SAILOR,
+        )
+        random = Random(f"{each} {seed}")
+        if each == Rules.UNEVEN:
+            searches.append(_uneven_search(tables, random))
+        else:
+            searches.append(_columns_search(each, tables, random))
+
+    def spent() -> int:
+        return sum(found.annealing.evaluations for found in searches)
+
+    def is_over() -> bool:
+        return spent() >= limit.evaluations or time.monotonic() - begin >= limit.seconds
+
+    turns = [found.annealing.rounds(is_over) for found in searches]
+    while not is_over():
+        for turn in turns:
+            next(turn, None)
+    plans = [(found.rules, found.plan()) for found in searches]
+    scored = [(score_of(plan, inputs), plan, kind) for kind, plan in plans if plan is not None]
+    if not scored:
+        gpus = ", ".join(f"{count} {card}" for card, count in num_gpus.items())
+        raise StrategyError(
+            f"no plan for {gpus} was found in {spent()} evaluations; give more of them, or GPUs "
+            "with more memory."
+        )
+    score, plan, kind = min(scored, key=lambda each: each[0].timing.total_s)
+    return Found(
+        plan=plan,
+        score=score,
+        rules=kind,
+        seconds=time.monotonic() - begin,
+        evaluations=spent(),
+    )

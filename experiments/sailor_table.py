@@ -1,0 +1,235 @@
+"""Plans for OPT-350M on unequal GPUs beside Sailor's, under Sailor's own rules.
+
+    python experiments/sailor_table.py --data DIR --json
+
+``DIR`` has Sailor's three input files, see ``sailor/inputs.py``. Rows are clusters of its paper
+and two of RTX cards. Each has the best plans of others by Sailor's simulator where there are some,
+the best even plan, and three plans that are searched for within 60 seconds each: one that Sailor
+can say; one with what it cannot (micro-batches of its own for each column of replicas, unlike
+numbers of replicas, ZeRO-1); and one of these that also fits by what real runs were predicted to
+hold.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from sailor.even import best_even
+from sailor.inputs import Inputs, read_inputs
+from sailor.plan import Plan, Replica, Stage
+from sailor.score import Score, score_of
+from sailor.search import Limit, Rules, search
+
+from heterog.errors import HeterogError
+
+Spec = tuple[int, tuple[tuple[int, str, int], ...]]
+"""Layers of a stage, and its replicas: how many, of which card, in teams of how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """A plan to compare with.
+
+    Attributes:
+        planner: who made it.
+        micro_batch: samples of each.
+        stages: with their replicas.
+    """
+
+    planner: str
+    micro_batch: int
+    stages: tuple[Spec, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A cluster, and plans to compare with.
+
+    Attributes:
+        num_gpus: by card.
+        rivals: the best plans of Sailor's simulator, as published.
+    """
+
+    num_gpus: Mapping[str, int]
+    rivals: tuple[Rival, ...] = ()
+
+
+A100, V100 = "A100-40", "V100-16"
+SETTINGS = {
+    "8+8": Setting(
+        num_gpus={A100: 8, V100: 8},
+        rivals=(
+            Rival(
+                planner="Sailor",
+                micro_batch=2,
+                stages=((26, ((8, A100, 1), (2, V100, 4))),),
+            ),
+        ),
+    ),
+    "16+16": Setting(
+        num_gpus={A100: 16, V100: 16},
+        rivals=(
+            Rival(
+                planner="Metis",
+                micro_batch=2,
+                stages=((7, ((16, V100, 1),)), (19, ((16, A100, 1),))),
+            ),
+            Rival(
+                planner="Sailor",
+                micro_batch=4,
+                stages=((13, ((6, A100, 1), (4, V100, 4))), (13, ((10, A100, 1),))),
+            ),
+        ),
+    ),
+    "32+96": Setting(
+        num_gpus={A100: 32, V100: 96},
+        rivals=(
+            Rival(
+                planner="Sailor",
+                micro_batch=2,
+                stages=((13, ((3, A100, 1), (24, V100, 4))), (13, ((27, A100, 1),))),
+            ),
+        ),
+    ),
+    "16 Titan + 16 2080": Setting(num_gpus={"Titan-RTX": 16, "RTX-2080": 16}),
+    "8 3090 + 8 Titan + 8 2080": Setting(num_gpus={"RTX-3090": 8, "Titan-RTX": 8, "RTX-2080": 8}),
+}
+SEARCHES: dict[str, tuple[tuple[Rules, ...], bool]] = {
+    "ours, Sailor can say": ((Rules.SAILOR,), False),
+    "ours, extended": ((Rules.LISTS, Rules.UNEVEN), False),
+    "ours, extended, fits tightly": ((Rules.LISTS, Rules.UNEVEN), True),
+}
+"""Kinds of plans, and whether they have to fit by what real runs were predicted to hold."""
+
+
+def plan_of(rival: Rival) -> Plan:
+    """The plan to compare with."""
+    stages = []
+    first = 0
+    for layers, groups in rival.stages:
+        replicas = tuple(
+            replica
+            for count, card, tensor in groups
+            for replica in (Replica(card=card, tensor=tensor),) * count
+        )
+        stages.append(Stage(first_layer=first, num_layers=layers, replicas=replicas))
+        first += layers
+    return Plan(stages=tuple(stages), micro_batch=rival.micro_batch)
+
+
+def words_of(plan: Plan) -> str:
+    """A plan in a line: layers, replicas and micro-batches."""
+    stages = []
+    for stage in plan.stages:
+        groups = [
+            f"{len(list(same))} x {replica.card} tp{replica.tensor}"
+            for replica, same in groupby(stage.replicas)
+        ]
+        stages.append(f"{stage.num_layers} layers on {', '.join(groups)}")
+    if plan.lists is None:
+        micro = f"micro-batch {plan.micro_batch}"
+    else:
+        columns = Counter(plan.lists)
+        micro = "micro-batches " + "; ".join(
+            f"{count} columns of "
+            + " + ".join(f"{len(list(same))} x {size}" for size, same in groupby(sizes))
+            for sizes, count in columns.items()
+        )
+    return f"{' | '.join(stages)}; {micro}{'; ZeRO-1' if plan.is_zero1 else ''}"
+
+
+def _runs(sizes: tuple[int, ...]) -> str:
+    """Sizes of micro-batches, with how many of each follow each other."""
+    return " + ".join(f"{len(list(same))} x {size}" for size, same in groupby(sizes))
+
+
+def row_of(name: str, method: str, plan: Plan, score: Score) -> dict[str, Any]:
+    """A line of the table."""
+    timing = score.timing
+    return {
+        "setting": name,
+        "method": method,
+        "step_time_s": timing.total_s,
+        "cautious_s": score.cautious_s,
+        "pipeline_s": timing.pipeline_s,
+        "sync_s": timing.sync_s,
+        "straggler_s": timing.straggler_s,
+        "samples": score.samples,
+        "peak_check_bytes": score.peak_check_bytes,
+        "peak_validation_bytes": score.peak_validation_bytes,
+        "is_valid": score.is_valid,
+        "extensions": list(score.extensions),
+        "flags": list(score.flags),
+        "gpus": plan.num_gpus,
+        "plan": words_of(plan),
+    }
+
+
+def rows_of(
+    name: str, setting: Setting, inputs: Inputs, limit: Limit, seed: int
+) -> list[dict[str, Any]]:
+    """All lines of a setting."""
+    rows = []
+    for rival in setting.rivals:
+        plan = plan_of(rival)
+        rows.append(row_of(name, rival.planner, plan, score_of(plan, inputs)))
+    even = best_even(inputs, setting.num_gpus)
+    if even is not None:
+        rows.append(row_of(name, "best even plan", *even))
+    for method, (rules, is_tight) in SEARCHES.items():
+        found = search(inputs, setting.num_gpus, rules, limit=limit, is_tight=is_tight, seed=seed)
+        spent = {"search_s": found.seconds, "evaluations": found.evaluations}
+        rows.append(row_of(name, method, found.plan, found.score) | spent)
+    return rows
+
+
+def main() -> int:
+    """Search and print a table, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of Sailor's inputs")
+    parser.add_argument("--only", default="", help="names of settings, separated by semicolons")
+    parser.add_argument("--seconds", type=float, default=60.0, help="limit of each search")
+    parser.add_argument("--evaluations", type=int, default=500_000, help="limit of each search")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    names = options.only.split(";") if options.only else list(SETTINGS)
+    unknown = [name for name in names if name not in SETTINGS]
+    if unknown:
+        parser.error(f"no setting is called {', '.join(unknown)}; there are {'; '.join(SETTINGS)}")
+    rows: list[dict[str, Any]] = []
+    try:
+        inputs = read_inputs(options.data)
+        limit = Limit(seconds=options.seconds, evaluations=options.evaluations)
+        for name in names:
+            for row in rows_of(name, SETTINGS[name], inputs, limit, options.seed):
+                rows.append(row)
+                print(_line(row), file=sys.stderr)
+    except HeterogError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps({"seed": options.seed, "rows": rows}, indent=1))
+    return 0
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """A row as text."""
+    notes = ", ".join([*row["extensions"], *row["flags"]]) or "Sailor's rules"
+    memory = f"{row['peak_check_bytes'] / 1e9:.1f} / {row['peak_validation_bytes'] / 1e9:.1f} GB"
+    spent = f", found in {row['search_s']:.0f} s" if "search_s" in row else ""
+    return (
+        f"{row['setting']}, {row['method']}: {row['step_time_s']:.4f} s (cautious "
+        f"{row['cautious_s']:.4f}), {row['samples']} samples, {memory}{spent}: {row['plan']} "
+        f"({notes})"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
