@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from sailor.even import best_even
-from sailor.inputs import Inputs, read_inputs
-from sailor.plan import Plan, Replica, Stage
+from sailor.inputs import ZONE, Inputs, read_inputs
+from sailor.plan import Plan, Replica, Stage, written
 from sailor.score import Score, score_of
 from sailor.search import Limit, Rules, search
 
@@ -168,6 +168,7 @@ def row_of(name: str, method: str, plan: Plan, score: Score) -> dict[str, Any]:
         "flags": list(score.flags),
         "gpus": plan.num_gpus,
         "plan": words_of(plan),
+        "plan_file": written(plan, ZONE),
     }
 
 

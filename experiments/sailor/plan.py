@@ -124,6 +124,8 @@ class Plan:
 def read_plan(row: Mapping[str, Any], batch: int = BATCH) -> Plan:
     """A plan in Sailor's form: ``pipeline_list`` and ``mbs``, perhaps ``gbs``.
 
+    Two keys more say what Sailor cannot: ``lists`` and ``is_zero1``.
+
     Args:
         row: the plan.
         batch: samples of an iteration where it does not say.
@@ -147,7 +149,38 @@ def read_plan(row: Mapping[str, Any], batch: int = BATCH) -> Plan:
             pipelines[0]["layers_per_stage"], pipelines[0]["tmp_per_stage"], strict=True
         )
     )
-    return Plan(stages=stages, micro_batch=int(row["mbs"]), batch=int(row.get("gbs", batch)))
+    lists = row.get("lists")
+    return Plan(
+        stages=stages,
+        micro_batch=int(row["mbs"]),
+        batch=int(row.get("gbs", batch)),
+        lists=None if lists is None else tuple(tuple(map(int, sizes)) for sizes in lists),
+        is_zero1=bool(row.get("is_zero1", False)),
+    )
+
+
+def written(plan: Plan, zone: str) -> dict[str, Any]:
+    """A plan in the form that ``read_plan`` reads; nodes have as many GPUs as their team."""
+    pipeline = {
+        "num_stages": len(plan.stages),
+        "layers_per_stage": [
+            list(range(stage.first_layer, stage.end_layer)) for stage in plan.stages
+        ],
+        "dp": [len(stage.replicas) for stage in plan.stages],
+        "tmp_per_stage": [
+            [[[[each.card, each.tensor, zone]], each.tensor] for each in stage.replicas]
+            for stage in plan.stages
+        ],
+    }
+    found: dict[str, Any] = {
+        "pipeline_list": [pipeline],
+        "mbs": plan.micro_batch,
+        "gbs": plan.batch,
+        "is_zero1": plan.is_zero1,
+    }
+    if plan.lists is not None:
+        found["lists"] = [list(sizes) for sizes in plan.lists]
+    return found
 
 
 def _replica(entries: list[list[Any]], tensor: int) -> Replica:

@@ -10,6 +10,7 @@ from sailor.columns import Columns, Kind, Pace, time_for
 from sailor.even import best_even
 from sailor.inputs import Inputs
 from sailor.moves import Moves
+from sailor.plan import read_plan, written
 from sailor.score import INTERPOLATED, UNLIKE_COUNTS, score_of
 from sailor.search import Found, Limit, Rules, search
 from sailor.tables import Tables
@@ -186,6 +187,7 @@ def test_the_same_seed_finds_the_same_plan(inputs: Inputs) -> None:
         search(inputs, RTX, EVERY_RULE, limit=Limit(evaluations=5_000), seed=4) for _ in range(2)
     )
     assert one.plan == other.plan
+    assert read_plan(written(one.plan, "us-central1-a")) == one.plan
 
 
 def test_even_plans(inputs: Inputs) -> None:

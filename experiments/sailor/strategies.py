@@ -1,0 +1,132 @@
+"""Plans for OPT-350M as strategies of heterog, on a cluster of nodes with four GPUs.
+
+What Sailor's rules leave open is chosen here: teams are placed in nodes in the order of the plan,
+the largest first; the NIC of a node has the rate that Sailor measured between two nodes of its
+kind with all four GPUs sending, as one rate that all flows share.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from heterog.cluster import Cluster
+from heterog.cluster.spec import parse_cluster
+from heterog.errors import StrategyError
+from heterog.graph.op_graph import OpGraph
+from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
+from heterog.strategy.layouts.stages import layers_of, stages_by_counts
+from heterog.strategy.strategy import Strategy
+from sailor.inputs import Inputs, seconds_of
+from sailor.plan import Plan
+from sailor.tables import NODE_GPUS
+
+TYPES = {
+    "A100-40": ("A100-40GB", "nvlink_a100"),
+    "V100-16": ("V100-16GB", "nvlink_v100"),
+    "Titan-RTX": ("Titan-RTX", "pcie3"),
+    "RTX-2080": ("RTX-2080-Ti", "pcie3"),
+    "RTX-3090": ("RTX-3090", "pcie3"),
+}
+"""Our names of the cards, and how they are connected inside a node."""
+PROBE_BYTES = 64e6
+"""Size of the message whose rate a NIC has: the largest of Sailor's rates that do not depend on
+buckets."""
+
+
+def cluster_of(inputs: Inputs, num_gpus: Mapping[str, int]) -> Cluster:
+    """A cluster of nodes with as many GPUs as links were measured for.
+
+    Raises:
+        StrategyError: GPUs of a card do not fill their nodes.
+    """
+    hosts: list[str] = []
+    for card, count in sorted(num_gpus.items()):
+        node = NODE_GPUS[card]
+        if count % node:
+            raise StrategyError(
+                f"{count} {card} do not fill nodes of {node}; give a multiple of {node}."
+            )
+        name, intra = TYPES[card]
+        link = inputs.link((card, node), (card, node))
+        rate = PROBE_BYTES / seconds_of(link, PROBE_BYTES)
+        hosts.append(
+            f"  - {{name: {name[0]}{len(hosts)}, count: {count // node}, "
+            f"devices: [{{type: {name}, count: {node}}}], intra: {intra}, "
+            f"nic: {{line_rate: {rate * 8e-9:.1f} Gbit/s, latency: 20 us}}}}\n"
+        )
+    text = "schema_version: 1\nname: sailor\nefficiency: 1.0\nhosts:\n" + "".join(hosts)
+    return parse_cluster(text, Path("sailor.yaml"))
+
+
+def strategy_of(plan: Plan, graph: OpGraph, cluster: Cluster) -> Strategy:
+    """A plan as a strategy: columns with like micro-batches are a pipeline each.
+
+    Where stages have unlike numbers of replicas, the rounds of a pipeline have the samples of the
+    smallest one, so that no replica has more at once than the plan says.
+    """
+    teams = _placed(plan, cluster)
+    layers = layers_of(graph)
+    # The first and the last of Sailor's layers are the embedding and the head.
+    last = plan.stages[-1].end_layer - 1
+    counts = [min(stage.end_layer, last) - max(stage.first_layer, 1) for stage in plan.stages]
+    stages = stages_by_counts(layers, counts)
+    pipelines = [
+        Pipeline(
+            stages=stages,
+            teams=tuple(tuple(of_stage[column] for column in columns) for of_stage in teams)
+            if columns
+            else tuple(map(tuple, teams)),
+            micro_batches=sizes,
+        )
+        for sizes, columns in _rounds(plan)
+    ]
+    return strategy_of_pipelines(graph, cluster, pipelines, Manner(zero=int(plan.is_zero1)))
+
+
+def _rounds(plan: Plan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Samples of each round of each pipeline, and its columns; none where it has all replicas."""
+    if plan.lists is None:
+        size = plan.micro_batch * min(len(stage.replicas) for stage in plan.stages)
+        full, rest = divmod(plan.batch, size)
+        return [((size,) * full + ((rest,) if rest else ()), ())]
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for column, sizes in enumerate(plan.lists):
+        alike[sizes].append(column)
+    return [
+        (tuple(size * len(columns) for size in sizes), tuple(columns))
+        for sizes, columns in alike.items()
+    ]
+
+
+def _placed(plan: Plan, cluster: Cluster) -> list[list[tuple[int, ...]]]:
+    """Devices of each replica of each stage.
+
+    Raises:
+        StrategyError: no node has room for a team.
+    """
+    free: dict[str, list[list[int]]] = defaultdict(list)
+    for members in _nodes(cluster):
+        free[cluster.devices[members[0]].type.name].append(members)
+    found: list[list[tuple[int, ...]]] = [[()] * len(stage.replicas) for stage in plan.stages]
+    places = [
+        (replica, index, column)
+        for index, stage in enumerate(plan.stages)
+        for column, replica in enumerate(stage.replicas)
+    ]
+    for replica, index, column in sorted(places, key=lambda place: -place[0].tensor):
+        nodes = free[TYPES[replica.card][0]]
+        node = next((each for each in nodes if len(each) >= replica.tensor), None)
+        if node is None:
+            raise StrategyError(
+                f"no node has {replica.tensor} free {replica.card}; use smaller teams."
+            )
+        found[index][column] = tuple(node[: replica.tensor])
+        del node[: replica.tensor]
+    return found
+
+
+def _nodes(cluster: Cluster) -> list[list[int]]:
+    members: dict[int, list[int]] = defaultdict(list)
+    for device, host in enumerate(cluster.host_of):
+        members[host].append(device)
+    return list(members.values())
