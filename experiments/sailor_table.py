@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder of Sailor's inputs")
     parser.add_argument("--only", default="", help="names of settings, separated by semicolons")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit of each search")
-    parser.add_argument("--evaluations", type=int, default=500_000, help="limit of each search")
+    parser.add_argument("--evaluations", type=int, default=250_000, help="limit of each search")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

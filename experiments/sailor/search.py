@@ -57,7 +57,7 @@ class Limit:
     """
 
     seconds: float = 60.0
-    evaluations: int = 500_000
+    evaluations: int = 250_000
 
     def __post_init__(self) -> None:
         """Check that there is something to spend.

@@ -7,12 +7,16 @@ kind with all four GPUs sending, as one rate that all flows share.
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from heterog.cluster import Cluster
+from heterog.cluster.catalog import listed_type
 from heterog.cluster.spec import parse_cluster
+from heterog.cluster.topology import Device
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph
+from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
 from heterog.strategy.strategy import Strategy
@@ -54,8 +58,19 @@ def cluster_of(inputs: Inputs, num_gpus: Mapping[str, int]) -> Cluster:
             f"devices: [{{type: {name}, count: {node}}}], intra: {intra}, "
             f"nic: {{line_rate: {rate * 8e-9:.1f} Gbit/s, latency: 20 us}}}}\n"
         )
-    text = "schema_version: 1\nname: sailor\nefficiency: 1.0\nhosts:\n" + "".join(hosts)
-    return parse_cluster(text, Path("sailor.yaml"))
+    head = "schema_version: 1\nname: sailor\nefficiency: 1.0\nexecution: megatron\nhosts:\n"
+    text = head + "".join(hosts)
+    cluster = parse_cluster(text, Path("sailor.yaml"))
+    return replace(cluster, devices=tuple(map(_with_tf32, cluster.devices)))
+
+
+def _with_tf32(device: Device) -> Device:
+    """Products in float32 at the rate that Sailor's profiles show: TF32 where a card has it."""
+    listed = listed_type(device.type.name)
+    if listed is None or not listed.tf32_flops_per_s:
+        return device
+    peaks = {**device.type.peak_flops_per_s, "float32": listed.tf32_flops_per_s}
+    return replace(device, type=replace(device.type, peak_flops_per_s=peaks))
 
 
 def strategy_of(plan: Plan, graph: OpGraph, cluster: Cluster) -> Strategy:
@@ -78,17 +93,17 @@ def strategy_of(plan: Plan, graph: OpGraph, cluster: Cluster) -> Strategy:
             else tuple(map(tuple, teams)),
             micro_batches=sizes,
         )
-        for sizes, columns in _rounds(plan)
+        for sizes, columns in rounds_of(plan)
     ]
     return strategy_of_pipelines(graph, cluster, pipelines, Manner(zero=int(plan.is_zero1)))
 
 
-def _rounds(plan: Plan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def rounds_of(plan: Plan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Samples of each round of each pipeline, and its columns; none where it has all replicas."""
     if plan.lists is None:
         size = plan.micro_batch * min(len(stage.replicas) for stage in plan.stages)
-        full, rest = divmod(plan.batch, size)
-        return [((size,) * full + ((rest,) if rest else ()), ())]
+        # Rounds of like sizes: in a small last one, some replicas would have no sample.
+        return [(tuple(split_evenly(plan.batch, -(-plan.batch // size))), ())]
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for column, sizes in enumerate(plan.lists):
         alike[sizes].append(column)
