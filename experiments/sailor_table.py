@@ -102,8 +102,8 @@ SETTINGS = {
 }
 SEARCHES: dict[str, tuple[tuple[Rules, ...], bool]] = {
     "ours, Sailor can say": ((Rules.SAILOR,), False),
-    "ours, extended": ((Rules.LISTS, Rules.UNEVEN), False),
-    "ours, extended, fits tightly": ((Rules.LISTS, Rules.UNEVEN), True),
+    "ours, extended": (tuple(Rules), False),
+    "ours, extended, fits tightly": (tuple(Rules), True),
 }
 """Kinds of plans, and whether they have to fit by what real runs were predicted to hold."""
 
@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder of Sailor's inputs")
     parser.add_argument("--only", default="", help="names of settings, separated by semicolons")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit of each search")
-    parser.add_argument("--evaluations", type=int, default=250_000, help="limit of each search")
+    parser.add_argument("--evaluations", type=int, default=300_000, help="limit of each search")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

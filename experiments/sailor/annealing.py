@@ -95,6 +95,12 @@ class Annealing(Generic[State]):
                 self._anneal(state, is_over)
             yield self.best_s
 
+    def offer(self, state: State) -> None:
+        """Start from this plan, too, if it is possible here."""
+        seconds = self._price(state)
+        if seconds < math.inf:
+            self._keep((seconds, state))
+
     def _begin(self) -> State | None:
         if self._elites and self._random.random() < PART_FROM_ELITES:
             ranked = sorted(self._elites.values(), key=lambda each: each[0][0])

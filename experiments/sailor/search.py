@@ -1,8 +1,9 @@
 """Finds plans under Sailor's rules, within a time and a number of evaluations."""
 
+import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
 
@@ -57,7 +58,7 @@ class Limit:
     """
 
     seconds: float = 60.0
-    evaluations: int = 250_000
+    evaluations: int = 300_000
 
     def __post_init__(self) -> None:
         """Check that there is something to spend.
@@ -80,11 +81,13 @@ class _Search:
         rules: which.
         annealing: looks for it.
         plan: the best one so far.
+        offer: takes the best columns of another search as a start.
     """
 
     rules: Rules
     annealing: Annealing[columns.Columns] | Annealing[uneven.Uneven]
     plan: Callable[[], Plan | None]
+    offer: Callable[[columns.Columns], None]
 
 
 def _columns_search(rules: Rules, tables: Tables, random: Random) -> _Search:
@@ -101,7 +104,10 @@ def _columns_search(rules: Rules, tables: Tables, random: Random) -> _Search:
     def plan() -> Plan | None:
         return None if annealing.best is None else made(annealing.best, tables)
 
-    return _Search(rules=rules, annealing=annealing, plan=plan)
+    def offer(found: columns.Columns) -> None:
+        annealing.offer(replace(found, is_zero1=not is_sailors))
+
+    return _Search(rules=rules, annealing=annealing, plan=plan, offer=offer)
 
 
 def _uneven_search(tables: Tables, random: Random) -> _Search:
@@ -115,7 +121,27 @@ def _uneven_search(tables: Tables, random: Random) -> _Search:
     def plan() -> Plan | None:
         return None if annealing.best is None else uneven.plan_of(annealing.best, tables)
 
-    return _Search(rules=Rules.UNEVEN, annealing=annealing, plan=plan)
+    def offer(found: columns.Columns) -> None:
+        annealing.offer(uneven.of_columns(replace(found, is_zero1=True)))
+
+    return _Search(rules=Rules.UNEVEN, annealing=annealing, plan=plan, offer=offer)
+
+
+def _take_turns(searches: Sequence[_Search], is_over: Callable[[], bool]) -> None:
+    """A start of each after the other; what Sailor can say is a start for all others."""
+    turns = [found.annealing.rounds(is_over) for found in searches]
+    offered = math.inf
+    while not is_over():
+        for turn in turns:
+            next(turn, None)
+        for found in searches:
+            best = found.annealing.best
+            is_new = found.rules == Rules.SAILOR and found.annealing.best_s < offered
+            if is_new and isinstance(best, columns.Columns):
+                offered = found.annealing.best_s
+                for other in searches:
+                    if other is not found:
+                        other.offer(best)
 
 
 def search(
@@ -162,10 +188,7 @@ def search(
     def is_over() -> bool:
         return spent() >= limit.evaluations or time.monotonic() - begin >= limit.seconds
 
-    turns = [found.annealing.rounds(is_over) for found in searches]
-    while not is_over():
-        for turn in turns:
-            next(turn, None)
+    _take_turns(searches, is_over)
     plans = [(found.rules, found.plan()) for found in searches]
     scored = [(score_of(plan, inputs), plan, kind) for kind, plan in plans if plan is not None]
     if not scored:

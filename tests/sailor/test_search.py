@@ -20,7 +20,7 @@ from heterog.errors import BudgetError, StrategyError
 
 MIXED = {"A100-40": 8, "V100-16": 8}
 RTX = {"RTX-3090": 8, "Titan-RTX": 8, "RTX-2080": 8}
-EVERY_RULE = (Rules.LISTS, Rules.UNEVEN)
+EVERY_RULE = tuple(Rules)
 
 
 def walk_columns(tables: Tables, count: int, *, is_uniform: bool) -> list[Columns]:
