@@ -183,8 +183,19 @@ def rows_of(
     even = best_even(inputs, setting.num_gpus)
     if even is not None:
         rows.append(row_of(name, "best even plan", *even))
+    start = None
     for method, (rules, is_tight) in SEARCHES.items():
-        found = search(inputs, setting.num_gpus, rules, limit=limit, is_tight=is_tight, seed=seed)
+        found = search(
+            inputs,
+            setting.num_gpus,
+            rules,
+            limit=limit,
+            start=start,
+            is_tight=is_tight,
+            seed=seed,
+        )
+        # What Sailor can say is a plan of all rules: a start for the searches after it.
+        start = start or found.state
         spent = {"search_s": found.seconds, "evaluations": found.evaluations}
         rows.append(row_of(name, method, found.plan, found.score) | spent)
     return rows

@@ -39,6 +39,7 @@ class Found:
         rules: which kind of plan it is.
         seconds: that the search took.
         evaluations: plans that it priced.
+        state: the plan as columns, a start for other searches; ``None`` if it has none.
     """
 
     plan: Plan
@@ -46,6 +47,7 @@ class Found:
     rules: Rules
     seconds: float
     evaluations: int
+    state: columns.Columns | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,7 @@ def search(
     rules: tuple[Rules, ...],
     *,
     limit: Limit | None = None,
+    start: columns.Columns | None = None,
     is_tight: bool = False,
     seed: int = 0,
 ) -> Found:
@@ -160,6 +163,7 @@ def search(
         num_gpus: of the cluster, by card.
         rules: kinds of plans.
         limit: when to stop.
+        start: columns that another search found for this cluster.
         is_tight: plans also have to fit by what real runs were predicted to hold.
         seed: of all that is drawn by chance.
 
@@ -188,20 +192,28 @@ def search(
     def is_over() -> bool:
         return spent() >= limit.evaluations or time.monotonic() - begin >= limit.seconds
 
+    if start is not None:
+        for found in searches:
+            found.offer(start)
     _take_turns(searches, is_over)
-    plans = [(found.rules, found.plan()) for found in searches]
-    scored = [(score_of(plan, inputs), plan, kind) for kind, plan in plans if plan is not None]
+    scored = []
+    for found in searches:
+        plan = found.plan()
+        if plan is not None:
+            scored.append((score_of(plan, inputs), plan, found))
     if not scored:
         gpus = ", ".join(f"{count} {card}" for card, count in num_gpus.items())
         raise StrategyError(
             f"no plan for {gpus} was found in {spent()} evaluations; give more of them, or GPUs "
             "with more memory."
         )
-    score, plan, kind = min(scored, key=lambda each: each[0].timing.total_s)
+    score, plan, best = min(scored, key=lambda each: each[0].timing.total_s)
+    state = best.annealing.best
     return Found(
         plan=plan,
         score=score,
-        rules=kind,
+        rules=best.rules,
         seconds=time.monotonic() - begin,
         evaluations=spent(),
+        state=state if isinstance(state, columns.Columns) else None,
     )
