@@ -3,16 +3,17 @@
 Sailor's simulator has one closed form for a pipeline of stages ``i`` with ``n`` micro-batches of
 one size each, of which no send overlaps any computation::
 
-    T = (n - 1) max_i (c_i + p_i) + sum p_i + sum c_i + u + sync
+    T = (n - 1) max (c[i] + p[i]) + sum p[i] + sum c[i] + u + sync
 
-with the compute time ``c_i`` of the slowest replica, the sends ``p_i``, one update ``u`` and the
+with the compute time ``c[i]`` of the slowest replica, the sends ``p[i]``, one update ``u`` and the
 slowest stage's ring of gradients. What is added reduces to this where a plan is one of Sailor's:
 
 - **Lists of micro-batches**, one for each column of replicas, whose samples are exactly the batch.
-  One stage: ``max_j sum_k c_j(b_jk)``, replicas meet at the gradients only. More: the steady part
-  is ``max_ij`` of the sum over all but the largest micro-batch of a column.
+  One stage: ``max sum c[j](b[j, k])`` over columns ``j``, replicas meet at the gradients only.
+  More: the steady part is, over stages and columns, the largest sum over all micro-batches of a
+  column but its largest one.
 - **Sizes between two measured ones**: by straight lines; never outside of what was measured.
-- **Unlike numbers of replicas**: every stage runs the whole batch, ``n_i = ceil(G / (b d_i))``.
+- **Unlike numbers of replicas**: every stage runs the whole batch, ``n[i] = ceil(G / (b d[i]))``.
 - **ZeRO-1**: a replica updates its slice; traffic is the same.
 """
 
