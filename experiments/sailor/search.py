@@ -129,6 +129,21 @@ def _uneven_search(tables: Tables, random: Random) -> _Search:
     return _Search(rules=Rules.UNEVEN, annealing=annealing, plan=plan, offer=offer)
 
 
+def _search_of(
+    rules: Rules, inputs: Inputs, num_gpus: Mapping[str, int], is_tight: bool, seed: int
+) -> _Search:
+    tables = Tables(
+        inputs=inputs,
+        num_gpus=num_gpus,
+        is_tight=is_tight,
+        may_interpolate=rules != Rules.SAILOR,
+    )
+    random = Random(f"{rules} {seed}")
+    if rules == Rules.UNEVEN:
+        return _uneven_search(tables, random)
+    return _columns_search(rules, tables, random)
+
+
 def _take_turns(searches: Sequence[_Search], is_over: Callable[[], bool]) -> None:
     """A start of each after the other; what Sailor can say is a start for all others."""
     turns = [found.annealing.rounds(is_over) for found in searches]
@@ -172,19 +187,7 @@ def search(
     """
     limit = limit or Limit()
     begin = time.monotonic()
-    searches = []
-    for each in rules:
-        tables = Tables(
-            inputs=inputs,
-            num_gpus=num_gpus,
-            is_tight=is_tight,
-            may_interpolate=each != Rules.SAILOR,
-        )
-        random = Random(f"{each} {seed}")
-        if each == Rules.UNEVEN:
-            searches.append(_uneven_search(tables, random))
-        else:
-            searches.append(_columns_search(each, tables, random))
+    searches = [_search_of(each, inputs, num_gpus, is_tight, seed) for each in rules]
 
     def spent() -> int:
         return sum(found.annealing.evaluations for found in searches)
