@@ -29,6 +29,8 @@ RECOMPUTED = 0.12
 """Part of the activations that a stage holds if its layers recompute."""
 AGAIN = 4.0 / 3.0
 """Compute of a step whose forward pass is made twice, of three such passes."""
+OVERFLOWS = 1e6
+"""Seconds from which on an estimate says that something does not fit."""
 ROUNDS = 3
 """In which samples and pools find their proportions."""
 
@@ -165,7 +167,7 @@ class Estimator:
         each *= AGAIN if point.recompute else 1.0
         seconds = (point.num_micro + len(stages) - 1) * max(each, messages) + gradients
         # What does not fit by the estimate comes behind all that does, the leanest first.
-        return float(seconds if over.max() <= 1.0 else 1e6 * over.max() + seconds)
+        return float(seconds if over.max() <= 1.0 else OVERFLOWS * over.max() + seconds)
 
     def shared_out(self, point: Composition) -> tuple[float, tuple[int, ...]]:
         """(seconds of a step, samples of each pool): pools take about equally long."""

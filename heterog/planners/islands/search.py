@@ -22,6 +22,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.planners.islands.composing import (
+    OVERFLOWS,
     Composition,
     Estimator,
     Island,
@@ -43,7 +44,7 @@ from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.schedules import caps_of_stages
 from heterog.strategy.strategy import Strategy
 
-NUM_RETURNED = 3
+NUM_RETURNED = 4
 """Strategies handed to the referee."""
 NUM_SIMULATED = 60
 """Of the compositions that were estimated."""
@@ -74,7 +75,7 @@ class Islands:
         search.problem, search.spending = problem, spending
         with spending.limits():
             search.run()
-        best = search.best(NUM_RETURNED)
+        best = search.returned()
         return PlanResult(
             candidates=tuple(
                 Candidate(strategy=search.strategies[point], orders=tuple(problem.orders))
@@ -124,6 +125,14 @@ class _Search:
     def best(self, count: int) -> list[Composition]:
         """The best that were simulated, best first."""
         return sorted(self.found, key=lambda point: self.found[point].preference)[:count]
+
+    def returned(self) -> list[Composition]:
+        """The best, and the best of other divisions: the referee may judge links otherwise."""
+        ranked = self.best(len(self.found))
+        of_division: dict[tuple[Pool, ...], Composition] = {}
+        for point in ranked:
+            of_division.setdefault(point.pools, point)
+        return list(dict.fromkeys((*ranked[:2], *of_division.values())))[:NUM_RETURNED]
 
     # --- estimates -------------------------------------------------------------------------------
 
@@ -207,7 +216,27 @@ class _Search:
             weighted.append((seconds * VARIETY ** seen[structure], point))
             seen[structure] += 1
         weighted.sort(key=lambda pair: pair[0])
-        return [point for _, point in weighted[:NUM_SIMULATED]]
+        alone = {}
+        for _, point in weighted:  # the best of each kind on its own
+            kinds = {island.kind for pool in point.pools for island in pool}
+            if len(kinds) == 1:
+                alone.setdefault(kinds.pop(), point)
+        first = [*self._plain(), *alone.values()]
+        return list(dict.fromkeys((*first, *(point for _, point in weighted[:NUM_SIMULATED]))))
+
+    def _plain(self) -> Iterator[Composition]:
+        """Replicas on the machines of each kind, and of all, in one go: what is hard to beat.
+
+        An estimate takes gradients to be added up behind the step; data parallelism hides them.
+        """
+        kinds = range(len(self.slices.kinds))
+        for some in dict.fromkeys((*((kind,) for kind in kinds), tuple(kinds))):
+            islands = tuple((Island(kind, 1, 1),) for kind in some)
+            point = Composition(islands, 1, *self.manners[0])
+            seconds, samples = self.estimator.shared_out(point)
+            cut = self.estimator.cut(replace(point, samples=samples)) if samples else None
+            if cut is not None and seconds < OVERFLOWS:
+                yield cut[1]
 
     # --- simulation ------------------------------------------------------------------------------
 
