@@ -216,7 +216,7 @@ class _Search:
             weighted.append((seconds * VARIETY ** seen[structure], point))
             seen[structure] += 1
         weighted.sort(key=lambda pair: pair[0])
-        alone = {}
+        alone: dict[int, Composition] = {}
         for _, point in weighted:  # the best of each kind on its own
             kinds = {island.kind for pool in point.pools for island in pool}
             if len(kinds) == 1:
