@@ -1,0 +1,21 @@
+"""Pipette: uniform layouts and the order of hosts for links that are not equal (DATE 2024).
+
+``latency`` has the paper's six models of a step, ``communication`` what an order of hosts costs,
+``annealing`` the search for one.
+"""
+
+from heterog.planners.pipette.annealing import Annealed, anneal
+from heterog.planners.pipette.communication import Communication, HostRates, Pricing, Traffic
+from heterog.planners.pipette.latency import UniformCosts, Variant, latency_s
+
+__all__ = [
+    "Annealed",
+    "Communication",
+    "HostRates",
+    "Pricing",
+    "Traffic",
+    "UniformCosts",
+    "Variant",
+    "anneal",
+    "latency_s",
+]

@@ -1,0 +1,180 @@
+"""Seconds of a step of a uniform pipeline: Pipette's six models and what 1F1B really takes.
+
+Pipette (Yim et al., DATE 2024, arXiv 2405.18093) prices a layout of tp x pp x dp before anything
+runs. Its published code has six variants, each with one more of the paper's ideas. With p stages,
+m micro-batches, d_p replicas (n of them on a host, on d hosts), F and B seconds of one micro-batch
+on one stage, P bytes of an activation, D of a stage's gradients, E = p (F + B), k = floor(m / p)
+and C = 2 (p - 1) P / bandwidth:
+
+    variant      pipeline                               gradients
+    amp          (m - 1) 3F + p 3F + C                  2 (d_p - 1)/d_p D / slowest bandwidth
+    +path        k (E + C) + (p - 1)(F + B)             as amp
+    +split       (m - 1)(F + B) + E + C                 2 x 2 (n - 1)/n D / inside
+                                                          + 2 (d - 1)/d D / between
+    +measured    as +split, C of an order of hosts      of that order
+    path+split   as +path                               as +split
+    all          as +path, C of an order of hosts       of that order
+
+Where m < p, +path has E + C + (m - 1)(F + B). Four things to know, kept as published:
+
+- k drops the remainder of m / p, so that a model with m = 2p - 1 costs as much as with m = p.
+- The term inside hosts has a factor 2 under +split that it lacks where an order is measured.
+- Only the gradients of the first stage are priced.
+- amp takes a backward pass for twice a forward pass, whatever B is.
+
+``one_forward_one_backward_s`` is the exact form beside them.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from heterog.planners.pipette.communication import Communication, ring_payloads
+
+
+class Variant(StrEnum):
+    """One of the six models, by its name in the paper's ablation."""
+
+    AMP = "amp"
+    PATH = "+path"
+    SPLIT = "+split"
+    MEASURED = "+measured"
+    PATH_SPLIT = "path+split"
+    ALL = "all"
+
+    @property
+    def needs_measured(self) -> bool:
+        """Whether it prices an order of hosts on measured rates."""
+        return self in (Variant.MEASURED, Variant.ALL)
+
+    @property
+    def follows_path(self) -> bool:
+        """Whether every p micro-batches pay for a round trip through the pipeline."""
+        return self in (Variant.PATH, Variant.PATH_SPLIT, Variant.ALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniformCosts:
+    """What the models know about a layout.
+
+    Attributes:
+        num_stages: p, stages of the pipeline.
+        num_replicas: of the model.
+        replicas_per_host: n, replicas that share a host.
+        num_micro: m, micro-batches of a replica.
+        forward_s: F, of one micro-batch on one stage, the team's sums included.
+        backward_s: B, likewise.
+        message_bytes: P, one activation from stage to stage.
+        gradient_bytes: D, a stage's gradients on one member of a team.
+        inside_bytes_per_s: bandwidth inside a host.
+        between_bytes_per_s: bandwidth between hosts.
+    """
+
+    num_stages: int
+    num_replicas: int
+    replicas_per_host: int
+    num_micro: int
+    forward_s: float
+    backward_s: float
+    message_bytes: float
+    gradient_bytes: float
+    inside_bytes_per_s: float
+    between_bytes_per_s: float
+
+    @property
+    def hosts_per_stage(self) -> int:
+        """d, hosts that have the same stage."""
+        return self.num_replicas // self.replicas_per_host
+
+
+def latency_s(
+    variant: Variant, costs: UniformCosts, measured: Communication | None = None
+) -> float:
+    """Seconds of a step by one of the models.
+
+    Args:
+        variant: which one.
+        costs: of the layout.
+        measured: communication of an order of hosts; for ``+measured`` and ``all`` alone.
+    """
+    if variant.needs_measured:
+        assert measured is not None, f"variant {variant} prices an order of hosts"
+        return _pipeline_s(variant, costs, measured.pipeline_s) + measured.gradients_s
+    links = costs.num_stages - 1
+    messages_s = 2.0 * links * costs.message_bytes / costs.between_bytes_per_s
+    return _pipeline_s(variant, costs, messages_s) + _gradients_s(variant, costs)
+
+
+def _pipeline_s(variant: Variant, costs: UniformCosts, messages_s: float) -> float:
+    """The pipeline's part.
+
+    Args:
+        variant: which model.
+        costs: of the layout.
+        messages_s: C, a round trip of messages through the pipeline.
+    """
+    stages, micro = costs.num_stages, costs.num_micro
+    if variant == Variant.AMP:
+        return (micro - 1 + stages) * 3.0 * costs.forward_s + messages_s
+    both_s = costs.forward_s + costs.backward_s
+    rounds = micro // stages
+    if variant.follows_path and rounds >= 1:
+        return rounds * (stages * both_s + messages_s) + (stages - 1) * both_s
+    return (micro - 1 + stages) * both_s + messages_s
+
+
+def _gradients_s(variant: Variant, costs: UniformCosts) -> float:
+    """The part of the gradients, at fixed bandwidths."""
+    inside, between = costs.inside_bytes_per_s, costs.between_bytes_per_s
+    if variant in (Variant.AMP, Variant.PATH):
+        return ring_payloads(costs.num_replicas) * costs.gradient_bytes / min(inside, between)
+    inside_s = 2.0 * ring_payloads(costs.replicas_per_host) * costs.gradient_bytes / inside
+    return inside_s + ring_payloads(costs.hosts_per_stage) * costs.gradient_bytes / between
+
+
+def one_forward_one_backward_s(
+    *, num_stages: int, num_micro: int, forward_s: float, backward_s: float, message_s: float
+) -> float:
+    """What 1F1B takes with equal stages and links, when sends do not hold up computing.
+
+        T = (m + p - 1)(F + B) + 2 (p - 1) c + 2c ((m - 2) - floor((m - 2)/p))
+
+    The engine takes this time (``tests/strategy/test_schedules.py``). Against it ``+path`` is low
+    by 2c (p - 2) where p divides m: a round trip for every p micro-batches is the right idea.
+
+    Args:
+        num_stages: p.
+        num_micro: m.
+        forward_s: F, of one micro-batch on one stage.
+        backward_s: B, likewise.
+        message_s: c, one activation from stage to stage.
+
+    >>> one_forward_one_backward_s(
+    ...     num_stages=4, num_micro=8, forward_s=10.0, backward_s=20.0, message_s=2.0
+    ... )
+    362.0
+    """
+    waits = (num_micro - 2) - (num_micro - 2) // num_stages
+    eager_s = eager_order_s(
+        num_stages=num_stages,
+        num_micro=num_micro,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        message_s=message_s,
+    )
+    return eager_s + 2.0 * message_s * waits
+
+
+def eager_order_s(
+    *, num_stages: int, num_micro: int, forward_s: float, backward_s: float, message_s: float
+) -> float:
+    """What all forward passes as early as they can take: (m + p - 1)(F + B) + 2 (p - 1) c.
+
+    Args:
+        num_stages: p.
+        num_micro: m.
+        forward_s: F, of one micro-batch on one stage.
+        backward_s: B, likewise.
+        message_s: c, one activation from stage to stage.
+    """
+    passes_s = (num_micro + num_stages - 1) * (forward_s + backward_s)
+    return passes_s + 2.0 * (num_stages - 1) * message_s
