@@ -113,6 +113,12 @@ METHODS = (
         needs="a budget, two devices or more",
     ),
     MethodNote(
+        name="pipette",
+        stage="search",
+        what="uniform layouts by a latency model, hosts put in order for measured links (Pipette)",
+        needs="a budget, a batch that replicas divide; auto asks it where pairs of hosts differ",
+    ),
+    MethodNote(
         name="poplar",
         stage="search",
         what="ZeRO with unequal batches (Poplar)",

@@ -20,6 +20,7 @@ import heterog.planners.islands.search
 import heterog.planners.megatron_grid
 import heterog.planners.model_parallel
 import heterog.planners.pipeline
+import heterog.planners.pipette.planner
 import heterog.planners.poplar
 import heterog.planners.tuned_uniform
 import heterog.planners.two_segment
@@ -27,6 +28,7 @@ import heterog.planners.two_segment
 # isort: split
 # Registered last: it starts from what all others have found.
 import heterog.planners.local_search  # noqa: F401
+from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.planners.given import GIVEN
 from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
@@ -104,7 +106,7 @@ def run_methods(
 
     Args:
         evaluator: of the graph and cluster.
-        methods: names; ``auto`` means all.
+        methods: names; ``auto`` means all that have something to find on the cluster.
         budget: of each method that searches; ``auto`` divides it among its searches.
         seed: of everything random.
         step_barrier: whether a step ends with all updates.
@@ -124,7 +126,9 @@ def run_methods(
     Raises:
         UnknownNameError: a method does not exist.
     """
-    chosen = [planner for planner in _chosen(methods) if planner.name not in without]
+    chosen = [
+        planner for planner in _chosen(methods, evaluator.cluster) if planner.name not in without
+    ]
     searching = any(planner.stage != "baseline" for planner in chosen)
     running = [
         planner
@@ -559,10 +563,20 @@ def assert_not_below(rows: Sequence[MethodRow], bound_s: float) -> None:
         )
 
 
-def _chosen(methods: Sequence[str]) -> list[Planner]:
+def _chosen(methods: Sequence[str], cluster: Cluster) -> list[Planner]:
     if AUTO in methods:
-        return list(planners())
+        return [
+            planner
+            for planner in planners()
+            if planner.name in methods or _joins_auto(planner, cluster)
+        ]
     return [planner_by_name(name) for name in methods]
+
+
+def _joins_auto(planner: Planner, cluster: Cluster) -> bool:
+    """Whether ``auto`` runs a method here; all but those that say otherwise."""
+    joins: Callable[[Cluster], bool] = getattr(planner, "joins_auto", lambda cluster: True)
+    return joins(cluster)
 
 
 def _named(planner: Planner, progress: Progress) -> Callable[[float, float], None]:

@@ -85,23 +85,23 @@ def scaled(difference: float) -> float:
 def moved(order: IntArray, rng: np.random.Generator) -> IntArray:
     """A neighbour: a segment reversed, one or a segment put elsewhere, or two swapped."""
     count = len(order)
-    begin, end = sorted(rng.choice(count + 1, 2, replace=False).tolist())
-    kind = int(rng.integers(5))
+    # One call for all draws: it is called for every step.
+    kind, first, apart, place = (int(draw) for draw in rng.random(4) * (5, count, count - 1, 1e9))
+    second = (first + 1 + apart) % count
+    begin, end = min(first, second), max(first, second) + 1
     if kind == 0:
         result = order.copy()
         result[begin:end] = order[begin:end][::-1]
         return result
     if kind == 1:
-        first, second = rng.choice(count, 2, replace=False).tolist()
         result = order.copy()
         result[first], result[second] = order[second], order[first]
         return result
     if kind == 2:
-        begin = int(rng.integers(count))
-        end = begin + 1
+        begin, end = first, first + 1
     segment = order[begin:end]
     rest = np.concatenate([order[:begin], order[end:]])
-    place = int(rng.integers(len(rest) + 1))
+    place %= len(rest) + 1
     if kind == 4:
         segment = segment[::-1]
     return np.concatenate([rest[:place], segment, rest[place:]])
