@@ -125,6 +125,12 @@ METHODS = (
         needs="a budget; stages 1 to 3 an elementwise optimizer",
     ),
     MethodNote(
+        name="dedication",
+        stage="search",
+        what="the best plans of the others with alike hosts in other places",
+        needs="pairs of hosts that differ (pairs in the cluster file)",
+    ),
+    MethodNote(
         name="agent+search",
         stage="search",
         what="local_search that starts from the agent's proposals",

@@ -26,7 +26,8 @@ import heterog.planners.tuned_uniform
 import heterog.planners.two_segment
 
 # isort: split
-# Registered last: it starts from what all others have found.
+# Registered last: they start from what all others have found.
+import heterog.planners.dedication
 import heterog.planners.local_search  # noqa: F401
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
@@ -73,6 +74,8 @@ ROUND = 0.3
 """Of the seconds that are left, for the next round."""
 LEAST_ROUND = 0.03
 """Of a budget in seconds: a shorter round is not begun."""
+LAST_PART = 0.05
+"""Of a budget in seconds, kept for each method that comes last: to improve the winner."""
 _TASKS_PER_S = 50_000
 _LEAST_TASKS = 200_000
 """Tasks of the largest program for each second of a budget: to lower and simulate it takes two or
@@ -135,6 +138,7 @@ def run_methods(
         for planner in planners()
         if planner in chosen or (planner.stage == "baseline" and searching)
     ]
+    running.sort(key=_comes_last)
     if given is not None:
         chosen.append(given)
         running.insert(0, given)
@@ -209,14 +213,22 @@ class _Shares:
                 purse.settle(evaluations if budget.seconds is None else seconds)
 
     def go_on(self, planners: Sequence[Planner]) -> None:
-        """Some methods go on with the seconds that are left; see ``rounds``."""
-        contenders = [self._contenders[planner.name] for planner in planners]
-        least_s = LEAST_ROUND * (self._asked.budget.seconds or 0.0)
-        while not self._is_stopped and (left_s := self._left_s) >= least_s:
+        """Some methods go on with the seconds that are left; see ``rounds``.
+
+        Those that come last have their turn after the others, on what these have found.
+        """
+        last = [planner for planner in planners if _comes_last(planner)]
+        contenders = [self._contenders[each.name] for each in planners if each not in last]
+        budget_s = self._asked.budget.seconds or 0.0
+        least_s, kept_s = LEAST_ROUND * budget_s, LAST_PART * budget_s * len(last)
+        while not self._is_stopped and (left_s := self._left_s - kept_s) >= least_s:
             contender = next_of(contenders)
             if contender is None:
-                return
+                break
             self._run(contender.planner, Budget(seconds=max(ROUND * left_s, least_s)))
+        for planner in last:
+            if not self._is_stopped:
+                self._run(planner, Budget(seconds=max(self._left_s, least_s)))
 
     @property
     def _candidates(self) -> list[Candidate]:
@@ -577,6 +589,11 @@ def _joins_auto(planner: Planner, cluster: Cluster) -> bool:
     """Whether ``auto`` runs a method here; all but those that say otherwise."""
     joins: Callable[[Cluster], bool] = getattr(planner, "joins_auto", lambda cluster: True)
     return joins(cluster)
+
+
+def _comes_last(planner: Planner) -> bool:
+    """Whether a method only improves what the others have found."""
+    return bool(getattr(planner, "comes_last", False))
 
 
 def _named(planner: Planner, progress: Progress) -> Callable[[float, float], None]:

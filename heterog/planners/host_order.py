@@ -1,0 +1,170 @@
+"""The same strategy with hosts in each other's places, and what its traffic between hosts costs.
+
+A *place* is a host as a strategy names it; an order says which host plays each place. Hosts of one
+kind can change places without any other change. Where rates between hosts differ, that decides
+which of them the traffic meets: a slow pair is best where a strategy sends nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.planners.pipette.communication import HostRates, ring_payloads
+from heterog.strategy.channels import ChannelKind
+from heterog.strategy.pipeline_schedule import PipelineSchedule
+from heterog.strategy.program import FloatArray, IntArray, Program
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+
+_T = TypeVar("_T")
+
+
+def on_hosts(strategy: Strategy, cluster: Cluster, order: Sequence[int]) -> Strategy:
+    """A strategy with hosts in other places.
+
+    Args:
+        strategy: made for the cluster.
+        cluster: the hosts.
+        order: host that plays each place; as many devices as the place has.  # [num_hosts]
+    """
+    device_of = [0] * cluster.num_devices
+    for place, host in enumerate(order):
+        pair = cluster.host_devices(place), cluster.host_devices(host)
+        for before, after in zip(*pair, strict=True):
+            device_of[before] = after
+    made: dict[Decision, Decision] = {}
+    for decision in dict.fromkeys(strategy.decisions):
+        made[decision] = _moved_decision(decision, device_of, has_rules=bool(strategy.op_rules))
+    return replace(
+        strategy,
+        decisions=tuple(made[decision] for decision in strategy.decisions),
+        homes=tuple(home if home == REPLICATED else device_of[home] for home in strategy.homes),
+        micro_batches=_moved_rows(strategy.micro_batches, device_of),
+        schedule=_moved_schedule(strategy.schedule, device_of),
+    )
+
+
+def _moved_decision(decision: Decision, device_of: Sequence[int], *, has_rules: bool) -> Decision:
+    """A decision of other devices, listed in ascending order again.
+
+    Devices without teams take samples in that order, so that teams have to say who had which: each
+    device is one, or all are one where rules split the work inside.
+    """
+    devices = tuple(device_of[device] for device in decision.devices)
+    turns = sorted(range(len(devices)), key=devices.__getitem__)
+
+    def moved(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(values[turn] for turn in turns) if values else ()
+
+    teams = tuple(tuple(device_of[device] for device in team) for team in decision.teams)
+    if not teams and list(devices) != sorted(devices):
+        teams = (devices,) if has_rules else tuple((device,) for device in devices)
+    return replace(
+        decision,
+        devices=tuple(sorted(devices)),
+        shares=moved(decision.shares),
+        slices=moved(decision.slices),
+        parts=moved(decision.parts),
+        teams=teams,
+    )
+
+
+def _moved_schedule(schedule: PipelineSchedule, device_of: Sequence[int]) -> PipelineSchedule:
+    return replace(
+        schedule,
+        in_flight=_moved_rows(schedule.in_flight, device_of),
+        turns=_moved_rows(schedule.turns, device_of),
+    )
+
+
+def _moved_rows(
+    rows: tuple[tuple[_T, ...], ...], device_of: Sequence[int]
+) -> tuple[tuple[_T, ...], ...]:
+    """What is said device by device; later devices may be left out."""
+    if not rows:
+        return ()
+    moved: list[tuple[_T, ...]] = [()] * len(device_of)
+    for device, row in enumerate(rows):
+        moved[device_of[device]] = row
+    return tuple(moved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostTraffic:
+    """What a strategy sends between places in a step.
+
+    Attributes:
+        transfers_bytes: from each place to each other.  # [num_hosts, num_hosts]
+        rings: of each number of members: the places of every ring, ascending, and its payload
+            bytes.  # [num_rings, num_members], [num_rings]
+    """
+
+    transfers_bytes: FloatArray
+    rings: tuple[tuple[IntArray, FloatArray], ...]
+
+    @staticmethod
+    def of_program(program: Program, cluster: Cluster) -> "HostTraffic":
+        """What a program sends: transfers; collectives as rings through their hosts."""
+        sends = program.channel >= 0
+        count = len(program.channels)
+        payload = np.bincount(program.channel[sends], program.num_bytes[sends], count)
+        transfers = np.zeros((cluster.num_hosts, cluster.num_hosts))
+        rings: dict[tuple[int, ...], float] = {}
+        for channel, num_bytes in zip(program.channels, payload.tolist(), strict=True):
+            places = tuple(cluster.host_of[device] for device in channel.devices)
+            if channel.kind == ChannelKind.POINT_TO_POINT:
+                transfers[places] += num_bytes
+                continue
+            hosts = tuple(sorted(set(places)))
+            # A reduce-scatter or all-gather sends half of what a ring's all-reduce does.
+            half = channel.kind in (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER)
+            if len(hosts) > 1:
+                rings[hosts] = rings.get(hosts, 0.0) + num_bytes * (0.5 if half else 1.0)
+        np.fill_diagonal(transfers, 0.0)
+        by_size = sorted({len(hosts) for hosts in rings})
+        return HostTraffic(
+            transfers_bytes=transfers,
+            rings=tuple(
+                (
+                    np.array([hosts for hosts in rings if len(hosts) == size], np.int32),
+                    np.array([rings[hosts] for hosts in rings if len(hosts) == size]),
+                )
+                for size in by_size
+            ),
+        )
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether no byte goes between hosts."""
+        return not self.transfers_bytes.any() and not self.rings
+
+    def seconds(self, order: IntArray, rates: HostRates) -> float:
+        """How long it keeps links busy: an estimate that ranks orders, not a step time.
+
+        The busiest pair of hosts and the slowest ring, and of both the mean: a slow pair counts
+        also where another one is slower. Rings go through hosts in the order of the cluster.
+
+        Args:
+            order: host that plays each place.  # [num_hosts]
+            rates: between hosts.
+        """
+        inverse = rates.s_per_byte
+        busy = self.transfers_bytes * inverse[np.ix_(order, order)]
+        seconds = float(busy.max() + busy.sum() / len(order))
+        each = [
+            ring_payloads(places.shape[1]) * payload * _slowest(inverse, order[places])
+            for places, payload in self.rings
+        ]
+        if each:
+            taken = np.concatenate(each)
+            seconds += float(taken.max() + taken.mean())
+        return seconds
+
+
+def _slowest(inverse: FloatArray, members: IntArray) -> FloatArray:
+    """Seconds per byte of the slowest link of each ring.  # [num_rings]"""
+    ring = np.sort(members, axis=1)
+    worst: FloatArray = inverse[ring, np.roll(ring, -1, axis=1)].max(axis=1)
+    return worst
