@@ -90,3 +90,18 @@ def opt_350m(batch_size: int = 1024) -> Workload:
         attn_implementation=_CAUSAL,
     )
     return _workload("opt_350m", config, _HUB.OPTForCausalLM, batch_size, 2048)
+
+
+def gpt_6b(batch_size: int = 128) -> Workload:
+    """GPT-3 6.7B (Brown et al. 2020, table 2.1)."""
+    config = _HUB.GPT2Config(
+        vocab_size=50257,
+        n_positions=2048,
+        n_embd=4096,
+        n_layer=32,
+        n_head=32,
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation=_CAUSAL,
+    )
+    return _workload("gpt_6b", config, _HUB.GPT2LMHeadModel, batch_size, 2048)

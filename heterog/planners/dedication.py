@@ -3,8 +3,8 @@
 Where the rates between hosts differ (``Cluster.pairs``), the best plans of the other methods are
 taken and their hosts of one kind permuted. Orders are proposed by annealing an estimate of what
 the plan's own traffic costs (``HostTraffic``), and then by single moves; the evaluator judges
-each. Among the candidates is the plan as it was, so that the result is never worse. ``auto`` runs
-it last, on its winner.
+each, the referee the best ones. The result is the best of these and of the plan as it was, so that
+it is never worse. ``auto`` runs it last, on its winner.
 """
 
 import time
@@ -26,14 +26,16 @@ from heterog.strategy.strategy import Decision, Strategy, Sync
 
 NUM_STARTS = 3
 """Plans whose hosts are permuted, the best one first."""
-NUM_RETURNED = 3
-"""Strategies handed to the referee, beside the plan as it was."""
+NUM_JUDGED = 3
+"""Permuted plans that the referee compares with the plans as they were."""
 NUM_PROPOSED = 2
 """Orders that are annealed for each plan."""
 MOST_FRUITLESS = 60
 """Moves in a row that bring nothing, after which the next plan is taken up."""
 MOST_TASKS = 2_000_000
 """Of a program whose traffic is counted; orders of a larger one are found by moves alone."""
+SEARCHED_PART = 0.8
+"""Of a budget; the rest is for the referee."""
 ANNEALED_PART = 0.3
 """Of a budget in seconds, after which no order is annealed any longer."""
 
@@ -64,13 +66,25 @@ class Dedication:
         with spending.limits():
             if self.joins_auto(problem.evaluator.cluster):
                 search.run(starts)
-        best = search.best(NUM_RETURNED)
+                search.judge()
+        best = search.best_of(starts[0])
         return PlanResult(
-            candidates=(*best, starts[0]),
+            candidates=(best,),
             num_evaluations=spending.evaluations,
             search_seconds=time.perf_counter() - begin,
-            note=search.gain_in_words(),
+            note="" if best is starts[0] else _gain_in_words(starts[0], best),
         )
+
+
+def _gain_in_words(before: Candidate, after: Candidate) -> str:
+    assert before.judged is not None
+    assert after.judged is not None
+    was_s, is_s = before.judged.step_time_s, after.judged.step_time_s
+    return f"alike hosts in other places: {is_s:.4g} s a step, before {was_s:.4g} s"
+
+
+def _is_better(found: Evaluation | None, best: Evaluation | None) -> bool:
+    return found is not None and (best is None or found.preference < best.preference)
 
 
 def _starts(problem: Problem) -> list[Candidate]:
@@ -81,7 +95,9 @@ def _starts(problem: Problem) -> list[Candidate]:
         devices = tuple(range(evaluator.cluster.num_devices))
         decision = Decision(devices=devices, shares=even_shares(evaluator), sync=Sync.RING)
         strategy = uniform_strategy(evaluator, decision, step_barrier=problem.step_barrier)
-        return [Candidate(strategy=strategy, orders=(problem.first_order,))]
+        order = problem.first_order
+        judged_so = evaluator.referee(strategy, order)
+        return [Candidate(strategy=strategy, orders=(order,), judged=judged_so)]
     judged.sort(key=lambda seed: seed.judged.preference)  # type: ignore[union-attr]
     return list({seed.strategy: seed for seed in reversed(judged)}.values())[::-1][:NUM_STARTS]
 
@@ -99,52 +115,66 @@ class _Search:
         ]
         self._found: dict[tuple[Strategy, Order], Evaluation] = {}
         self._done: set[Strategy] = set()
-        self._gain = (0.0, 0.0)
+        self._judged: dict[tuple[Strategy, Order], Evaluation] = {}
 
     def run(self, starts: list[Candidate]) -> None:
         """Permute the hosts of each plan, unless that was done before."""
         for start in starts:
-            if start.strategy not in self._done:
-                self._improve(start)
+            if start.judged is not None:
+                self._judged[start.strategy, start.orders[0]] = start.judged
+            if start.strategy not in self._done and self._improve(start):
                 self._done.add(start.strategy)
 
-    def best(self, count: int) -> list[Candidate]:
-        """The best permuted plans so far, best first."""
-        found = sorted(self._found, key=lambda key: self._found[key].preference)[:count]
-        return [Candidate(strategy=strategy, orders=(order,)) for strategy, order in found]
+    def judge(self) -> None:
+        """Ask the referee about the best permuted plans, those that it has not seen."""
+        best = sorted(self._found, key=lambda key: self._found[key].preference)[:NUM_JUDGED]
+        for number, key in enumerate(best):
+            if number and self.spending.is_over:
+                return
+            if key not in self._judged:
+                self._judged[key] = self.problem.evaluator.referee(*key)
 
-    def gain_in_words(self) -> str:
-        """What the best order of any plan gains over that plan."""
-        before_s, after_s = self._gain
-        if after_s >= before_s:
-            return ""
-        return f"other places of alike hosts take {before_s:.4g} s to {after_s:.4g} s"
+    def best_of(self, start: Candidate) -> Candidate:
+        """The best plan by the referee: a permuted one, or the one that there was."""
+        if start.judged is None or not self._judged:
+            return start
+        key = min(self._judged, key=lambda key: self._judged[key].preference)
+        judged = self._judged[key]
+        if judged.preference >= start.judged.preference:
+            return start
+        return Candidate(strategy=key[0], orders=(key[1],), judged=judged)
 
-    def _improve(self, start: Candidate) -> None:
-        """Try orders: those that are annealed, then moves of the best one."""
+    def _improve(self, start: Candidate) -> bool:
+        """Try orders: those that are annealed, then moves of the best one.
+
+        Asked again, it is soon where it was: what was simulated before is known.
+
+        Returns:
+            Whether it ended because nothing is gained any more.
+        """
         turn = start.orders[0]
         given = np.arange(self._cluster.num_hosts, dtype=np.int32)
         rng = np.random.default_rng(self.problem.seed)
-        first = self._try(start.strategy, turn)
-        if first is None:
-            return
-        best, order = first, given
+        best, order = self._try(start.strategy, turn), given
         for proposed in self._proposed(start.strategy, rng):
             found = self._try(self._placed(start.strategy, proposed), turn)
-            if found is not None and found.preference < best.preference:
+            if _is_better(found, best):
                 best, order = found, proposed
         fruitless = 0
-        while fruitless < MOST_FRUITLESS and not self.spending.is_over:
+        while best is not None and fruitless < MOST_FRUITLESS:
+            if self._is_searched:
+                return False
             neighbour = self._moved(order, rng)
-            strategy = self._placed(start.strategy, neighbour)
-            is_new = (strategy, turn) not in self._found
-            found = self._try(strategy, turn, best.step_time_s) if is_new else None
-            if found is not None and found.preference < best.preference:
+            found = self._try(self._placed(start.strategy, neighbour), turn, best.step_time_s)
+            fruitless += 1
+            if _is_better(found, best):
                 best, order, fruitless = found, neighbour, 0
-            else:
-                fruitless += 1
-        if best is not first and best.preference == self._least:
-            self._gain = first.step_time_s, best.step_time_s
+        return best is not None
+
+    @property
+    def _is_searched(self) -> bool:
+        """Whether the referee needs what is left of the budget."""
+        return self.spending.is_over or self.spending.fraction >= SEARCHED_PART
 
     @property
     def _least(self) -> tuple[float, float]:
@@ -198,7 +228,7 @@ class _Search:
         """Simulate a strategy once; ``None`` where the budget is over."""
         key = strategy, turn
         if key not in self._found:
-            if self._found and self.spending.is_over:
+            if self._found and self._is_searched:
                 return None
             evaluator = self.problem.evaluator
             choice = evaluator.encode(strategy)
