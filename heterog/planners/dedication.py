@@ -15,8 +15,8 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.planners.data_parallel import even_shares, uniform_strategy
 from heterog.planners.host_kinds import hosts_by_kind
-from heterog.planners.host_order import HostTraffic, on_hosts
-from heterog.planners.pipette.annealing import COOLED, anneal, moved
+from heterog.planners.host_order import HostTraffic, annealed_order, on_hosts
+from heterog.planners.pipette.annealing import moved
 from heterog.planners.pipette.communication import HostRates
 from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.simulator.engine import Order
@@ -32,8 +32,6 @@ NUM_PROPOSED = 2
 """Orders that are annealed for each plan."""
 MOST_FRUITLESS = 60
 """Moves in a row that bring nothing, after which the next plan is taken up."""
-MOST_TASKS = 2_000_000
-"""Of a program whose traffic is counted; orders of a larger one are found by moves alone."""
 SEARCHED_PART = 0.8
 """Of a budget; the rest is for the referee."""
 ANNEALED_PART = 0.3
@@ -185,32 +183,16 @@ class _Search:
 
     def _proposed(self, strategy: Strategy, rng: np.random.Generator) -> Iterator[IntArray]:
         """Orders of little estimated traffic, kind by kind."""
-        evaluator = self.problem.evaluator
-        choice = evaluator.encode(strategy)
-        if evaluator.tasks_of(choice) > MOST_TASKS:
-            return
-        traffic = HostTraffic.of_program(evaluator.program(choice), self._cluster)
-        if traffic.is_nothing:
+        traffic = HostTraffic.of_strategy(strategy, self.problem.evaluator)
+        if traffic is None:
             return
         order = np.arange(self._cluster.num_hosts, dtype=np.int32)
         for _ in range(NUM_PROPOSED):
             for hosts in self._kinds:
-                order = self._annealed(order, hosts, traffic, rng)
+                order = annealed_order(
+                    traffic, self._rates, order, hosts, rng, is_over=self._is_annealed
+                )
             yield order
-
-    def _annealed(
-        self, order: IntArray, hosts: IntArray, traffic: HostTraffic, rng: np.random.Generator
-    ) -> IntArray:
-        """An order whose hosts of one kind are annealed."""
-        whole = order.copy()
-
-        def cost_of(part: IntArray) -> float:
-            whole[hosts] = part
-            return traffic.seconds(whole, self._rates)
-
-        found = anneal(cost_of, order[hosts], rng, num_steps=COOLED, is_over=self._is_annealed)
-        whole[hosts] = found.order
-        return whole
 
     def _is_annealed(self) -> bool:
         """Whether simulations need what is left of the seconds."""

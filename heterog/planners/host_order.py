@@ -5,19 +5,23 @@ kind can change places without any other change. Where rates between hosts diffe
 which of them the traffic meets: a slow pair is best where a strategy sends nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
 from heterog.cluster.topology import Cluster
+from heterog.planners.pipette.annealing import COOLED, anneal
 from heterog.planners.pipette.communication import HostRates, ring_payloads
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import ChannelKind
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.program import FloatArray, IntArray, Program
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
+MOST_COUNTED = 2_000_000
+"""Tasks of a program whose traffic is counted, about a second's work."""
 _T = TypeVar("_T")
 
 
@@ -105,6 +109,15 @@ class HostTraffic:
     rings: tuple[tuple[IntArray, FloatArray], ...]
 
     @staticmethod
+    def of_strategy(strategy: Strategy, evaluator: Evaluator) -> "HostTraffic | None":
+        """What a strategy sends; ``None`` if that is nothing, or too much to be counted."""
+        choice = evaluator.encode(strategy)
+        if evaluator.tasks_of(choice) > MOST_COUNTED:
+            return None
+        traffic = HostTraffic.of_program(evaluator.program(choice), evaluator.cluster)
+        return None if traffic.is_nothing else traffic
+
+    @staticmethod
     def of_program(program: Program, cluster: Cluster) -> "HostTraffic":
         """What a program sends: transfers; collectives as rings through their hosts."""
         sends = program.channel >= 0
@@ -161,6 +174,36 @@ class HostTraffic:
             taken = np.concatenate(each)
             seconds += float(taken.max() + taken.mean())
         return seconds
+
+
+def annealed_order(
+    traffic: HostTraffic,
+    rates: HostRates,
+    order: IntArray,
+    hosts: IntArray,
+    rng: np.random.Generator,
+    *,
+    is_over: Callable[[], bool],
+) -> IntArray:
+    """An order in which some hosts have other places, for little estimated traffic.
+
+    Args:
+        traffic: of a strategy.
+        rates: between hosts.
+        order: host that plays each place, to start from.  # [num_hosts]
+        hosts: places among which hosts change.
+        rng: of everything random.
+        is_over: asked before each step.
+    """
+    whole = order.copy()
+
+    def cost_of(part: IntArray) -> float:
+        whole[hosts] = part
+        return traffic.seconds(whole, rates)
+
+    found = anneal(cost_of, order[hosts], rng, num_steps=COOLED, is_over=is_over)
+    whole[hosts] = found.order
+    return whole
 
 
 def _slowest(inverse: FloatArray, members: IntArray) -> FloatArray:

@@ -9,6 +9,7 @@ import pytest
 from heterog.cluster import Cluster, PairLimit
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.given import GivenLayout
+from heterog.planners.host_order import HostTraffic
 from heterog.planners.pipette.communication import HostRates
 from heterog.planners.pipette.layouts import (
     LayoutCosts,
@@ -17,11 +18,12 @@ from heterog.planners.pipette.layouts import (
     ranks,
     stage_by_stage,
 )
-from heterog.planners.pipette.planner import Pipette
+from heterog.planners.pipette.planner import Pipette, _Search, _Trial
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.portfolio import run_method, run_methods
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout
+from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.program import FloatArray
 from tests.simulator.builders import cluster_of
 from tests.strategy.test_layouts import graph_of
@@ -168,3 +170,23 @@ def test_it_says_what_it_refuses() -> None:
     )
     assert row.outcome == "not_applicable"
     assert "divides a batch of 32: sets of alike hosts have 7 devices" in row.shortage
+
+
+def test_a_weight_that_stages_share_closes_the_row_to_a_ring() -> None:
+    """The head runs where the embedding is, so that the last stage sends to the first one.
+
+    No published objective knows of it; the traffic of the program does.
+    """
+    rates = slow_between([(0, host) for host in range(2, NUM_HOSTS)])  # it has one good neighbour
+    cluster = with_rates(rows_of_hosts(), rates)
+    evaluator = Evaluator(graph_of(8, tied=True), cluster)
+    search = _Search(Problem(evaluator=evaluator, budget=Budget(evaluations=200)))
+    point = next(each for each in points(evaluator) if each.layout.pp == NUM_HOSTS)
+    given = tuple(range(NUM_HOSTS))
+    strategy = place_layout(point.layout, evaluator.graph, cluster).strategy
+    traffic = HostTraffic.of_strategy(strategy, evaluator)
+    assert traffic is not None
+    assert traffic.transfers_bytes[NUM_HOSTS - 1, 0] > 0.0
+    order = search._counted(_Trial(point=point, order=given), traffic)
+    place = order.index(0)
+    assert 1 in (order[place - 1], order[(place + 1) % NUM_HOSTS]), "its one good neighbour"

@@ -3,10 +3,10 @@
 As the paper has it: layouts are enumerated and ranked by the model ``all``, the order of hosts is
 annealed for the shortest communication on measured rates, what cannot fit into memory is left out,
 and the ten cheapest that are left are tried. Unlike the paper, they are simulated instead of run;
-orders are annealed for what heterog executes (``Pricing.EXECUTED``) and, of the best three, for
-the published objective as well, beside hosts in the order of the cluster; and a layout that does
-not fit is tried with a sliced optimizer and with layers that recompute. Hosts are dedicated only
-where the rates between them differ: else all orders are alike.
+orders are annealed for what heterog executes (``Pricing.EXECUTED``) and, of the best, for what
+their programs were found to send and for the published objective, beside hosts in the order of the
+cluster; and a layout that does not fit is tried with a sliced optimizer and with layers that
+recompute. Hosts are dedicated only where the rates between them differ: else all orders are alike.
 """
 
 import time
@@ -17,6 +17,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
+from heterog.planners.host_order import HostTraffic, annealed_order
 from heterog.planners.model_parallel import activation_bytes, parameter_bytes
 from heterog.planners.pipette.annealing import COOLED, anneal
 from heterog.planners.pipette.communication import HostRates, Pricing
@@ -39,7 +40,7 @@ from heterog.strategy.strategy import Strategy
 NUM_TRIED = 10
 """Layouts that fit and are simulated: as many as the paper measures."""
 NUM_REORDERED = 3
-"""The best of them are simulated on other orders of hosts, too."""
+"""About so many of the best ones are simulated on other orders of hosts, too."""
 NUM_RETURNED = 3
 """Strategies handed to the referee."""
 MOST_MISSED = 30
@@ -130,12 +131,13 @@ class _Search:
                 order = self._dedicated(point, Pricing.EXECUTED)
                 found = self._try(_Trial(point=manner, order=order))
                 if found is not None and found.is_ok:
+                    self._try(_Trial(point=manner, order=self._as_given(point)))
                     fitting += 1
                     break
                 missed += 1
-        for trial in self.best(NUM_REORDERED):
-            for order in self._other_orders(trial.point):
-                self._try(replace(trial, order=order))
+        for point in dict.fromkeys(trial.point for trial in self.best(2 * NUM_REORDERED)):
+            for order in self._other_orders(point):
+                self._try(_Trial(point=point, order=order))
 
     def best(self, count: int) -> list[_Trial]:
         """The best trials so far, best first."""
@@ -206,11 +208,29 @@ class _Search:
         return spending.is_cut or (is_timed and spending.fraction >= ANNEALED_PART)
 
     def _other_orders(self, point: Point) -> Iterator[Order]:
-        """Hosts as given, by neighbours in a stage and in a pipeline; the published objective."""
-        yield self._as_given(point)
-        if self.rates.differ:
-            yield point.hosts
-            yield self._dedicated(point, Pricing.PUBLISHED)
+        """By what its program sends; by neighbours in a pipeline; by the published objective."""
+        if not self.rates.among(np.array(point.hosts, np.int32)).differ:
+            return
+        given = _Trial(point=point, order=self._as_given(point))
+        traffic = None
+        if given in self.strategies:
+            traffic = HostTraffic.of_strategy(self.strategies[given], self.problem.evaluator)
+        if traffic is not None:
+            yield self._counted(given, traffic)
+        yield point.hosts
+        yield self._dedicated(point, Pricing.PUBLISHED)
+
+    def _counted(self, given: _Trial, traffic: HostTraffic) -> Order:
+        """The order in which what a program sends costs least."""
+        host_in = annealed_order(
+            traffic,
+            self.rates,
+            np.arange(self.cluster.num_hosts, dtype=np.int32),
+            np.array(given.point.hosts, np.int32),
+            np.random.default_rng(self.problem.seed),
+            is_over=self._is_annealed,
+        )
+        return tuple(int(host_in[place]) for place in given.order)
 
     def _try(self, trial: _Trial) -> Evaluation | None:
         """Simulate a trial; ``None`` for one that makes no sense or comes too late."""
