@@ -52,7 +52,7 @@ class Dedication:
         if not cluster.pairs:
             return False
         rates = HostRates.of_cluster(cluster)
-        return rates.differ and any(len(hosts) > 1 for hosts in hosts_by_kind(cluster))
+        return any(_places_differ(rates, hosts) for hosts in hosts_by_kind(cluster))
 
     def plan(self, problem: Problem) -> PlanResult:
         """Permute the hosts of the best plans so far."""
@@ -72,6 +72,19 @@ class Dedication:
             search_seconds=time.perf_counter() - begin,
             note="" if best is starts[0] else _gain_in_words(starts[0], best),
         )
+
+
+def _places_differ(rates: HostRates, hosts: tuple[int, ...]) -> bool:
+    """Whether it matters which of some alike hosts has which place."""
+    own = np.array(hosts, np.int32)
+    others = np.setdiff1d(np.arange(rates.num_hosts, dtype=np.int32), own)
+    seen_from = rates.s_per_byte[np.ix_(others, own)]  # [num_others, num_own]
+    seen_by = rates.s_per_byte[np.ix_(own, others)]  # [num_own, num_others]
+    among = rates.s_per_byte[np.ix_(own, own)][~np.eye(len(own), dtype=np.bool_)]
+    spreads = [np.ptp(seen_from, axis=1), np.ptp(seen_by, axis=0)]
+    if len(own) > 1:
+        spreads.append(np.array([np.ptp(among)]))
+    return any((each > 0.0).any() for each in spreads)
 
 
 def _gain_in_words(before: Candidate, after: Candidate) -> str:

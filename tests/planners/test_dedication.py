@@ -165,6 +165,16 @@ def test_kinds_are_devices_and_nics_and_not_lines() -> None:
     assert Dedication.joins_auto(sites)
 
 
+def test_auto_asks_only_where_places_of_alike_hosts_differ() -> None:
+    """Two sites of unlike hosts: whoever is at one site is as far from the other."""
+    joins = Dedication.joins_auto
+    assert not joins(Cluster.load("two_sites_32"))
+    assert not joins(rows_of_hosts())
+    assert not joins(cluster_of((10.0, ["T4"]), (25.0, ["T4"])))
+    line = PairLimit(sources=(0,), targets=(4,), bandwidth_bytes_per_s=RATE)
+    assert joins(replace(rows_of_hosts(), pairs=(line,)))
+
+
 def test_only_hosts_of_one_kind_change_places() -> None:
     kinds = (["V100-16GB"] * 2, ["T4"] * 2)
     plain = cluster_of(*[(100.0, kinds[host % 2]) for host in range(NUM_HOSTS)])

@@ -3,6 +3,7 @@
 import json
 from itertools import permutations
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from heterog.planners.pipette import (
 from heterog.planners.pipette.annealing import COOLED, moved, scaled
 from heterog.planners.pipette.latency import eager_order_s, one_forward_one_backward_s
 from heterog.strategy.program import IntArray
+from tests.simulator.builders import random_cluster
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "pipette"
 GB = 1e9
@@ -252,3 +254,15 @@ def test_the_published_matrix_has_a_better_order_than_hostnames(stages: int) -> 
 
     found = anneal(cost_of, hostnames(16), np.random.default_rng(0), num_steps=COOLED)
     assert found.cost < cost_of(hostnames(16))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rates_are_those_of_a_transfer_that_is_alone(seed: int) -> None:
+    cluster = random_cluster(Random(seed))
+    found = 1.0 / HostRates.of_cluster(cluster).s_per_byte
+    for i in range(cluster.num_hosts):
+        assert found[i, i] == pytest.approx(cluster.hosts[i].intra.bandwidth_bytes_per_s)
+        for j in range(cluster.num_hosts):
+            pair = cluster.host_devices(i)[0], cluster.host_devices(j)[0]
+            if i != j:
+                assert found[i, j] == pytest.approx(cluster.bottleneck_bytes_per_s(*pair))

@@ -96,10 +96,14 @@ class HostRates:
     @staticmethod
     def of_cluster(cluster: Cluster) -> "HostRates":
         """What a transfer that is alone gets between and inside hosts."""
-        first = [cluster.host_devices(host)[0] for host in range(cluster.num_hosts)]
-        rates = np.array([[cluster.bottleneck_bytes_per_s(i, j) for j in first] for i in first])
-        inside = [host.intra.bandwidth_bytes_per_s for host in cluster.hosts]
-        np.fill_diagonal(rates, inside)
+        nics = np.array(
+            [host.nic_line_rate_bytes_per_s * cluster.efficiency for host in cluster.hosts]
+        )
+        rates = np.minimum.outer(nics, nics)
+        for limit in cluster.pairs:
+            ends = np.ix_(limit.sources, limit.targets)
+            rates[ends] = np.minimum(rates[ends], limit.bandwidth_bytes_per_s)
+        np.fill_diagonal(rates, [host.intra.bandwidth_bytes_per_s for host in cluster.hosts])
         return HostRates(rates)
 
     @property
