@@ -5,7 +5,8 @@
 Eight hosts of two GPUs with rates between them drawn at random (lognormal around 4 GB/s, every
 tenth pair ten times as slow), alike and mixed. ``auto`` is run with the two methods and without
 them, on the same seconds and seed; the referee judges. Times of a search depend on the machine,
-so that small differences between two runs are chance.
+so that small differences between two runs are chance. With ``--grid``, ``pipette`` alone stands
+beside ``megatron_grid``, on a budget in evaluations, which can be had again.
 """
 
 import argparse
@@ -19,14 +20,16 @@ import numpy as np
 from heterog.cluster import Cluster, PairLimit
 from heterog.cluster.spec import parse_cluster
 from heterog.graph.capture import capture
-from heterog.planners.planner import Budget
-from heterog.planners.portfolio import best_row, run_methods
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.planner import Budget, Problem, planner_by_name
+from heterog.planners.portfolio import best_row, run_method, run_methods
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 
 MODELS = (("gpt2", 32), ("bert_large_24l", 64), ("resnet50", 256))
 CLUSTERS = {"alike": ("V100-16GB", "V100-16GB"), "mixed": ("A100-40GB", "V100-16GB")}
 NEW = ("pipette", "dedication")
+EVALUATIONS = 60
 NUM_HOSTS = 8
 MEAN_RATE, SPREAD, SLOW_PART, SLOWED = 4e9, 0.2, 0.1, 10.0
 """Bytes per second, standard deviation of the logarithm, part of pairs, how much slower."""
@@ -53,35 +56,51 @@ def cluster_of(kinds: tuple[str, str], seed: int) -> Cluster:
     return replace(parse_cluster(text, Path("drawn.yaml")), pairs=tuple(pairs))
 
 
+def both(graph: OpGraph, cluster: Cluster, budget: Budget, seed: int) -> dict[str, object]:
+    """``auto`` with the two methods and without them."""
+    row: dict[str, object] = {}
+    for said, without in (("with", ()), ("without", NEW)):
+        evaluator = Evaluator(graph, cluster)
+        found = run_methods(evaluator, ["auto"], budget=budget, seed=seed, without=without)
+        best = best_row(found)
+        row[f"{said}_s"], row[f"{said}_method"] = best.step_time_s, best.method
+        row |= {f"{each.method}_s": each.step_time_s for each in found if each.method in NEW}
+    return row
+
+
+def beside_grid(graph: OpGraph, cluster: Cluster, seed: int) -> dict[str, object]:
+    """``pipette`` and ``megatron_grid``, each on at most ``EVALUATIONS``."""
+    row: dict[str, object] = {}
+    for method in ("pipette", "megatron_grid"):
+        problem = Problem(
+            evaluator=Evaluator(graph, cluster), budget=Budget(evaluations=EVALUATIONS), seed=seed
+        )
+        found = run_method(planner_by_name(method), problem)
+        row[f"{method}_s"] = found.step_time_s
+        row[f"{method}_evaluations"] = found.num_evaluations
+    return row
+
+
 def main() -> None:
     """Print the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--budget", default="20s")
     parser.add_argument("--seeds", type=int, default=1, help="matrices for each model and cluster")
+    parser.add_argument("--grid", action="store_true", help="pipette beside megatron_grid instead")
     arguments = parser.parse_args()
     rows = []
     for model, batch_size in MODELS:
         graph = capture(build(model, batch_size))
         for name, kinds in CLUSTERS.items():
             for seed in range(arguments.seeds):
-                row: dict[str, object] = {"model": model, "cluster": name, "seed": seed}
                 cluster = cluster_of(kinds, seed)
-                for said, without in (("with", ()), ("without", NEW)):
-                    found = run_methods(
-                        Evaluator(graph, cluster),
-                        ["auto"],
-                        budget=Budget.parse(arguments.budget),
-                        seed=seed,
-                        without=without,
-                    )
-                    best = best_row(found)
-                    row[f"{said}_s"], row[f"{said}_method"] = best.step_time_s, best.method
-                    for each in found:
-                        if each.method in NEW:
-                            row[f"{each.method}_s"] = each.step_time_s
-                rows.append(row)
-                print(json.dumps(row), file=sys.stderr, flush=True)
+                if arguments.grid:
+                    found = beside_grid(graph, cluster, seed)
+                else:
+                    found = both(graph, cluster, Budget.parse(arguments.budget), seed)
+                rows.append({"model": model, "cluster": name, "seed": seed} | found)
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     if arguments.json:
         print(json.dumps({"rows": rows}))
 
