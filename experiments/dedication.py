@@ -26,8 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from large_models import gpt_6b
 
-from experiments.large_models import gpt_6b
 from heterog.cluster import Cluster, PairLimit
 from heterog.cluster.spec import parse_cluster
 from heterog.graph.capture import capture
