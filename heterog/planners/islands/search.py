@@ -46,8 +46,6 @@ from heterog.strategy.strategy import Strategy
 
 NUM_RETURNED = 4
 """Strategies handed to the referee."""
-NUM_SIMULATED = 60
-"""Of the compositions that were estimated."""
 NUM_CUT = 300
 """Of the estimated ones, whose layers are cut; stages of few layers are less even than hoped."""
 NUM_REFINED = 3
@@ -102,6 +100,7 @@ class _Search:
         self.options = [islands_of(self.slices, kind) for kind in range(len(self.slices.kinds))]
         self.estimates: dict[Composition, tuple[float, tuple[int, ...]]] = {}
         self.done: set[tuple[tuple[int, ...], ...]] = set()
+        self.num_ranked, self.ranked = 0, list[Composition]()  # kept for when the search goes on
         self.found: dict[Composition, Evaluation] = {}
         self.strategies: dict[Composition, Strategy] = {}
         self.refused: set[Composition] = set()
@@ -112,7 +111,9 @@ class _Search:
     def run(self) -> None:
         """Estimate, simulate, refine."""
         self._estimate()
-        for point in self._promising():
+        if len(self.estimates) != self.num_ranked:
+            self.num_ranked, self.ranked = len(self.estimates), self._promising()
+        for point in self.ranked:
             for manner in self._until_it_fits(point):
                 if self.found and self.spending.fraction >= UNTIL_REFINED:
                     break
@@ -222,7 +223,7 @@ class _Search:
             if len(kinds) == 1:
                 alone.setdefault(kinds.pop(), point)
         first = [*self._plain(), *alone.values()]
-        return list(dict.fromkeys((*first, *(point for _, point in weighted[:NUM_SIMULATED]))))
+        return list(dict.fromkeys((*first, *(point for _, point in weighted))))
 
     def _plain(self) -> Iterator[Composition]:
         """Replicas on the machines of each kind, and of all, in one go: what is hard to beat.
