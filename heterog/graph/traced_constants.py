@@ -80,7 +80,10 @@ def _wanted(graph: OpGraph) -> list[_Wish]:
         for tensor, place in zip(op.inputs, plan.needed[index], strict=True):
             maker = int(graph.producer[tensor])
             is_made = maker >= 0 and graph.is_constant[maker] and graph.ops[maker].num_outputs == 1
-            if is_made and place == S(place.dim) and place.kind == "S":
+            if not is_made or place.kind != "S" or place.outer != 1:
+                continue
+            # Where a sample is several rows, an expansion of one of them is no view.
+            if graph.tensors[tensor].shape[place.dim] == graph.batch_size:
                 found.setdefault(tensor, place.dim)
     return list(found.items())
 

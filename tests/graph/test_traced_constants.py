@@ -170,6 +170,18 @@ def test_constants_that_differ_between_samples_stay_whole() -> None:
     assert "mul.Tensor" in made
 
 
+def test_samples_of_several_rows_are_left_alone() -> None:
+    """An expansion from the rows of one sample to those of all made capturing fail."""
+
+    def rows_of_all(model: Any, x: Tensor) -> Tensor:
+        table = torch.ones(x.shape[0], x.shape[1], WIDTH).cumsum(1).view(-1, WIDTH) * 0.5
+        return (x.reshape(-1, WIDTH) * table).view(x.shape)
+
+    step = step_of(rows_of_all)
+    loss, wanted = reference(rows_of_all, step, 6)
+    torch.testing.assert_close(loss, wanted)
+
+
 def test_random_constants_are_not_one_for_all() -> None:
     def noisy(model: Any, x: Tensor) -> Tensor:
         return x + torch.rand(x.shape[0], x.shape[1], 1).expand(-1, -1, WIDTH)

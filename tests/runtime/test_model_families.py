@@ -21,7 +21,7 @@ def test_families_run_under_every_strategy_and_equal_plain_pytorch() -> None:
         check=False,
     )
     rows = json.loads(done.stdout)["rows"]
-    assert len(rows) == 8
+    assert len(rows) == 9
     for row in rows:
         assert row["equal"], (row, done.stderr)
         assert {"parameter_servers", "pipeline", "zero3"} <= row["strategies"].keys()
