@@ -28,7 +28,7 @@ LAYERS = (
 )
 ROOMS = {
     "torch": (
-        *("graph/capture.py", "graph/traced_constants.py"),
+        *("graph/capture.py", "graph/one_sample.py", "graph/traced_constants.py"),
         *("zoo/", "runtime/", "balance/", "agents/"),
     ),
     "transformers": ("zoo/", "balance/for_trainer.py"),

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,11 +36,14 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils import stateless
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from heterog.errors import CaptureError
+from heterog.graph.one_sample import add_ops_of_more_samples
 from heterog.graph.op_costs import (
     bytes_read_and_written,
     convolution_flops,
@@ -55,6 +59,7 @@ from heterog.graph.op_graph import (
 )
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
 from heterog.graph.traced_constants import (
+    MADE_AT,
     make_repeated_constants_once,
     merge_equal_constants,
 )
@@ -123,13 +128,18 @@ def capture(workload: Workload) -> OpGraph:
     return capture_step(workload).graph
 
 
-def capture_step(workload: Workload) -> CapturedStep:
-    """Capture a workload and keep the fx graph; see ``capture``."""
+def capture_step(workload: Workload, planned: OpGraph | None = None) -> CapturedStep:
+    """Capture a workload and keep the fx graph; see ``capture``.
+
+    Args:
+        workload: model, example batch, loss and optimizer class.
+        planned: the same step on another batch, whose ops this one is to have.
+    """
     with _caches_without_fakes():
-        return _capture_step(workload)
+        return _capture_step(workload, planned)
 
 
-def _capture_step(workload: Workload) -> CapturedStep:
+def _capture_step(workload: Workload, planned: OpGraph | None) -> CapturedStep:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(action="ignore"), mode:
         with _clear_errors(workload, None):
@@ -150,6 +160,8 @@ def _capture_step(workload: Workload) -> CapturedStep:
         if not parameters:
             raise CaptureError(f"workload '{workload.name}': no parameter requires a gradient.")
     traced = _trace(workload, mode, model, parameters, buffers, batch)
+    if planned is not None:
+        add_ops_of_more_samples(traced.graph, planned)
     inputs = parameters, buffers, frozen, batch
     step = _Reader(workload, traced, *inputs).read()
     if make_repeated_constants_once(step.graph, step.module, step.node_of_op):
@@ -278,11 +290,42 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
 def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame that is neither torch's nor ours: the user's own line."""
     frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        path = frame.filename.replace("\\", "/")
-        if "/torch/" not in path and "/heterog/graph/" not in path and not path.startswith("<"):
-            return frame
-    return None
+    return next((each for each in reversed(frames) if _is_users(each.filename)), None)
+
+
+def _is_users(filename: str) -> bool:
+    path = filename.replace("\\", "/")
+    return "/torch/" not in path and "/heterog/graph/" not in path and not path.startswith("<")
+
+
+class _LinesOfConstants(TorchFunctionMode):
+    """Annotates what makes a tensor from sizes alone with the lines of code that ask for it.
+
+    Two ranges from different lines, of samples and of positions, say, are equal where a batch has
+    as many samples as positions. They are two all the same: see ``merge_equal_constants``.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function not in _device_constructors():
+            return function(*args, **(kwargs or {}))
+        with fx_traceback.annotate({MADE_AT: _users_lines()}):
+            return function(*args, **(kwargs or {}))
+
+
+def _users_lines() -> str:
+    """The innermost line of the user's that runs now, and the one that called it.
+
+    Two tell what a helper makes for different callers apart. More would tell layers apart.
+    """
+    lines: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(lines) < 2:
+        if _is_users(frame.f_code.co_filename):
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " ".join(lines)
 
 
 class _OpenModules:
@@ -353,6 +396,7 @@ def _trace(
         _graphs_without_self_loops(),
         _grouped_products_of_any_dtype(),
         _OpenModules(model) as modules,
+        _LinesOfConstants(),
         _clear_errors(workload, modules),
     ):
         raw = make_fx(step)(dict(parameters), dict(buffers), batch)
@@ -843,7 +887,8 @@ def _annotate_backward(graph: fx.Graph) -> None:
             twins.setdefault(number, module)
         module_of[node] = module
         phase = Phase.BACKWARD if in_backward else Phase.FORWARD
-        node.meta["custom"] = {"module": module, "phase": int(phase)}
+        made_at = (node.meta.get("custom") or {}).get(MADE_AT)
+        node.meta["custom"] = {"module": module, "phase": int(phase), MADE_AT: made_at}
 
 
 def _canonical_attention(

@@ -17,6 +17,9 @@ from heterog.graph.placement import Arg, OpCall, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, legal_rules, local_args
 from heterog.graph.sharding_rules.creation import FILLS
 
+MADE_AT = "made_at"
+"""Key of a node's annotation that tells which lines of code asked for a constant."""
+
 _Wish = tuple[int, int]
 """A tensor, and the dimension in which its samples are."""
 
@@ -26,6 +29,10 @@ def merge_equal_constants(graph: fx.Graph) -> None:
 
     A mask of all samples and pairs of positions is the largest tensor of many language models, and
     what is kept for each layer is as many of them.
+
+    What different lines of code ask for stays apart even if it is equal. Otherwise a range of
+    samples and one of positions would be one tensor where there are as many of both, and the step
+    on such a batch would have other ops than on any other.
     """
     constant: set[fx.Node] = set()
     known: dict[Any, fx.Node] = {}
@@ -36,7 +43,8 @@ def merge_equal_constants(graph: fx.Graph) -> None:
         if is_random or not all(source in constant for source in node.all_input_nodes):
             continue
         constant.add(node)
-        same = known.setdefault(repr((node.target, node.args, node.kwargs)), node)
+        line = (node.meta.get("custom") or {}).get(MADE_AT)
+        same = known.setdefault(repr((line, node.target, node.args, node.kwargs)), node)
         if same is not node:
             node.replace_all_uses_with(same)
             constant.discard(node)

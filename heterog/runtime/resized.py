@@ -68,7 +68,7 @@ def resize(
     shapes = pytree.tree_map(_without_memory, batch)
     size = _in_words(batch)
     try:
-        captured = capture_step(replace(workload, example_batch=lambda: shapes))
+        captured = capture_step(replace(workload, example_batch=lambda: shapes), planned)
     except HeterogError as error:
         raise StrategyError(f"a batch of {size} cannot be captured: {error}") from error
     if not same_ops(captured.graph, planned):

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from heterog.errors import StrategyError
 from heterog.graph.capture import CapturedStep, capture_step
+from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import DeployedStep, deploy
@@ -463,10 +464,10 @@ def captured_once(key: Hashable) -> Iterator[None]:
         key: tells workloads apart.
     """
 
-    def capture_once(workload: Workload) -> CapturedStep:
+    def capture_once(workload: Workload, planned: OpGraph | None = None) -> CapturedStep:
         what = key, signature(workload.make_batch())
         if what not in _captured:
-            _captured[what] = capture_step(workload)
+            _captured[what] = capture_step(workload, planned)
         return _captured[what]
 
     with (

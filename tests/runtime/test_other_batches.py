@@ -23,7 +23,7 @@ from tests.runtime.strategies import ALL, SYNCS, ZERO, graph_of, homes_of, plan_
 from tests.runtime.test_op_rules import column_then_row
 from tests.simulator.builders import with_rules
 
-SIZES = (8, 5, 8, 2, 5)
+SIZES = (8, 5, 8, 1, 5, 2)
 
 
 def batches(name: str, sizes: tuple[int, ...]) -> list[tuple[Tensor, ...]]:

@@ -1,0 +1,108 @@
+"""Ops that do nothing on a single sample, added so that its step has the ops of any other.
+
+Before it looks at a tensor in another shape, torch copies it unless its elements follow each
+other. Those of one sample often do where those of several do not. And what is broadcast over the
+samples has a gradient that is summed over them, unless there is only one. So the step on a last
+batch of one sample has fewer ops than the planned one. To run it by the plan, they are done all
+the same.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from heterog.graph.op_graph import GraphOp, OpGraph, Phase
+
+_COPY = "clone.default"
+_SUM = "sum.dim_IntList"
+_VIEW = "view.default"
+_VIEW_OF_COPY = "_unsafe_view.default"
+"""What torch records for another shape of a copy that nobody else reads."""
+
+
+def add_ops_of_more_samples(traced: fx.Graph, planned: OpGraph) -> None:
+    """Let the step on one sample copy and sum as a planned one does; other ops stay as they are.
+
+    Whatever is added is equal to what is read instead of it, so the step computes what it did.
+
+    Args:
+        traced: the step on one sample; it is changed.
+        planned: the same step on more of them.
+    """
+    inputs = [node for node in traced.nodes if node.op == "placeholder"]
+    inputs += [node for node in traced.nodes if node.op == "get_attr"]
+    made_by = dict(enumerate(inputs))
+    instead_of: dict[int, fx.Node] = {}
+    """What readers read so far instead of the result of an added op, by its tensor."""
+    first_output: dict[Any, int] = {}
+    walk = _Walk(planned)
+    for node in list(traced.nodes):
+        if node.op == "call_function" and node.target is operator.getitem:
+            maker, output = node.args
+            made_by[first_output[maker] + int(output)] = node
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        kind = str(node.target).removeprefix("aten.")
+        while walk.op is not None and walk.op.kind in (_COPY, _SUM) and walk.op.kind != kind:
+            source, tensor = made_by.get(walk.op.inputs[0]), walk.first_output
+            added = source and _added(traced, walk.op, source, node)
+            if source is None or added is None:
+                return
+            instead_of[tensor], made_by[tensor] = source, added
+            walk.advance()
+        if walk.op is None:
+            return
+        for tensor in walk.op.inputs:
+            if tensor in instead_of:
+                node.replace_input_with(instead_of[tensor], made_by[tensor])
+        if (kind, walk.op.kind) == (_VIEW, _VIEW_OF_COPY):
+            node.target = torch.ops.aten._unsafe_view.default
+        first_output[node] = walk.first_output
+        made_by[walk.first_output] = node
+        walk.advance()
+
+
+class _Walk:
+    """Goes through a graph's ops in order.
+
+    Attributes:
+        op: the next one, ``None`` at the end.
+        first_output: the first tensor that it makes.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self._graph = graph
+        self._position = -1
+        self.op: GraphOp | None = None
+        self.first_output = -1
+        self.advance()
+
+    def advance(self) -> None:
+        """Go on to the next op."""
+        self._position += 1
+        ops = self._graph.ops
+        done = self._position == len(ops) or ops[self._position].phase is Phase.UPDATE
+        self.op = None if done else ops[self._position]
+        self.first_output = -1 if done else next(iter(self._graph.outputs(self._position)), -1)
+
+
+def _added(graph: fx.Graph, op: GraphOp, source: fx.Node, before: fx.Node) -> fx.Node | None:
+    """A copy or a sum of what a node makes; ``None`` where the sum is of more than one element."""
+    value = source.meta["val"]
+    args: tuple[Any, ...] = (source,)
+    options: dict[str, Any] = {"memory_format": torch.contiguous_format}
+    target = torch.ops.aten.clone.default
+    if op.kind == _SUM:
+        dims = op.args["dim"]
+        if not isinstance(dims, tuple) or not op.args["keepdim"] or op.args["dtype"] is not None:
+            return None
+        if any(value.shape[dim] != 1 for dim in dims):
+            return None
+        target, args, options = torch.ops.aten.sum.dim_IntList, (source, list(dims), True), {}
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args, options)
+    place = {"module": op.module, "phase": int(op.phase)}
+    node.meta = {**before.meta, "custom": place, "val": value.contiguous()}
+    return node

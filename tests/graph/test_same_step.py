@@ -1,0 +1,104 @@
+"""The step of a model has the same ops on batches of all sizes: a plan is made for one of them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from heterog.graph.capture import CapturedStep, capture_step
+from heterog.graph.op_graph import OpGraph, same_ops
+from heterog.graph.workload import Workload
+
+LENGTH = 4
+WORDS = 16
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=WORDS,
+            use_cache=False,
+        )
+    )
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            n_positions=8,
+            vocab_size=WORDS,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def bert() -> nn.Module:
+    return BertForMaskedLM(
+        BertConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=WORDS,
+        )
+    )
+
+
+def step_of(
+    make: Callable[[], nn.Module], samples: int, planned: OpGraph | None = None
+) -> CapturedStep:
+    generator = torch.Generator().manual_seed(samples)
+    tokens = torch.randint(0, WORDS, (samples, LENGTH), generator=generator)
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    workload = Workload(make, lambda: batch, None, torch.optim.SGD, {"lr": 0.1})
+    return capture_step(workload, planned)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, bert])
+def test_ranges_of_samples_and_of_positions_stay_two(make: Callable[[], nn.Module]) -> None:
+    """There are as many samples as positions in the second batch."""
+    planned = step_of(make, 3).graph
+    assert same_ops(planned, step_of(make, LENGTH).graph)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, bert])
+def test_one_sample_is_copied_and_summed_as_several_are(make: Callable[[], nn.Module]) -> None:
+    planned = step_of(make, 3)
+    alone = step_of(make, 1)
+    same = step_of(make, 1, planned.graph)
+    assert not same_ops(planned.graph, alone.graph)
+    assert same_ops(planned.graph, same.graph)
+    assert values(same) == pytest.approx(values(alone))
+
+
+def values(step: CapturedStep) -> list[float]:
+    """The loss and the sum of each gradient, on numbers made up from each input's shape."""
+    inputs: list[Tensor] = []
+    for node in step.module.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            made = torch.linspace(-1.0, 1.0, value.numel()).view(value.shape)
+            inputs.append(made if value.is_floating_point() else torch.ones_like(made).long())
+    torch.manual_seed(0)  # of dropout
+    loss, gradients, *_ = step.module(*inputs)
+    tensors: list[Tensor] = [each for each in (loss, *gradients) if each is not None]
+    return [float(each.double().square().sum()) for each in tensors]
