@@ -68,7 +68,7 @@ def test_hosts_are_divided_into_teams_and_stages() -> None:
 def test_layers_on_one_device_take_what_their_ops_take() -> None:
     evaluator = Evaluator(GRAPH, MIXED)
     slices = Slices(evaluator)
-    seconds = slices.seconds(0, 1, 4)
+    seconds = slices.seconds(0, 1, 4, recompute=False)
     of_ops = evaluator.cost_model.op_seconds(GRAPH, MIXED.device_types[0], 4)
     inside = [op for op in range(GRAPH.num_ops) if slices._layer_of_op[op] >= 0]
     assert seconds.sum() == pytest.approx(of_ops[inside].sum())
@@ -85,7 +85,7 @@ def test_a_balanced_pipeline_is_estimated_by_hand() -> None:
     estimator = Estimator(slices)
     pool = (Island(0, 1, 2),)
     point = Composition((pool,), 8, recompute=False, zero=0)
-    whole = slices.seconds(0, 1, GRAPH.batch_size // 8).sum()
+    whole = slices.seconds(0, 1, GRAPH.batch_size // 8, recompute=False).sum()
     found = estimator.pool_seconds(pool, GRAPH.batch_size, point)
     assert found == pytest.approx(9 * whole / 2)
 

@@ -15,7 +15,7 @@ from heterog.runtime.peak_memory import peak_bytes
 from heterog.strategy.division import split_evenly
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
-from heterog.strategy.strategy import Decision, Strategy
+from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import BATCH, SGD, assert_same, reference, train
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
@@ -70,6 +70,33 @@ def test_schedules_train_alike(
     path = tmp_path / "plan.json"
     plan_of(graph, strategy).save(path)
     assert_same(ranks.run(train, model, SGD, str(path)), reference(model))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sync", [Sync.ZERO2, Sync.ZERO3])
+@pytest.mark.parametrize("name", ["free", "caps", "1f1b"])
+def test_stages_with_slices_train_alike(
+    ranks: Ranks, tmp_path: Path, name: str, sync: Sync
+) -> None:
+    """Two devices share the first stage and its parameters, one has the second."""
+    graph, teams = graph_of("gpt"), ((0, 1), (2,))
+    num_groups, num_micro = group_ops(graph).num_groups, 4
+    cut = num_groups // 2
+    first = Decision(devices=teams[0], shares=(BATCH // 2,) * 2, sync=sync, slices=(3, 1))
+    second = Decision(devices=teams[1], shares=(BATCH,))
+    decisions = [first] * cut + [second] * (num_groups - cut)
+    halves, whole = split_evenly(BATCH // 2, num_micro), split_evenly(BATCH, num_micro)
+    strategy = strategy_of(
+        graph, decisions, micro_batches=(halves, halves, whole), bucket_bytes=600
+    )
+    if name == "caps":
+        strategy = replace(strategy, schedule=caps_of_stages(teams, 3))
+    elif name == "1f1b":
+        schedule = stated_turns(name, teams, 1, num_micro, num_devices=3, chunk_starts=(0, cut))
+        strategy = replace(strategy, schedule=schedule)
+    path = tmp_path / "plan.json"
+    plan_of(graph, strategy).save(path)
+    assert_same(ranks.run(train, "gpt", SGD, str(path)), reference("gpt"))
 
 
 def peak_of_deep(rank: int, path: str) -> int:

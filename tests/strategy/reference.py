@@ -192,7 +192,7 @@ class Walk:
             self.recompute(op, reading.again[op])
         self.compute(op, TaskKind.COMPUTE, self.permits(op))
         if gathers:
-            self.note_first_reader(op)
+            self.note_first_reader(op, self.work != Pass.FORWARD)
         if reading.scatter_of(op):
             self.scatter_value(op)
         for parameter in reading.finished[op]:
@@ -317,7 +317,7 @@ class Walk:
                     ]
             self.compute(op, TaskKind.RECOMPUTE, awaited)
             if gathers:
-                self.note_first_reader(op)
+                self.note_first_reader(op, True)
         self.work = work
 
     def gather_again(self, op: int, reader: int) -> None:
@@ -977,7 +977,7 @@ class Walk:
         # By device, the last one last: first readers of gathers; what the reduce-scatters that it
         # took part in were given and left there, and that they are done.
         devices = range(self.cluster.num_devices)
-        self.first_readers: list[list[Buffer]] = [[] for _ in devices]
+        self.first_readers: dict[tuple[int, bool], list[Buffer]] = {}
         self.scatters: list[list[Scatter]] = [[] for _ in devices]
 
     def gather_parameters(self, op: int, is_backward: bool) -> bool:
@@ -998,12 +998,18 @@ class Walk:
                 {d for reader in readers for d in self.shares.of_op(reader, self.micro)}
             )
             for ring in self.shares.rings(parameter):
-                self.gather_ring(runs_on, bucket, ring, bucket[0] not in self.gathered_in)
+                is_first = bucket[0] not in self.gathered_in
+                self.gather_ring(runs_on, bucket, ring, is_first, is_backward)
             self.gathered_in[bucket[0]] = now
         return any_gathered
 
     def gather_ring(
-        self, readers: list[int], bucket: list[int], ring: Ring, is_first: bool
+        self,
+        readers: list[int],
+        bucket: list[int],
+        ring: Ring,
+        is_first: bool,
+        is_backward: bool,
     ) -> None:
         """Slices of a bucket on those devices of a ring that run any op that reads them.
 
@@ -1015,7 +1021,11 @@ class Walk:
         updated: list[Buffer | None] = []
         if is_first:  # every slice is of the step before
             updated = [self.arrived[p].get(device) for p in bucket for device in ring.devices]
-        earlier = [reader for device in runs_on for reader in self.first_readers[device][-2:-1]]
+        earlier = [
+            reader
+            for device in runs_on
+            for reader in self.readers_so_far(device, is_backward)[-2:-1]
+        ]
         size = self.parameters(bucket, ring)
         task = self.add(
             TaskKind.GATHER_PARAMETERS, bucket[0], reads=[*updated, *earlier], micro=self.micro,
@@ -1026,12 +1036,30 @@ class Walk:
             for member in bucket:
                 self.arrived[member][device] = whole
 
-    def note_first_reader(self, op: int) -> None:
+    def note_first_reader(self, op: int, is_backward: bool) -> None:
         """An op is the first reader of the latest gather."""
         made = self.reading.graph.outputs(op)
         if made:
             for device in self.shares.of_op(op, self.micro):
-                self.first_readers[device].append(self.values[made[0]][device])
+                self.readers_so_far(device, is_backward).append(self.values[made[0]][device])
+
+    def readers_so_far(self, device: int, is_backward: bool) -> list[Buffer]:
+        """The first readers of gathers that the next gather of a pass comes behind.
+
+        A device that has all groups gathers in one row. One of a pipeline has other micro-batches
+        between both passes of one: its first gathers for the backward pass come behind those of
+        the first forward pass, and the later ones behind each other.
+        """
+        if not is_backward or self.has_all_groups(device):
+            return self.first_readers.setdefault((device, False), [])
+        if (device, True) not in self.first_readers:
+            before = self.first_readers.get((device, False), [])
+            self.first_readers[device, True] = list(before)
+        return self.first_readers[device, True]
+
+    def has_all_groups(self, device: int) -> bool:
+        """Whether a device has a part in the decision of every group."""
+        return all(device in decision.devices for decision in self.strategy.decisions)
 
     def finish_slices(self, parameter: int) -> None:
         """A gradient is there: scatter its bucket if it was the last one, and update after all."""
@@ -1078,7 +1106,7 @@ class Walk:
             self.follow(task)
             if len(bucket) > 1:
                 flat[device] = task.make(device, size)
-            if decision.sync == Sync.ZERO2:
+            if decision.sync == Sync.ZERO2 and self.has_all_groups(device):
                 # The next micro-batch does not begin while this one waits for its scatters: it
                 # would keep activations of both. Stage 3 has its gathers for that.
                 going_on = task.make(device)

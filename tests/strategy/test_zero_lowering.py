@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from heterog.errors import StrategyError
+from heterog.graph.op_graph import Phase
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import ChannelKind
@@ -14,7 +15,7 @@ from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import Decision, Sync
-from tests.simulator.builders import linear_chain, strategy_of
+from tests.simulator.builders import cluster_of, linear_chain, strategy_of
 from tests.strategy.test_lowering import CHAIN, SAMPLE, THREE, WEIGHT, needs, tasks_of
 
 ADAM = 2.0
@@ -109,6 +110,22 @@ def test_stage_3_gathers_for_each_pass_and_two_ahead() -> None:
         assert ahead <= before
         assert index == 0 or not set(readers[index - 1]) & before
     assert len(tasks_of(program, TaskKind.UPDATE)) == 3 * 2
+
+
+@pytest.mark.parametrize("stage", [Sync.ZERO2, Sync.ZERO3])
+def test_stages_of_a_pipeline_do_not_wait_for_each_other(stage: Sync) -> None:
+    """A forward pass needs no backward pass of the micro-batch before, on no stage."""
+    graph = linear_chain(("a", "b", "c", "d"))
+    cluster = cluster_of(*[(10.0, ["T4"])] * 4)
+    halves = [Decision(devices=pair, shares=(4, 4), sync=stage) for pair in ((0, 1), (2, 3))]
+    strategy = strategy_of(graph, cluster, halves[0], micro_batches=((1, 1, 2),) * 4)
+    strategy = replace(strategy, decisions=(halves[0], halves[0], halves[1], halves[1]))
+    program = lower(graph, cluster, strategy)
+    ops = tasks_of(program, TaskKind.COMPUTE)
+    backward = {t.number for t in ops if graph.ops[t.subject].phase is Phase.BACKWARD}
+    for task in ops:
+        if task.number not in backward:
+            assert not needs(program, task.number) & backward
 
 
 def test_stage_3_brings_parameters_only_where_there_are_samples() -> None:

@@ -5,8 +5,8 @@ pipeline; the teams of a stage share its micro-batches. A *pool* is a pipeline o
 are replicas of each other, however unlike. With C_r the seconds that stage r would take for all
 layers of a micro-batch, stages that are cut in proportion take H = 1 / sum_r 1/C_r each, and a
 pool of R stages takes (m + R - 1) H for its m micro-batches, or as long as the slowest message
-between two stages takes where that is longer; gradients of what several teams have are added up
-behind them.
+between two stages takes where that is longer (both, where messages are not hidden); gradients of
+what several teams have are added up behind them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,6 @@ MOST_STAGES = 16
 """Of one kind of machines."""
 RECOMPUTED = 0.12
 """Part of the activations that a stage holds if its layers recompute."""
-AGAIN = 4.0 / 3.0
-"""Compute of a step whose forward pass is made twice, of three such passes."""
 OVERFLOWS = 1e6
 """Seconds from which on an estimate says that something does not fit."""
 ROUNDS = 3
@@ -153,7 +151,7 @@ class Estimator:
         micro = samples / point.num_micro
         if len(stages) > slices.num_layers or any(stage.teams > micro + 1e-9 for stage in stages):
             return np.inf
-        whole = np.array([self._stage_seconds(stage, micro).sum() for stage in stages])
+        whole = np.array([self._stage_seconds(stage, micro, point).sum() for stage in stages])
         each = 1.0 / (1.0 / whole).sum()
         parts = each / whole  # of the layers
         room = np.array([slices.kinds[stage.island.kind].usable_bytes for stage in stages])
@@ -164,8 +162,8 @@ class Estimator:
         gradients = self._gradient_seconds(stages, parts, others)
         if point.zero == 3:  # parameters are gathered again for every micro-batch
             gradients *= 0.5 + point.num_micro
-        each *= AGAIN if point.recompute else 1.0
-        seconds = (point.num_micro + len(stages) - 1) * max(each, messages) + gradients
+        turn = max(each, messages) if point.hides_messages else each + messages
+        seconds = (point.num_micro + len(stages) - 1) * turn + gradients
         # What does not fit by the estimate comes behind all that does, the leanest first.
         return float(seconds if over.max() <= 1.0 else OVERFLOWS * over.max() + seconds)
 
@@ -205,8 +203,9 @@ class Estimator:
             micro = samples / point.num_micro
             if len(stages) > self.slices.num_layers:
                 return None
-            seconds = np.stack([self._stage_seconds(stage, micro) for stage in stages], axis=1)
-            seconds = seconds * (AGAIN if point.recompute else 1.0)
+            seconds = np.stack(
+                [self._stage_seconds(stage, micro, point) for stage in stages], axis=1
+            )
             state, kept = self._memory(stages, micro, point)
             room = np.array(
                 [float(self.slices.kinds[stage.island.kind].usable_bytes) for stage in stages]
@@ -215,7 +214,9 @@ class Estimator:
             counts = _every_stage_has_one(placement, len(stages))
             of_stage = np.repeat(np.arange(len(stages)), counts)
             each = np.array([seconds[of_stage == r, r].sum() for r in range(len(stages))])
-            longest = max(float(each.max()), self._message_seconds(stages, micro))
+            messages = self._message_seconds(stages, micro)
+            longest = float(each.max())
+            longest = max(longest, messages) if point.hides_messages else longest + messages
             others = [island.kind for other in point.pools if other != pool for island in other]
             parts = np.array(counts) / self.slices.num_layers
             gradients = self._gradient_seconds(stages, parts, others)
@@ -224,10 +225,11 @@ class Estimator:
             layers.append(counts)
         return slowest, replace(point, layers=tuple(layers))
 
-    def _stage_seconds(self, stage: _Stage, micro: float) -> FloatArray:
+    def _stage_seconds(self, stage: _Stage, micro: float, point: Composition) -> FloatArray:
         """Seconds of all layers of a micro-batch on a stage.  # [num_layers]"""
         own = max(int(np.ceil(micro / stage.teams - 1e-9)), 1)
-        return self.slices.seconds(stage.island.kind, stage.island.members, own)
+        kind, members = stage.island.kind, stage.island.members
+        return self.slices.seconds(kind, members, own, recompute=point.recompute)
 
     def _memory(
         self, stages: Sequence[_Stage], micro: float, point: Composition

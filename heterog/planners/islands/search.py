@@ -203,11 +203,11 @@ class _Search:
         """
         ranked = sorted(self.estimates.items(), key=lambda item: item[1][0])
         seen: Counter[tuple[tuple[int, ...], ...]] = Counter()
-        cuts: dict[tuple[tuple[Pool, ...], int], tuple[float, Composition]] = {}
+        cuts: dict[tuple[tuple[Pool, ...], int, bool], tuple[float, Composition]] = {}
         for point, (seconds, samples) in ranked:
             if not np.isfinite(seconds) or len(cuts) >= NUM_CUT:
                 break
-            division = point.pools, point.num_micro
+            division = point.pools, point.num_micro, point.recompute
             if division not in cuts:  # other manners are tried of those that do not fit
                 cut = self.estimator.cut(replace(point, samples=samples))
                 cuts |= {} if cut is None else {division: cut}
@@ -389,7 +389,8 @@ class _ByMicro(_Vary):
 class _ByManner(_Vary):
     def __call__(self, point: Composition) -> Iterator[Composition]:
         for recompute, zero in self.search.manners:
-            yield replace(point, recompute=recompute, zero=zero)
+            for hides in (True, False):
+                yield replace(point, recompute=recompute, zero=zero, hides_messages=hides)
 
 
 class _ByIsland(_Vary):

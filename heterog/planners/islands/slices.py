@@ -11,13 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster
-from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan, axis_plan
+from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, AxisPlan, axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.graph.op_rule import OpRules
 from heterog.planners.model_parallel import activation_bytes, parameter_bytes
 from heterog.planners.teams import rules_of_model
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.layouts.stages import layers_of, stages_by_counts
+from heterog.strategy.layouts.stages import (
+    NO_LAYER,
+    layer_blocks,
+    layers_of,
+    stages_by_counts,
+)
+from heterog.strategy.tables import graph_tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +100,7 @@ class Slices:
         self.state_bytes = self._by_layer(state)
         self.parameter_bytes = self.state_bytes / (2.0 + evaluator.tables.state_ratio)
         self.kept_bytes = self._by_layer(activation_bytes(evaluator)) / graph.batch_size
-        self._seconds: dict[tuple[int, int, int], FloatArray] = {}
+        self._seconds: dict[tuple[int, int, int], tuple[FloatArray, FloatArray]] = {}
 
     def _by_layer(self, of_groups: FloatArray) -> FloatArray:
         return np.bincount(self.layer_of_group, of_groups, self.num_layers).astype(np.float64)
@@ -128,13 +135,14 @@ class Slices:
         ]
         return sum(rates) or np.inf
 
-    def seconds(self, kind: int, members: int, samples: int) -> FloatArray:
+    def seconds(self, kind: int, members: int, samples: int, *, recompute: bool) -> FloatArray:
         """Forward and backward of a micro-batch by each layer on one team.
 
         Args:
             kind: of the team's host.
             members: of the team.
             samples: of the micro-batch on this team.
+            recompute: layers are made again for the backward pass.
 
         Returns:
             # [num_layers]
@@ -142,14 +150,24 @@ class Slices:
         key = kind, members, samples
         if key not in self._seconds:
             self._seconds[key] = self._price(self.kinds[kind], members, samples)
-        return self._seconds[key]
+        (forward, backward, again), sums = self._seconds[key]
+        # Gradients of weights take half of the backward pass, and hide its sums.
+        behind = backward / 2.0 + np.maximum(backward / 2.0, sums[1])
+        seconds: FloatArray = forward + sums[0] + behind
+        return seconds + again if recompute else seconds
 
-    def _price(self, kind: Kind, members: int, samples: int) -> FloatArray:
+    def _price(self, kind: Kind, members: int, samples: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds of a layer's work, and of what a team adds up.
+
+        Returns:
+            Forward, backward, and forward again.  # [3, num_layers]
+            Forward and backward.  # [2, num_layers]
+        """
         evaluator = self.evaluator
         device_type = evaluator.cluster.device_types[kind.device_type]
         if members == 1:
             of_ops = evaluator.cost_model.op_seconds(evaluator.graph, device_type, samples)
-            return self._of_layers(of_ops)
+            return self._of_layers(of_ops, ()), np.zeros((2, self.num_layers))
         plan = self._plan
         ruled = plan.op_axis != BATCH_AXIS
         units = np.where(ruled, np.array(plan.axes)[plan.op_axis], samples) / members
@@ -160,17 +178,35 @@ class Slices:
         summed, count = self._summed
         share = samples / evaluator.graph.batch_size
         ring = 2.0 * (members - 1) / members * share / kind.link_bytes_per_s
-        return (
-            self._of_layers(of_ops)
-            + summed * ring
-            + count * (2.0 * (members - 1) * kind.link_latency_s)
-        )
+        sums = summed * ring + count * (2.0 * (members - 1) * kind.link_latency_s)
+        return self._of_layers(of_ops, self._op_rules), sums
 
-    def _of_layers(self, of_ops: FloatArray) -> FloatArray:
-        """Seconds of forward and backward ops by layer; updates run once a step."""
-        inside = self._layer_of_op >= 0
-        found = np.bincount(self._layer_of_op[inside], of_ops[inside], self.num_layers)
-        return found.astype(np.float64)
+    def _of_layers(self, of_ops: FloatArray, rules: OpRules) -> FloatArray:
+        """Seconds of forward and backward ops, and of those done again; updates run once a step.
+
+        Returns:
+            # [3, num_layers]
+        """
+        inside, again = self._layer_of_op >= 0, self._done_again(rules)
+        passes = [inside & ~self._is_backward, inside & self._is_backward, inside & again]
+        found = [
+            np.bincount(self._layer_of_op[some], of_ops[some], self.num_layers) for some in passes
+        ]
+        return np.stack(found).astype(np.float64)
+
+    @cached_property
+    def _is_backward(self) -> npt.NDArray[np.bool_]:
+        return np.array([op.phase != Phase.FORWARD for op in self.evaluator.graph.ops])
+
+    def _done_again(self, rules: OpRules) -> npt.NDArray[np.bool_]:
+        """Ops of repeated layers that run again where layers recompute.  # [num_ops]"""
+        graph = self.evaluator.graph
+        tables = graph_tables(graph, rules, layer_blocks(graph))
+        found = np.zeros(graph.num_ops, np.bool_)
+        found[tables.op_id[tables.recompute_op]] = True
+        in_layer = np.array(layers_of(graph).of_group)[group_ops(graph).group] != NO_LAYER
+        is_found: npt.NDArray[np.bool_] = found & in_layer
+        return is_found
 
     @cached_property
     def _plan(self) -> AxisPlan:
@@ -178,15 +214,24 @@ class Slices:
 
     @cached_property
     def _summed(self) -> tuple[FloatArray, FloatArray]:
-        """(bytes, number) of the partial results of teams that each layer adds up."""
+        """(bytes, number) of the partial results of teams that each layer adds up in each pass.
+
+        A sum of partial results is one as well: only what a reader needs whole is exchanged.
+        """
         graph, plan = self.evaluator.graph, self._plan
-        total, count = np.zeros(self.num_layers), np.zeros(self.num_layers)
-        for index in np.flatnonzero(plan.op_axis != BATCH_AXIS).tolist():
-            layer = self._layer_of_op[index]
-            for tensor in graph.outputs(index):
-                if layer >= 0 and plan.made(tensor).kind == "P":
-                    total[layer] += float(graph.tensor_bytes[tensor])
-                    count[layer] += 1.0
+        total, count = np.zeros((2, self.num_layers)), np.zeros((2, self.num_layers))
+        exchanged: set[int] = set()
+        for index, op in enumerate(graph.ops):
+            for position, tensor in enumerate(op.inputs):
+                is_part = plan.tensor_axis[tensor] != BATCH_AXIS and plan.made(tensor).kind == "P"
+                if is_part and plan.whole_needed(index, position, tensor) != AS_MADE:
+                    exchanged.add(tensor)
+        for tensor in exchanged:
+            maker = graph.producer[tensor]
+            layer, phase = self._layer_of_op[maker], int(self._is_backward[maker])
+            if layer >= 0:
+                total[phase, layer] += float(graph.tensor_bytes[tensor])
+                count[phase, layer] += 1.0
         return total, count
 
 

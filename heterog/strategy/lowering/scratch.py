@@ -42,7 +42,11 @@ class Scratch(NamedTuple):
     received_buffer: IntArray  # [2, num_devices]
     scattered_buffer: IntArray  # [2, num_devices]
     scattered_token: IntArray  # [2, num_devices]
-    anchor: IntArray  # made by the first readers of the last two gathers  # [2, num_devices]
+    is_part: (
+        IntArray  # 1: the device has no part in some groups, as in a pipeline  # [num_devices]
+    )
+    # Made by the first readers of the last two gathers, of the last two for the backward pass.
+    anchor: IntArray  # [4, num_devices]
     # Under caps on micro-batches in flight; see ``turns``.
     # Made at the end of the last micro-batches that began there, the first one first, in a ring.
     token: IntArray  # [num_devices, num_chunks, num_micro, 2]
@@ -88,7 +92,8 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
         received_buffer=per_device(2),
         scattered_buffer=per_device(2),
         scattered_token=per_device(2),
-        anchor=per_device(2),
+        is_part=np.empty(num_devices, np.int32),
+        anchor=per_device(4),
         token=np.empty((num_devices, 0, 0, 2), np.int32),
         entered=np.empty((num_devices, 0), np.int32),
         begun=np.empty((num_devices, 0), np.int32),

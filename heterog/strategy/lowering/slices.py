@@ -11,7 +11,8 @@ says, steps it alone and keeps the optimizer's state of it alone. With n devices
 - stage 3: as 2, but the parameters are kept as slices as well. Before the first op of a pass that
   reads one of a bucket, the bucket is gathered on every device that has samples, and dropped after
   the last one. A gather may start when the first reader of the gather before the last one is done:
-  two gathers are ahead, whatever the links could do.
+  two gathers are ahead, whatever the links could do. A device of a pipeline works on others in
+  between the passes of a micro-batch, so that gathers come behind those of the same pass.
 
 A parameter whose gradient every replica has whole already is updated everywhere, as without ZeRO.
 """
@@ -42,6 +43,8 @@ _GATHER_PARAMETERS = int(TaskKind.GATHER_PARAMETERS)
 _STATE = int(Sharded.STATE)
 _GRADIENTS = int(Sharded.GRADIENTS)
 _PARAMETERS = int(Sharded.PARAMETERS)
+_AS_FORWARD = -2
+"""Where there was no gather for the backward pass yet."""
 
 
 @helper
@@ -96,6 +99,16 @@ def number_sliced_buckets(
 
 
 @helper
+def find_pipelines(tables: GraphTables, choice: Choice, scratch: Scratch) -> None:
+    """Find the devices that have a part of the groups only."""
+    scratch.is_part[:] = 0
+    for group in range(tables.num_groups):
+        for device in range(choice.member.shape[1]):
+            if not choice.member[choice.division[group], device]:
+                scratch.is_part[device] = 1
+
+
+@helper
 def begin_sliced_step(scratch: Scratch) -> None:
     """Forget what lies where."""
     scratch.gathered[:] = 0
@@ -104,16 +117,33 @@ def begin_sliced_step(scratch: Scratch) -> None:
     scratch.received_buffer[:] = -1
     scratch.scattered_buffer[:] = -1
     scratch.scattered_token[:] = -1
-    scratch.anchor[:] = -1
+    scratch.anchor[:2] = -1
+    scratch.anchor[2:] = _AS_FORWARD
 
 
 @helper
-def note_reader(choice: Choice, scratch: Scratch, value: int, division: int, micro: int) -> None:
-    """The op that makes a value is the first reader of the latest gather."""
+def note_reader(
+    choice: Choice, scratch: Scratch, value: int, division: int, micro: int, is_backward: int
+) -> None:
+    """The op that makes a value is the first reader of the latest gather of its pass."""
     for device in range(choice.member.shape[1]):
         if choice.shares[division, micro, device] > 0:
-            scratch.anchor[1, device] = scratch.anchor[0, device]
-            scratch.anchor[0, device] = scratch.value_buffer[value, device]
+            row = _anchor_row(scratch, device, is_backward)
+            scratch.anchor[row + 1, device] = scratch.anchor[row, device]
+            scratch.anchor[row, device] = scratch.value_buffer[value, device]
+
+
+@helper
+def _anchor_row(scratch: Scratch, device: int, is_backward: int) -> int:
+    """The row of the last gather that the next one of a pass comes behind.
+
+    The first ones of the backward pass come behind those of the forward pass before it.
+    """
+    row = 2 * is_backward * scratch.is_part[device]
+    if scratch.anchor[row, device] == _AS_FORWARD:
+        for age in range(2):
+            scratch.anchor[2 + age, device] = scratch.anchor[age, device]
+    return int(row)
 
 
 @helper
@@ -163,7 +193,8 @@ def gather_parameters(
                 member = scratch.next_in_bucket[member]
             for device in range(num_devices):
                 if runs[device] >= 0:
-                    write_read(tape, scratch.anchor[1, device])
+                    row = _anchor_row(scratch, device, is_backward)
+                    write_read(tape, scratch.anchor[row + 1, device])
             for device in range(num_devices):
                 if runs[device] < 0:
                     continue
@@ -295,7 +326,7 @@ def _flatten(
     follow_gradients(choice.turns, tape)
     if not single:
         scratch.flat_buffer[0, device] = write_buffer(tape, device, size)
-    if sharded == _GRADIENTS:
+    if sharded == _GRADIENTS and scratch.is_part[device] == 0:
         # The next micro-batch does not begin while this one waits for its scatters: it would
         # keep activations of both. Stage 3 has its gathers for that.
         flattened = write_buffer(tape, device, 0.0)

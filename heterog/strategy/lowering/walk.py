@@ -16,6 +16,7 @@ from heterog.strategy.lowering.reduce import close_bucket, number_buckets, synch
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.slices import (
     begin_sliced_step,
+    find_pipelines,
     finish_gradient,
     gather_parameters,
     note_reader,
@@ -53,6 +54,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
             has_slices = True
             has_gathers |= choice.sharded[group] == _PARAMETERS
     if has_slices:
+        find_pipelines(tables, choice, scratch)
         number_sliced_buckets(tables, choice, scratch, tape)
     turns = choice.turns
     has_turns, is_capped = turns.rule != BY_MICRO_BATCH, len(turns.cap) > 0
@@ -105,7 +107,8 @@ def _lower_op(
         recompute_group(tables, choice, scratch, tape, op, micro)
     compute_op(tables, choice, scratch, tape, op, division, micro)
     if gathers and tables.value_start[op] < tables.value_start[op + 1]:
-        note_reader(choice, scratch, tables.value_start[op], division, micro)
+        is_backward = tables.op_is_backward[op]
+        note_reader(choice, scratch, tables.value_start[op], division, micro, is_backward)
     if tables.op_scatters[op] == 1:
         scatter_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
     for entry in range(tables.finished_start[op], tables.finished_start[op + 1]):
