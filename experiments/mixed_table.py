@@ -1,0 +1,101 @@
+"""A method beside the best uniform layout on the mixed clusters, each with the same seconds.
+
+    python experiments/mixed_table.py --json
+    python experiments/mixed_table.py --method islands --models bert_large_24l --budget 60s
+    python experiments/mixed_table.py --against tuned_uniform
+
+For every model and cluster both methods search on their own, and the referee judges what they
+found. ``gain`` is the step of the other method over that of the method; the last line has the
+geometric mean. ``auto`` is asked without the other method, so that nothing starts from its plans.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import heterog.planners.portfolio as portfolio
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.serialize import load_graph
+from heterog.planners.planner import Budget, MethodRow, Problem, planner_by_name
+from heterog.simulator.evaluator import Evaluator
+from heterog.zoo import build
+
+CLUSTERS = ("mixed_16", "mixed_32", "mixed_64", "mixed_128", "mixed_256", "two_sites_32")
+MODELS = (
+    *("vgg19", "resnet50", "inception_v3", "mobilenet_v2", "vit_base", "transformer_6l"),
+    *("transformer_24l", "bert_large_24l", "xlnet_large_24l", "gpt2", "llama_1b", "bert_moe"),
+)
+
+
+def graph_of(model: str) -> OpGraph:
+    """A zoo model, or a captured graph in a file."""
+    if Path(model).suffix:
+        return load_graph(Path(model))
+    return capture(build(model))
+
+
+def asked(method: str, other: str, graph: OpGraph, cluster: Cluster, budget: str) -> MethodRow:
+    """What a method finds on its own; ``auto`` asks all methods but the other one."""
+    evaluator = Evaluator(graph, cluster)
+    spending = Budget.parse(budget)
+    if method != portfolio.AUTO:
+        evaluator.warm_up()
+        problem = Problem(evaluator=evaluator, budget=spending)
+        return portfolio.run_method(planner_by_name(method), problem)
+    rows = portfolio.run_methods(evaluator, [method], budget=spending, without=(other,))
+    return min(rows, key=lambda row: row.preference)
+
+
+def row_of(
+    name: str, graph: OpGraph, cluster: Cluster, budget: str, pair: tuple[str, str]
+) -> dict[str, Any]:
+    """Both methods on one case."""
+    row: dict[str, Any] = {"model": name, "cluster": cluster.name}
+    seconds: list[float] = []
+    for method in pair:
+        found = asked(method, pair[0], graph, cluster, budget)
+        row[method] = found.step_time_s
+        row[f"{method}_by"] = found.method
+        row[f"{method}_evaluations"] = found.num_evaluations
+        row[f"{method}_note"] = found.note
+        seconds += [] if found.step_time_s is None else [found.step_time_s]
+    row["gain"] = seconds[0] / seconds[1] if len(seconds) == len(pair) else None
+    return row
+
+
+def main() -> None:
+    """Run the cases and print a table, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--clusters", default=",".join(CLUSTERS))
+    parser.add_argument("--method", default=portfolio.AUTO)
+    parser.add_argument("--against", default="megatron_grid")
+    parser.add_argument("--budget", default="20s", help="of each method on each case")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows, pair = [], (options.against, options.method)
+    for model in options.models.split(","):
+        graph = graph_of(model)
+        for cluster in options.clusters.split(","):
+            row = row_of(graph.name, graph, Cluster.load(cluster), options.budget, pair)
+            rows.append(row)
+            print(
+                f"{row['model']} on {cluster}: {row[pair[0]]} by {pair[0]}, {row[pair[1]]} by "
+                f"{row[f'{pair[1]}_by']}, gain {row['gain']} ({row[f'{pair[1]}_note']})",
+                file=sys.stderr,
+            )
+    gains = [row["gain"] for row in rows if row["gain"]]
+    mean = math.exp(sum(map(math.log, gains)) / len(gains)) if gains else None
+    if options.json:
+        print(json.dumps({"rows": rows, "mean_gain": mean}, indent=1))
+    elif mean is not None:
+        print(f"geometric mean {mean:.3f} over {len(gains)}, {min(gains):.3f} to {max(gains):.3f}")
+
+
+if __name__ == "__main__":
+    main()
