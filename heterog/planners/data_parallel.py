@@ -21,6 +21,11 @@ from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
+TRANSFERS_PER_S = 50_000
+"""Pushes and pulls that the referee follows in a second, all of them at once on a few links."""
+PATIENCE = 2.0
+"""Budgets of a baseline that it may take at most; one that takes longer is not begun."""
+
 
 def uniform_strategy(
     evaluator: Evaluator,
@@ -91,7 +96,20 @@ class DataParallel:
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try the variants that the definition allows; see the module docstring."""
-        return _best_variants(problem, list(self._variants(problem)))
+        variants = list(self._variants(problem))
+        if self._by_server and problem.budget.seconds is not None:
+            graph, cluster = problem.evaluator.graph, problem.evaluator.cluster
+            transfers = 2 * len(variants) * len(graph.updates) * cluster.num_devices
+            seconds = transfers / TRANSFERS_PER_S
+            if seconds > PATIENCE * problem.budget.seconds:
+                reason = (
+                    f"its {transfers} transfers take about {seconds:.0f} s to simulate, of the "
+                    f"{problem.budget.seconds:.1f} s that it has; a larger --budget lets it try"
+                )
+                return PlanResult(
+                    candidates=(), num_evaluations=0, search_seconds=0.0, reason=reason
+                )
+        return _best_variants(problem, variants)
 
     def _variants(self, problem: Problem) -> Iterator[Strategy]:
         evaluator = problem.evaluator
