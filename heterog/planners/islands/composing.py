@@ -138,6 +138,7 @@ class Estimator:
     def __init__(self, slices: Slices) -> None:
         self.slices = slices
         self.batch = slices.evaluator.graph.batch_size
+        self._pool_seconds: dict[object, float] = {}
 
     def pool_seconds(self, pool: Pool, samples: float, point: Composition) -> float:
         """Seconds of a pool's part of a step; infinite where it cannot be.
@@ -147,6 +148,16 @@ class Estimator:
             samples: of the batch.
             point: micro-batches and manner.
         """
+        others = tuple(island.kind for other in point.pools if other != pool for island in other)
+        manner = point.recompute, point.zero, point.hides_messages
+        key = pool, samples, point.num_micro, manner, others
+        if key not in self._pool_seconds:
+            self._pool_seconds[key] = self._estimated(pool, samples, point, others)
+        return self._pool_seconds[key]
+
+    def _estimated(
+        self, pool: Pool, samples: float, point: Composition, others: Sequence[int]
+    ) -> float:
         slices, stages = self.slices, stages_of(pool, self.slices)
         micro = samples / point.num_micro
         if len(stages) > slices.num_layers or any(stage.teams > micro + 1e-9 for stage in stages):
@@ -158,7 +169,6 @@ class Estimator:
         state, kept = self._memory(stages, micro, point)
         over = parts * (state.sum(axis=0) + kept.sum(axis=0)) / room
         messages = self._message_seconds(stages, micro)
-        others = [island.kind for other in point.pools if other != pool for island in other]
         gradients = self._gradient_seconds(stages, parts, others)
         if point.zero == 3:  # parameters are gathered again for every micro-batch
             gradients *= 0.5 + point.num_micro

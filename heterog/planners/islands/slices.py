@@ -100,6 +100,7 @@ class Slices:
         self.state_bytes = self._by_layer(state)
         self.parameter_bytes = self.state_bytes / (2.0 + evaluator.tables.state_ratio)
         self.kept_bytes = self._by_layer(activation_bytes(evaluator)) / graph.batch_size
+        self._between: dict[tuple[int, int], float] = {}
         self._seconds: dict[tuple[int, int, int], tuple[FloatArray, FloatArray]] = {}
 
     def _by_layer(self, of_groups: FloatArray) -> FloatArray:
@@ -127,6 +128,11 @@ class Slices:
 
     def between_bytes_per_s(self, first: int, second: int) -> float:
         """What lies between hosts of two kinds beside their NICs; infinite if nothing does."""
+        if (first, second) not in self._between:
+            self._between[first, second] = self._lines_bytes_per_s(first, second)
+        return self._between[first, second]
+
+    def _lines_bytes_per_s(self, first: int, second: int) -> float:
         sources, targets = set(self.kinds[first].hosts), set(self.kinds[second].hosts)
         rates = [
             limit.bandwidth_bytes_per_s
@@ -149,12 +155,12 @@ class Slices:
         """
         key = kind, members, samples
         if key not in self._seconds:
-            self._seconds[key] = self._price(self.kinds[kind], members, samples)
-        (forward, backward, again), sums = self._seconds[key]
-        # Gradients of weights take half of the backward pass, and hide its sums.
-        behind = backward / 2.0 + np.maximum(backward / 2.0, sums[1])
-        seconds: FloatArray = forward + sums[0] + behind
-        return seconds + again if recompute else seconds
+            (forward, backward, again), sums = self._price(self.kinds[kind], members, samples)
+            # Gradients of weights take half of the backward pass, and hide its sums.
+            behind = backward / 2.0 + np.maximum(backward / 2.0, sums[1])
+            once: FloatArray = forward + sums[0] + behind
+            self._seconds[key] = once, once + again
+        return self._seconds[key][recompute]
 
     def _price(self, kind: Kind, members: int, samples: int) -> tuple[FloatArray, FloatArray]:
         """Seconds of a layer's work, and of what a team adds up.
@@ -167,7 +173,7 @@ class Slices:
         device_type = evaluator.cluster.device_types[kind.device_type]
         if members == 1:
             of_ops = evaluator.cost_model.op_seconds(evaluator.graph, device_type, samples)
-            return self._of_layers(of_ops, ()), np.zeros((2, self.num_layers))
+            return self._of_layers(of_ops, members), np.zeros((2, self.num_layers))
         plan = self._plan
         ruled = plan.op_axis != BATCH_AXIS
         units = np.where(ruled, np.array(plan.axes)[plan.op_axis], samples) / members
@@ -179,15 +185,16 @@ class Slices:
         share = samples / evaluator.graph.batch_size
         ring = 2.0 * (members - 1) / members * share / kind.link_bytes_per_s
         sums = summed * ring + count * (2.0 * (members - 1) * kind.link_latency_s)
-        return self._of_layers(of_ops, self._op_rules), sums
+        return self._of_layers(of_ops, members), sums
 
-    def _of_layers(self, of_ops: FloatArray, rules: OpRules) -> FloatArray:
+    def _of_layers(self, of_ops: FloatArray, members: int) -> FloatArray:
         """Seconds of forward and backward ops, and of those done again; updates run once a step.
 
         Returns:
             # [3, num_layers]
         """
-        inside, again = self._layer_of_op >= 0, self._done_again(rules)
+        inside = self._layer_of_op >= 0
+        again = self._again_in_teams if members > 1 else self._again_alone
         passes = [inside & ~self._is_backward, inside & self._is_backward, inside & again]
         found = [
             np.bincount(self._layer_of_op[some], of_ops[some], self.num_layers) for some in passes
@@ -197,6 +204,14 @@ class Slices:
     @cached_property
     def _is_backward(self) -> npt.NDArray[np.bool_]:
         return np.array([op.phase != Phase.FORWARD for op in self.evaluator.graph.ops])
+
+    @cached_property
+    def _again_alone(self) -> npt.NDArray[np.bool_]:
+        return self._done_again(())
+
+    @cached_property
+    def _again_in_teams(self) -> npt.NDArray[np.bool_]:
+        return self._done_again(self._op_rules)
 
     def _done_again(self, rules: OpRules) -> npt.NDArray[np.bool_]:
         """Ops of repeated layers that run again where layers recompute.  # [num_ops]"""
