@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.graph.capture import capture
     from heterog.graph.workload import Workload
+    from heterog.local_losses import local_blocks
     from heterog.planners.plan import Plan, load_plan
     from heterog.runtime.deploy import deploy
     from heterog.strategy.strategy import Strategy
@@ -35,6 +36,7 @@ __all__ = [
     "deploy",
     "layout",
     "load_plan",
+    "local_blocks",
     "plan",
 ]
 
@@ -48,6 +50,7 @@ _HOME = {
     "deploy": "heterog.runtime.deploy",
     "layout": "heterog.api",
     "load_plan": "heterog.planners.plan",
+    "local_blocks": "heterog.local_losses",
     "plan": "heterog.api",
 }
 

@@ -15,7 +15,17 @@ from heterog.strategy.sync import Sync
 PACKAGE = Path(__file__).parents[1] / "heterog"
 # Bottom up; a module may import from its own layer and from those before it.
 LAYERS = (
-    {"errors", "names", "units", "files", "records", "yaml_files", "user_code", "workers"},
+    {
+        "errors",
+        "names",
+        "units",
+        "files",
+        "records",
+        "yaml_files",
+        "user_code",
+        "workers",
+        "local_blocks",
+    },
     {"graph", "cluster"},
     {"zoo"},
     {"strategy"},
@@ -29,6 +39,7 @@ LAYERS = (
 ROOMS = {
     "torch": (
         *("graph/capture.py", "graph/one_sample.py", "graph/traced_constants.py"),
+        "local_losses.py",
         *("zoo/", "runtime/", "balance/", "agents/"),
     ),
     "transformers": ("zoo/", "balance/for_trainer.py"),

@@ -64,6 +64,7 @@ from heterog.graph.traced_constants import (
     merge_equal_constants,
 )
 from heterog.graph.workload import Workload, named_leaves
+from heterog.local_losses import LocalBlocks
 
 _DATA_DEPENDENT = (
     DataDependentOutputException,
@@ -380,7 +381,9 @@ def _trace(
         with stateless._reparametrize_module(model, {**parameters, **buffers}, tie_weights=True):
             loss = workload.step_loss(model, batch)
             setup_stacktrace_preservation_hooks([_root_of(workload, loss)])
-            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            gradients = torch.autograd.grad(
+                loss, list(parameters.values()), _gradient_of(model, loss), allow_unused=True
+            )
         _check_dense(workload, dict(zip(parameters, gradients, strict=True)))
         wanted = [_as_added_up(workload, gradient) for gradient in gradients]
         return loss.detach(), wanted, list(buffers.values())
@@ -418,6 +421,16 @@ def _as_added_up(workload: Workload, gradient: Tensor | None) -> Tensor | None:
     if gradient is None or dtype is None or not gradient.is_floating_point():
         return gradient
     return gradient.to(dtype)
+
+
+def _gradient_of(model: nn.Module, loss: Tensor) -> Tensor | None:
+    """What the backward pass begins with: made from the loss, or by itself.
+
+    Blocks with losses of their own begin theirs before the sum of all losses is known.
+    """
+    if isinstance(model, LocalBlocks):
+        return torch.ones((), dtype=loss.dtype, device=loss.device)
+    return None
 
 
 def _root_of(workload: Workload, loss: object) -> torch.autograd.graph.Node:

@@ -18,6 +18,7 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.local_losses import local_blocks
 from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.executor import StepExecutor
@@ -267,6 +268,15 @@ def token_loss(output: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(output, labels.flatten())
 
 
+def in_blocks() -> nn.Module:
+    """Three blocks of a perceptron that train by losses of their own."""
+    layers = [nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)]
+    net = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
+    return local_blocks(
+        net, ["0", "1"], head=lambda name: nn.Linear(8, 4), loss=functional.mse_loss
+    )
+
+
 MODELS: dict[str, Any] = {
     "mlp": (mlp, functional.mse_loss),
     "language": (TinyLanguageModel, token_loss),
@@ -287,10 +297,11 @@ OWN_LOSS: dict[str, Any] = {
     "weighted labels": (WeightedLabels, None),
     "penalty": (Penalty, None),
 }
+LOCAL: dict[str, Any] = {"local blocks": (in_blocks, None)}
 TRANSLATION: dict[str, Any] = {"translation": (TinyT5, token_loss)}
 LLAMA: dict[str, Any] = {"llama": (TinyLlama, token_loss)}
 ENCODED: dict[str, Any] = {"encodings": (RepeatedEncodings, token_loss)}
-EVERY = MODELS | TRANSLATION | LLAMA | ENCODED | NORMALISED | GATHERED | OWN_LOSS
+EVERY = MODELS | TRANSLATION | LLAMA | ENCODED | NORMALISED | GATHERED | OWN_LOSS | LOCAL
 IMAGES = ("residual", *NORMALISED)
 
 
@@ -333,7 +344,7 @@ SGD = Recipe()
 
 def batch_of(name: str, step: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(100 + step)
-    if name in ("mlp", *GATHERED):
+    if name in ("mlp", *GATHERED, *LOCAL):
         return (
             torch.randn(BATCH, 6, generator=generator),
             torch.randn(BATCH, 4, generator=generator),

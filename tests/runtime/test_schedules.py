@@ -18,7 +18,7 @@ from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import BATCH, SGD, assert_same, reference, train
 from tests.runtime.ranks import Ranks
-from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
+from tests.runtime.strategies import SYNCS, cluster, graph_of, plan_of, strategy_of
 from tests.runtime.test_recomputation import deep
 
 RANKS = ((0,), (1,), (2,))
@@ -70,6 +70,21 @@ def test_schedules_train_alike(
     path = tmp_path / "plan.json"
     plan_of(graph, strategy).save(path)
     assert_same(ranks.run(train, model, SGD, str(path)), reference(model))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["free", "caps", "shares"])
+def test_blocks_with_losses_of_their_own_train_alike(
+    ranks: Ranks, tmp_path: Path, name: str
+) -> None:
+    graph = graph_of("local blocks")
+    path = tmp_path / "plan.json"
+    strategy = pipeline(graph, name, num_micro=BATCH // 2)
+    if name == "shares":
+        strategy = strategy_of(graph, [SYNCS["ring"]] * group_ops(graph).num_groups)
+    plan_of(graph, strategy).save(path)
+    results = ranks.run(train, "local blocks", SGD, str(path))
+    assert_same(results, reference("local blocks"))
 
 
 @pytest.mark.distributed
