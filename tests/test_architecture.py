@@ -24,7 +24,7 @@ LAYERS = (
         "yaml_files",
         "user_code",
         "workers",
-        "local_blocks",
+        "local_losses",
     },
     {"graph", "cluster"},
     {"zoo"},
