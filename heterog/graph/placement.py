@@ -9,24 +9,55 @@ A placement says which part of a tensor a device holds when an axis (the batch, 
   keeps every view exact: (B, T, D) seen as (B*T, D) is split in dimension 0 with ``inner = T``.
 - ``P``: every device holds a tensor of full shape; their sum is the tensor.
 - ``L``: statistics of the local part (BatchNorm); never moved between devices.
+- ``H(dim, window)``: only of what an op needs: the rows of dimension ``dim`` that its part of the
+  output reads. They may reach into what neighbours own (a *halo*; see ``heterog.graph.halo``).
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from heterog.graph.halo import Rows
+
+
+class Window(NamedTuple):
+    """Rows that a device with the units ``[u, v)`` of an axis needs of a tensor.
+
+    They are ``[u * step - before, v * step + after)``, clipped to the tensor.
+    """
+
+    step: int
+    before: int
+    after: int
+
+    def rows(self, begin: int, end: int, size: int) -> Rows:
+        """Rows for the units from ``begin`` to before ``end``, of a tensor with ``size`` rows.
+
+        >>> Window(step=4, before=1, after=1).rows(1, 3, size=12)
+        Rows(begin=3, end=12)
+        """
+        return Rows(begin * self.step - self.before, end * self.step + self.after).clipped(size)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the parts of a tensor are along one axis; see the module for the four kinds."""
+    """Where the parts of a tensor are along one axis; see the module for the five kinds."""
 
-    kind: Literal["R", "S", "P", "L"]
+    kind: Literal["R", "S", "P", "L", "H"]
     dim: int = 0
     outer: int = 1
+    window: Window | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
+        if self.window is not None:
+            return f"H({self.dim},{self.window.step},{self.window.before},{self.window.after})"
         return f"S({self.dim},{self.outer})" if self.kind == "S" else self.kind
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a device holds a part of the tensor only, with or without a halo."""
+        return self.kind in "SH"
 
 
 R = Placement("R")
@@ -39,6 +70,11 @@ def S(dim: int, outer: int = 1) -> Placement:
     return Placement("S", dim, outer)
 
 
+def H(dim: int, window: Window) -> Placement:
+    """Split dimension ``dim``, with the rows beside the own ones that an op reads."""
+    return Placement("H", dim, window=window)
+
+
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2,
     "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex128": 16,
@@ -49,7 +85,7 @@ ITEM_BYTES: Mapping[str, int] = {
 def needs_no_transfer(given: Sequence[Placement], wanted: Sequence[Placement]) -> bool:
     """Whether an op reads its inputs where they lie: as they are, or slices of what is whole."""
     return all(
-        have == want or (have == R and want.kind == "S")
+        have == want or (have == R and want.is_split)
         for have, want in zip(given, wanted, strict=True)
     )
 

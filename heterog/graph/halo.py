@@ -1,0 +1,146 @@
+"""Which rows of its input a part of an op reads: rows owned, rows needed, and who sends what.
+
+A tensor is cut along one of its dimensions, and every device owns some consecutive rows of it. A
+convolution or a pooling that makes the output rows ``[a, b)`` reads the input rows
+``[max(0, a s - p), min(D, (b - 1) s - p + e (k - 1) + 1))`` for kernel ``k``, stride ``s``,
+padding ``p`` and dilation ``e``. What a device does not own of them is its *halo*: neighbours send
+it (Oyama et al. 2020, arXiv 2007.12856). Nothing has to divide anything here, and a halo may reach
+past the neighbour.
+
+The gradient of the input at the rows ``[a, b)`` in turn needs the gradients of all output rows
+that read any of them (``Stencil.readers``): no device has to add up what others computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from heterog.errors import StrategyError
+
+
+class Rows(NamedTuple):
+    """Consecutive rows ``begin`` to ``end - 1`` of a tensor; none if ``begin == end``."""
+
+    begin: int
+    end: int
+
+    @property
+    def num(self) -> int:
+        """Number of rows."""
+        return self.end - self.begin
+
+    def clipped(self, size: int) -> "Rows":
+        """Those of the rows that a tensor of ``size`` rows has."""
+        begin = min(max(self.begin, 0), size)
+        return Rows(begin, max(begin, min(self.end, size)))
+
+    def overlap(self, other: "Rows") -> "Rows":
+        """Rows that both have."""
+        begin = max(self.begin, other.begin)
+        return Rows(begin, max(begin, min(self.end, other.end)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stencil:
+    """Along one dimension, what a convolution or a pooling reads for each row that it makes.
+
+    Attributes:
+        kernel: rows of the kernel.
+        stride: rows between the kernel's places.
+        padding: rows that are put before the first one, and behind the last.
+        dilation: rows between the kernel's own.
+
+    Raises:
+        StrategyError: one of them makes no sense.
+    """
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.kernel, self.stride, self.dilation) < 1 or self.padding < 0:
+            raise StrategyError(
+                f"a kernel of {self.kernel} rows with stride {self.stride}, padding "
+                f"{self.padding} and dilation {self.dilation} cannot be split; kernel, stride and "
+                "dilation must be 1 or more, padding 0 or more."
+            )
+
+    @property
+    def reach(self) -> int:
+        """Rows from the first to the last that one output row reads."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def output_size(self, size: int) -> int:
+        """Rows that are made of ``size`` input rows."""
+        return max((size + 2 * self.padding - self.reach) // self.stride + 1, 0)
+
+    def span(self, made: Rows) -> Rows:
+        """Input rows that some output rows read, padding included.
+
+        >>> Stencil(kernel=3, padding=1).span(Rows(0, 4))
+        Rows(begin=-1, end=5)
+        """
+        if made.num == 0:
+            return Rows(0, 0)
+        begin = made.begin * self.stride - self.padding
+        return Rows(begin, begin + (made.num - 1) * self.stride + self.reach)
+
+    def needed(self, made: Rows, size: int) -> Rows:
+        """Input rows, of ``size`` there are, that some output rows read."""
+        return self.span(made).clipped(size)
+
+    def readers(self, owned: Rows, output_size: int) -> Rows:
+        """Output rows, of ``output_size`` there are, that read any of some input rows.
+
+        >>> Stencil(kernel=3, stride=2, padding=1).readers(Rows(4, 8), 8)
+        Rows(begin=2, end=5)
+        """
+        if owned.num == 0:
+            return Rows(0, 0)
+        begin = -((self.reach - 1 - self.padding - owned.begin) // self.stride)
+        end = (owned.end - 1 + self.padding) // self.stride + 1
+        return Rows(begin, end).clipped(output_size)
+
+
+class Transfer(NamedTuple):
+    """Rows that one part gets from another."""
+
+    source: int
+    target: int
+    rows: Rows
+
+
+def cut_rows(counts: Sequence[int]) -> tuple[Rows, ...]:
+    """Rows of each part, of which these are the numbers.
+
+    >>> cut_rows((3, 1))
+    (Rows(begin=0, end=3), Rows(begin=3, end=4))
+    """
+    ends = list(accumulate(counts))
+    return tuple(Rows(end - count, end) for count, end in zip(counts, ends, strict=True))
+
+
+def transfers(owned: Sequence[Rows], needed: Sequence[Rows]) -> tuple[Transfer, ...]:
+    """Who sends what, so that every part has the rows that it needs.
+
+    Args:
+        owned: rows of each part; together all rows, each once.
+        needed: rows that each part needs.
+    """
+    return tuple(
+        Transfer(source, target, piece)
+        for target, wanted in enumerate(needed)
+        for source, have in enumerate(owned)
+        if source != target and (piece := have.overlap(wanted)).num
+    )
+
+
+def received(owned: Sequence[Rows], needed: Sequence[Rows]) -> tuple[int, ...]:
+    """Number of rows that each part gets from others."""
+    counts = [0] * len(needed)
+    for each in transfers(owned, needed):
+        counts[each.target] += each.rows.num
+    return tuple(counts)

@@ -1,0 +1,415 @@
+"""Ops on some of their rows: exact, given the rows that these read of their inputs.
+
+Each function here takes, for every tensor that is cut along ``dim``, the rows of it that are at
+hand, and makes exactly the rows that are asked for. Padding is put on at the true borders of the
+tensor alone: a window is widened, or cut, to what the op reads with its padding, and the op then
+runs without padding along this dimension.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from heterog.graph.halo import Rows, Stencil
+from heterog.graph.placement import OpCall
+from heterog.graph.sharding_rules.halo import per_dim, stencil_of
+from heterog.graph.sharding_rules.table import positions
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """What is at hand of an op's inputs, and what is to be made.
+
+    Attributes:
+        dim: the dimension that is cut, the same in all tensors that are.
+        rows: of each tensor input, the rows of it that are here; ``None`` if it is whole.
+        made: the rows that are made of each output that is cut; ``None`` for the others.
+        own: for gradients of weights, the rows of the op's output gradient that count here.
+    """
+
+    dim: int
+    rows: tuple[Rows | None, ...]
+    made: tuple[Rows | None, ...]
+    own: Rows
+
+
+def fit(tensor: Tensor, dim: int, have: Rows, want: Rows, value: float = 0.0) -> Tensor:
+    """Some rows of a tensor, of which others are here; ``value`` where none are.
+
+    >>> fit(torch.ones(2), 0, have=Rows(0, 2), want=Rows(-1, 1))
+    tensor([0., 1.])
+    """
+    inside = have.overlap(want)
+    if inside.num == 0:
+        shape = (*tensor.shape[:dim], want.num, *tensor.shape[dim + 1 :])
+        return tensor.new_full(shape, value)
+    if inside != have:
+        tensor = tensor.narrow(dim, inside.begin - have.begin, inside.num)
+    before, after = inside.begin - want.begin, want.end - inside.end
+    if before or after:
+        sides = [0] * (2 * (tensor.dim() - dim - 1)) + [before, after]
+        return functional.pad(tensor, sides, value=value)
+    return tensor.contiguous()
+
+
+def run_on_windows(call: OpCall, inputs: Sequence[Tensor], windows: Windows) -> list[Tensor]:
+    """Run an op of which ``heterog.graph.sharding_rules.halo`` has a rule.
+
+    Args:
+        call: the op, with the shapes and arguments of the whole.
+        inputs: its tensor inputs, cut as ``windows`` says.
+        windows: what is here and what is wanted.
+
+    Returns:
+        The outputs that the op has.
+    """
+    return _RUN[call.kind](_Local(call, inputs, windows))
+
+
+class _Local:
+    """An op's arguments by name, with those along the cut dimension changed at will."""
+
+    def __init__(self, call: OpCall, inputs: Sequence[Tensor], windows: Windows) -> None:
+        self.call = call
+        self.inputs = inputs
+        self.windows = windows
+        self.dim = windows.dim
+        self.plane = len(call.outputs[0].shape if call.outputs else ()) - 2
+
+    def tensor(self, name: str) -> Tensor | None:
+        where = positions(self.call, name)
+        return self.inputs[where[0]] if where else None
+
+    def given(self, name: str) -> Tensor:
+        found = self.tensor(name)
+        assert found is not None
+        return found
+
+    def rows(self, name: str) -> Rows:
+        (where,) = positions(self.call, name)
+        rows = self.windows.rows[where]
+        return Rows(0, self.call.inputs[where].shape[self.dim]) if rows is None else rows
+
+    def fitted(self, name: str, want: Rows, value: float = 0.0) -> Tensor:
+        return fit(self.given(name), self.dim, self.rows(name), want, value)
+
+    def size(self, name: str) -> int:
+        (where,) = positions(self.call, name)
+        return self.call.inputs[where].shape[self.dim]
+
+    def list_of(self, name: str, rank: int, here: int | None = None) -> list[int]:
+        """An argument with one number for each dimension; ``here`` along the one that is cut."""
+        numbers = list(per_dim(self.call, name, rank))
+        if here is not None:
+            numbers[self.dim - 2] = here
+        return numbers
+
+
+# --- convolutions ----------------------------------------------------------------------------
+
+
+def _rank(local: _Local) -> int:
+    return len(local.call.inputs[0].shape) - 2
+
+
+def _convolution(local: _Local) -> list[Tensor]:
+    (made,) = local.windows.made
+    assert made is not None
+    rank, dim = _rank(local), local.dim
+    stencil = stencil_of(local.call, dim)
+    weight, bias = local.given("weight"), local.tensor("bias")
+    stride, dilation = local.list_of("stride", rank), local.list_of("dilation", rank)
+    padding, groups = local.list_of("padding", rank, 0), local.call.args["groups"]
+    if made.num == 0:
+        shape = list(local.call.outputs[0].shape)
+        shape[0], shape[dim] = local.inputs[0].shape[0], 0
+        return [local.inputs[0].new_empty(shape)]
+    if local.call.args["transposed"] is not True:
+        window = local.fitted("input", stencil.span(made))
+        none = [0] * rank
+        return [
+            _aten.convolution(window, weight, bias, stride, padding, dilation, False, none, groups)
+        ]
+    more = local.list_of("output_padding", rank, 0)
+    have = local.rows("input")
+    if have.num == 0:
+        have = Rows(made.begin // stencil.stride, made.begin // stencil.stride + 1)
+        window = local.fitted("input", have)
+    else:
+        window = local.given("input")
+    begun = _aten.convolution(window, weight, None, stride, padding, dilation, True, more, groups)
+    output = fit(begun, dim, stencil.span(have), made)
+    if bias is not None:
+        output = output + bias.view(-1, *[1] * rank)
+    return [output]
+
+
+def _convolution_backward(local: _Local) -> list[Tensor]:
+    masks: Any = local.call.args["output_mask"]
+    wants_input, wants_weight, wants_bias = masks
+    outputs: list[Tensor] = []
+    if wants_input:
+        made = local.windows.made[0]
+        assert made is not None
+        outputs.append(_input_gradient(local, made))
+    if wants_weight:
+        outputs.append(_weight_gradient(local))
+    if wants_bias:
+        own = local.fitted("grad_output", local.windows.own)
+        outputs.append(own.sum([0, *range(2, own.dim())]))
+    return outputs
+
+
+def _input_gradient(local: _Local, made: Rows) -> Tensor:
+    """A convolution of the gradients, transposed if the op itself is not."""
+    rank, dim, call = _rank(local), local.dim, local.call
+    stencil, weight = stencil_of(call, dim), local.given("weight")
+    stride, dilation = local.list_of("stride", rank), local.list_of("dilation", rank)
+    padding, groups, none = local.list_of("padding", rank, 0), call.args["groups"], [0] * rank
+    (whole,) = positions(call, "input")
+    shape = list(call.inputs[whole].shape)
+    shape[0] = local.inputs[0].shape[0]
+    shape[dim] = made.num
+    if made.num == 0:
+        return local.inputs[0].new_empty(shape)
+    if call.args["transposed"] is True:
+        window = local.fitted("grad_output", stencil.span(made))
+        gradient: Tensor = _aten.convolution(
+            window, weight, None, stride, padding, dilation, False, none, groups
+        )
+        for each in range(2, 2 + rank):
+            gradient = gradient.narrow(each, 0, shape[each])
+        return gradient
+    have = local.rows("grad_output")
+    window = local.given("grad_output")
+    if have.num == 0:  # rows that nobody reads
+        return window.new_zeros(shape)
+    gradients = window.shape
+    more = []
+    for each in range(2, 2 + rank):
+        numbers = zip(stride, padding, dilation, strict=True)
+        step, pad, gap = list(numbers)[each - 2]
+        made_of = (gradients[each] - 1) * step - 2 * pad + gap * (weight.shape[each] - 1) + 1
+        more.append(0 if each == dim else shape[each] - made_of)
+    gradient = _aten.convolution(
+        window, weight, None, stride, padding, dilation, True, more, groups
+    )
+    return fit(gradient, dim, stencil.span(have), made)
+
+
+def _weight_gradient(local: _Local) -> Tensor:
+    """What some rows of the output give to the gradient of the weight.
+
+    For a transposed convolution: what the own rows of its input give, which are all read.
+    """
+    rank, dim, call = _rank(local), local.dim, local.call
+    stencil, weight = stencil_of(call, dim), local.given("weight")
+    is_transposed = call.args["transposed"] is True
+    if is_transposed:
+        own = local.rows("input")
+        window, gradient = local.given("input"), local.fitted("grad_output", stencil.span(own))
+    else:
+        own = local.windows.own
+        window = local.fitted("input", stencil.span(own))
+        gradient = local.fitted("grad_output", own)
+    if own.num == 0:
+        return torch.zeros_like(weight)
+    more = local.list_of("output_padding", rank, 0)
+    found = _aten.convolution_backward(
+        gradient, window, weight, None, local.list_of("stride", rank),
+        local.list_of("padding", rank, 0), local.list_of("dilation", rank), is_transposed, more,
+        call.args["groups"], [False, True, False],
+    )  # fmt: skip
+    result: Tensor = found[1]
+    return result
+
+
+# --- pooling ---------------------------------------------------------------------------------
+
+
+def _pool_args(local: _Local) -> tuple[list[int], list[int], list[int]]:
+    """(kernel, stride, padding) of a pooling, without padding along the cut dimension."""
+    rank = _rank(local)
+    kernel = local.list_of("kernel_size", rank)
+    stride = local.list_of("stride", rank) or kernel
+    return kernel, stride, local.list_of("padding", rank, 0)
+
+
+def _nothing(local: _Local, made: Rows) -> list[Tensor]:
+    """Outputs of the asked for number of rows, where nothing is to be computed."""
+    found = []
+    for meta in local.call.outputs:
+        shape = list(meta.shape)
+        shape[0] = local.inputs[0].shape[0]
+        shape[local.dim] = made.num
+        found.append(local.inputs[0].new_zeros(shape, dtype=getattr(torch, meta.dtype)))
+    return found
+
+
+def _in_places(local: _Local, rows: Rows, stencil: Stencil) -> Tensor | None:
+    """Which part of the kernel's rows counts for each output row; ``None`` if all always do.
+
+    ``count_include_pad=False`` divides by the rows inside the tensor only.
+    """
+    args = local.call.args
+    if args["count_include_pad"] is True or args["divisor_override"] is not None:
+        return None
+    name = "grad_output" if "grad_output" in args else "self"
+    size = local.size("self")
+    counts = [
+        stencil.needed(Rows(row, row + 1), size).num / stencil.kernel
+        for row in range(rows.begin, rows.end)
+    ]
+    shape = [1] * len(local.call.inputs[0].shape)
+    shape[local.dim] = rows.num
+    return local.given(name).new_tensor(counts).view(shape)
+
+
+def _average_pool(local: _Local) -> list[Tensor]:
+    (made,) = local.windows.made
+    assert made is not None
+    if made.num == 0:
+        return _nothing(local, made)
+    stencil, args = stencil_of(local.call, local.dim), local.call.args
+    window = local.fitted("self", stencil.span(made))
+    rest = (False, args["count_include_pad"], args["divisor_override"])
+    output: Tensor = _op(local)(window, *_pool_args(local), *rest)
+    counted = _in_places(local, made, stencil)
+    return [output if counted is None else output / counted]
+
+
+def _average_pool_backward(local: _Local) -> list[Tensor]:
+    (made,) = local.windows.made
+    assert made is not None
+    have = local.rows("grad_output")
+    if made.num == 0 or have.num == 0:
+        return _nothing(local, made)
+    stencil, args = stencil_of(local.call, local.dim), local.call.args
+    gradient = local.given("grad_output")
+    counted = _in_places(local, have, stencil)
+    if counted is not None:
+        gradient = gradient / counted
+    span = stencil.span(have)
+    shape = list(local.given("self").shape)
+    shape[local.dim] = span.num
+    rest = (False, args["count_include_pad"], args["divisor_override"])
+    seen = gradient.new_empty(shape)
+    found = _op(local)(gradient, seen, *_pool_args(local), *rest)
+    return [fit(found, local.dim, span, made)]
+
+
+def _moved(indices: Tensor, local: _Local, shape: Sequence[int], by: int, onto: int) -> Tensor:
+    """Indices into planes of a shape, as indices into planes with ``onto`` rows, ``by`` later."""
+    dim, flat = local.dim, 1
+    for size in shape[dim + 1 :]:
+        flat *= size
+    rows = shape[dim]
+    inside, above = indices % flat, indices // flat
+    row, outer = above % rows + by, above // rows
+    return (outer * onto + row) * flat + inside
+
+
+def _max_pool(local: _Local) -> list[Tensor]:
+    made = local.windows.made[0]
+    assert made is not None
+    if made.num == 0:
+        return _nothing(local, made)
+    stencil, rank = stencil_of(local.call, local.dim), _rank(local)
+    span, own = stencil.span(made), local.given("self")
+    window = local.fitted("self", span, float("-inf"))
+    output, indices = _op(local)(
+        window, *_pool_args(local), local.list_of("dilation", rank), False
+    )
+    shape = list(own.shape)
+    shape[local.dim] = span.num
+    return [output, _moved(indices, local, shape, span.begin, local.size("self"))]
+
+
+def _max_pool_backward(local: _Local) -> list[Tensor]:
+    (made,) = local.windows.made
+    assert made is not None
+    have, rank = local.rows("grad_output"), _rank(local)
+    if made.num == 0 or have.num == 0:
+        return _nothing(local, made)
+    stencil = stencil_of(local.call, local.dim)
+    span, shape = stencil.span(have), list(local.given("self").shape)
+    shape[local.dim] = local.size("self")
+    indices = _moved(local.given("indices"), local, shape, -span.begin, span.num)
+    shape[local.dim] = span.num
+    gradient = local.given("grad_output")
+    found = _op(local)(
+        gradient, gradient.new_empty(shape), *_pool_args(local), local.list_of("dilation", rank),
+        False, indices.contiguous(),
+    )  # fmt: skip
+    return [fit(found, local.dim, span, made)]
+
+
+def _op(local: _Local) -> Callable[..., Any]:
+    name, _, overload = local.call.kind.partition(".")
+    found: Callable[..., Any] = getattr(getattr(_aten, name), overload)
+    return found
+
+
+# --- upsampling ------------------------------------------------------------------------------
+
+
+def _upsample(local: _Local) -> list[Tensor]:
+    """Rows are repeated or blended; what the edges of the window spoil is cut off."""
+    (made,) = local.windows.made
+    assert made is not None
+    have = local.rows("self")
+    if made.num == 0:
+        return _nothing(local, made)
+    factor = local.call.outputs[0].shape[local.dim] // local.size("self")
+    sizes = list(local.call.outputs[0].shape[2:])
+    sizes[local.dim - 2] = have.num * factor
+    output = _op(local)(local.given("self"), sizes, *_resampling(local))
+    return [fit(output, local.dim, Rows(have.begin * factor, have.end * factor), made)]
+
+
+def _upsample_backward(local: _Local) -> list[Tensor]:
+    (made,) = local.windows.made
+    assert made is not None
+    if made.num == 0:
+        return _nothing(local, made)
+    whole = local.call.outputs[0].shape
+    have = local.rows("grad_output")
+    factor = local.size("grad_output") // whole[local.dim]
+    seen = Rows(have.begin // factor, have.end // factor)
+    sizes = list(local.given("grad_output").shape[2:])
+    input_size = [local.given("grad_output").shape[0], *whole[1:]]
+    input_size[local.dim] = seen.num
+    found = _op(local)(local.given("grad_output"), sizes, input_size, *_resampling(local))
+    return [fit(found, local.dim, seen, made)]
+
+
+def _resampling(local: _Local) -> list[Any]:
+    """Arguments behind the sizes; scales follow from these."""
+    rank, args = _rank(local), local.call.args
+    corners = [args["align_corners"]] if "align_corners" in args else []
+    return [*corners, *[None] * rank]
+
+
+_RUN: dict[str, Callable[[_Local], list[Tensor]]] = {
+    "convolution.default": _convolution,
+    "convolution_backward.default": _convolution_backward,
+    **{f"avg_pool{rank}d.default": _average_pool for rank in (2, 3)},
+    **{f"avg_pool{rank}d_backward.default": _average_pool_backward for rank in (2, 3)},
+    **{f"max_pool{rank}d_with_indices.default": _max_pool for rank in (2, 3)},
+    **{f"max_pool{rank}d_with_indices_backward.default": _max_pool_backward for rank in (2, 3)},
+    **{f"upsample_nearest{rank}d.default": _upsample for rank in (1, 2, 3)},
+    **{f"upsample_nearest{rank}d_backward.default": _upsample_backward for rank in (1, 2, 3)},
+    **{
+        f"upsample_{name}.default": _upsample for name in ("linear1d", "bilinear2d", "trilinear3d")
+    },
+    **{
+        f"upsample_{name}_backward.default": _upsample_backward
+        for name in ("linear1d", "bilinear2d", "trilinear3d")
+    },
+}
