@@ -269,6 +269,7 @@ class _Merger:
             "slot_whole": _ints([needs_whole for _, _, needs_whole in self.slots]),
             "slot_axis": np.zeros(len(self.slots), np.int32),
             "slot_pass": np.zeros(len(self.slots), np.int32),
+            "slot_window": np.zeros((len(self.slots), 4), np.int32),
         }
 
     def _parameter_rows(self) -> dict[str, Any]:

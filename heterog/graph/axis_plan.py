@@ -16,8 +16,9 @@ from heterog.graph.batch_plan import BatchPlan, batch_plan, counts_known_labels,
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules, Scatter
-from heterog.graph.placement import P, Placement, R, S
+from heterog.graph.placement import P, Placement, R, S, Window
 from heterog.graph.sharding_rules import RuleResult, Special, propagate
+from heterog.graph.sharding_rules.halo import halo_dim
 
 BATCH_AXIS = 0
 EVERYWHERE = 0
@@ -39,6 +40,7 @@ class AxisPlan:
         axes: units of each axis; the batch comes first.
         op_axis: axis whose shares say how much each op does, and on which devices.  # [num_ops]
         tensor_axis: axis along which each tensor lies.  # [num_tensors]
+        viewed: tensors that are views of others.
         scattered: tensors that their ops make as parts of a sum, and that a reduce-scatter right
             behind them turns into slices.
         sharded: parameters of which each device holds its own slice only.
@@ -57,6 +59,7 @@ class AxisPlan:
     axes: tuple[int, ...]
     op_axis: IntArray
     tensor_axis: IntArray
+    viewed: frozenset[int]
     scattered: frozenset[int]
     sharded: frozenset[int]
     flops_fixed: FloatArray
@@ -81,9 +84,30 @@ class AxisPlan:
     def is_whole_needed(self, tensor: int, needed: Placement, axis: int) -> bool:
         """Whether a reader along ``axis`` needs the whole of a tensor that is not whole."""
         given = self.placements[tensor]
+        if needed.kind == "H" and given.kind == "S":
+            return not self._has_rows_for(tensor, needed, axis)
         if given.kind == "S" and needed.kind == "S" and self.tensor_axis[tensor] != axis:
             return True
         return given.kind in "SP" and given != needed
+
+    def _has_rows_for(self, tensor: int, needed: Placement, axis: int) -> bool:
+        """Whether rows that lie over a team are those of which a reader needs a window.
+
+        What a view shows of a value has rows of its own, and samples must lie apart from rows.
+        """
+        return (
+            self.placements[tensor] == S(needed.dim)
+            and int(self.tensor_axis[tensor]) == axis
+            and tensor not in self.viewed
+            and self.batch_placement(tensor).kind == "S"
+            and self.batch_placement(tensor).dim != needed.dim
+        )
+
+    def window_needed(self, op: int, position: int, tensor: int) -> Window | None:
+        """Rows that an op needs of an input of which it gets those that its device lacks."""
+        needed, given = self.needed[op][position], self.placements[tensor]
+        is_brought = given.kind == "S" and self.whole_needed(op, position, tensor) == AS_MADE
+        return needed.window if is_brought else None
 
     def batch_placement(self, tensor: int) -> Placement:
         """How a tensor lies along the batch: over devices, or over teams if a rule made it."""
@@ -153,6 +177,7 @@ def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
             axes=(graph.batch_size,),
             op_axis=np.zeros(graph.num_ops, np.int32),
             tensor_axis=np.zeros(len(graph.tensors), np.int32),
+            viewed=frozenset(),
             scattered=frozenset(),
             sharded=frozenset(),
             flops_fixed=batch.flops_fixed,
@@ -235,6 +260,7 @@ class _Propagation:
             axes=self.axes,
             op_axis=np.array(self.op_axis, np.int32),
             tensor_axis=np.array(self.tensor_axis, np.int32),
+            viewed=frozenset(np.flatnonzero(graph.storage != np.arange(len(graph.tensors)))),
             scattered=frozenset(self.scattered),
             sharded=frozenset(sharded),
             flops_fixed=work[:, 0],
@@ -263,8 +289,8 @@ class _Propagation:
         total, grown = [0.0, 0.0], [0.0, 0.0]  # bytes that are fixed, that follow the axis
         for tensor, place, along in zip(tensors, places, in_batch, strict=True):
             size = float(graph.tensor_bytes[tensor])
-            total[place.kind == "S"] += size
-            grown[place.kind == "S"] += size * (along.kind == "S")
+            total[place.is_split] += size
+            grown[place.is_split] += size * (along.kind == "S")
         follows = any(along.kind == "S" for along in in_batch)
         moved = graph.ops[op].bytes_read + graph.ops[op].bytes_written
         if follows and moved < 0.5 * sum(total):  # it touches a part of an input only (embedding)
@@ -469,7 +495,7 @@ def crosses(place: Placement, units: int, along: Placement, batch_size: int) -> 
 
 def _axis_units(rule: OpRule) -> int:
     """Units of the axis that a rule runs along."""
-    splits = any(place.kind == "S" for place in (*rule.inputs, *rule.outputs))
+    splits = any(place.is_split for place in (*rule.inputs, *rule.outputs))
     return rule.units if splits else EVERYWHERE
 
 
@@ -529,7 +555,8 @@ def _checked(graph: OpGraph, op: int, rule: OpRule) -> RuleResult:
             f"{name} takes a mean over labels that the model makes itself; their number is not "
             "known before the step, so it cannot be split. Leave it without a rule."
         )
-    if any(place.kind == "L" for place in places):
+    is_in_space = halo_dim(rule.inputs) is not None  # of which forward and backward know
+    if any(place.kind == "L" for place in places) and not is_in_space:
         raise StrategyError(f"{name}: local statistics follow the batch and need no rule.")
     if rule.scatter is not None:
         _check_scatter(graph, op, rule, rule.scatter)

@@ -418,13 +418,13 @@ def op_work(
         return 0.0, 0.0, 0.0, 0.0
     op = graph.ops[index]
     outputs = [placements[tensor] for tensor in graph.outputs(index)]
-    batched = any(place.kind == "S" for place in (*needed, *outputs))
+    batched = any(place.is_split for place in (*needed, *outputs))
     sizes = [
         *zip(op.inputs, needed, strict=True),
         *zip(graph.outputs(index), outputs, strict=True),
     ]
     total = float(sum(graph.tensor_bytes[tensor] for tensor, _ in sizes))
-    split = float(sum(graph.tensor_bytes[tensor] for tensor, place in sizes if place.kind == "S"))
+    split = float(sum(graph.tensor_bytes[tensor] for tensor, place in sizes if place.is_split))
     # Ops that touch only part of an input (embedding) are priced below their tensors' sizes.
     moved = op.bytes_read + op.bytes_written
     if batched and moved < 0.5 * total:

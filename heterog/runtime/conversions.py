@@ -9,10 +9,11 @@ from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM
 from heterog.graph.placement import Placement, R
 from heterog.graph.sharding_rules import local_shape
 from heterog.runtime.collectives import Communicator, Pending
+from heterog.runtime.halos import Halos
 from heterog.runtime.local_op import LocalOp
 from heterog.runtime.losses import Losses
 from heterog.runtime.placed import cut, join, nested
-from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.rank_program import RankProgram, has_window
 from heterog.runtime.spans import EVERY, Span, Spans
 from heterog.runtime.values import Held, Values
 from heterog.strategy.program import TaskKind
@@ -42,11 +43,14 @@ class Conversions:
         self._values = values
         self._losses = losses
         self._communicator = communicator
+        self._halos = Halos(part, values, communicator)
 
     def run(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
         """Play one task."""
         part = self._part
-        if kind == TaskKind.REDUCE_VALUE:
+        if has_window(part.tables, slot):
+            self._halos.run(task, kind, slot, micro)
+        elif kind == TaskKind.REDUCE_VALUE:
             self._reduce(task, slot, micro)
         elif kind == TaskKind.GATHER_VALUE:
             self._gather(task, slot, micro)

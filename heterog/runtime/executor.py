@@ -361,12 +361,13 @@ class StepExecutor:
                 inputs = [inputs[0], inputs[0]]  # nothing changes
             self._counted.add(op)
         enters = {"is_first": call.is_first, "is_first_member": call.is_first_member}
+        first_unit = reader.units[0]
         if local_op.is_random:
             # Seeded by what identifies the op: run again, it draws the same numbers.
             with self._random.drawing(self.num_steps, op, micro, rank=call.draws_for):
-                outputs = local_op(inputs, call.extent, **enters)
+                outputs = local_op(inputs, call.extent, **enters, first_unit=first_unit)
         else:
-            outputs = local_op(inputs, call.extent, **enters)
+            outputs = local_op(inputs, call.extent, **enters, first_unit=first_unit)
         if Special.NLL_GLOBAL_WEIGHT in local_op.specials:
             assert spans is not None
             weight = self._losses.label_weight(op, local_op, spans)

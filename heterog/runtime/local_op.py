@@ -9,12 +9,22 @@ from torch import Tensor, fx
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
 from heterog.graph.capture import ATTENTION_ALIASES
+from heterog.graph.halo import Rows
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Arg, OpCall, Placement, R, TensorMeta, TensorRef
-from heterog.graph.sharding_rules import RuleResult, Special, local_args, local_shape
+from heterog.graph.sharding_rules import (
+    RUNS_ON_WINDOWS,
+    RuleResult,
+    Special,
+    local_args,
+    local_shape,
+)
+from heterog.graph.sharding_rules.halo import halo_dim
 from heterog.graph.sharding_rules.table import positions
 from heterog.runtime.attention import ATTENTION
 from heterog.runtime.placed import nested
+from heterog.runtime.spans import Span, unit_rows, window_rows
+from heterog.runtime.windows import Windows, run_on_windows
 
 _RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
 _SUM_REDUCTION = 2
@@ -46,6 +56,7 @@ class LocalOp:
         whole: the extent of the op on one device.
         along_batch: its rule along the batch.
         along_axis: its rule along the axis inside a team; all whole if it has none.
+        has_windows: it reads rows that neighbours own.
         is_random: it draws from torch's default generator.
 
     Raises:
@@ -79,6 +90,9 @@ class LocalOp:
         else:
             self.along_batch = own
             self.along_axis = RuleResult(tuple(R for _ in own.inputs), tuple(R for _ in outputs))
+        self.has_windows = self.call.kind in RUNS_ON_WINDOWS and (
+            halo_dim(self.along_axis.inputs) is not None
+        )
         self.specials = frozenset({self.along_batch.special, self.along_axis.special})
         self.is_random = bool(self.specials & _RANDOM)
         where = f"op '{self.call.kind}' in module '{graph.ops[index].module}'"
@@ -109,6 +123,7 @@ class LocalOp:
         *,
         is_first: bool = True,
         is_first_member: bool = True,
+        first_unit: int = 0,
     ) -> list[Tensor]:
         """Run on local inputs.
 
@@ -117,10 +132,14 @@ class LocalOp:
             extent: samples and units of the local share.
             is_first: what must enter a sum over the batch once enters it on this device.
             is_first_member: what must enter a sum over a team once enters it on this device.
+            first_unit: where the local units begin.
 
         Returns:
             The local outputs.
         """
+        if self.has_windows:
+            units = first_unit, extent.units
+            return run_on_windows(self.call, inputs, self._windows(units))
         if self.call.kind in _RESHAPES or Special.AS_RESHAPE in self.specials:
             # After a gather or a cut the strides may not allow a view.
             return [inputs[0].reshape(self.local_shape_of_output(0, extent))]
@@ -151,6 +170,28 @@ class LocalOp:
             if rule.special == Special.MEAN_TO_SUM:
                 kept = [output * (share / whole) for output in kept]
         return kept
+
+    def _windows(self, units: Span) -> Windows:
+        """Rows of an op that reads rows which neighbours own."""
+        rule, all_units = self.along_axis, self.whole.units
+        dim = halo_dim(rule.inputs)
+        assert dim is not None
+
+        def rows(place: Placement, meta: TensorMeta) -> Rows | None:
+            size = meta.shape[dim] if place.is_split else 0
+            if place.kind == "H":
+                return window_rows(place, units, size)
+            return unit_rows(units, size, all_units) if place.kind == "S" else None
+
+        made = tuple(map(rows, rule.outputs, self.call.outputs))
+        own = next((each for each in made if each is not None), Rows(0, 0))
+        for where in positions(self.call, "grad_output"):
+            own = unit_rows(units, self.call.inputs[where].shape[dim], all_units)
+        if "output_mask" in self.call.args and not (rule.outputs and rule.outputs[0].is_split):
+            made = (None, *made)  # the gradient of the input is not made
+        return Windows(
+            dim=dim, rows=tuple(map(rows, rule.inputs, self.call.inputs)), made=made, own=own
+        )
 
     def local_shape_of_output(self, index: int, extent: Extent) -> tuple[int, ...]:
         """Shape of an output on a local share."""

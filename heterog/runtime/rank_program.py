@@ -19,7 +19,7 @@ from heterog.strategy.channels import Channel
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.rings import Ring
 from heterog.strategy.strategy import Strategy
-from heterog.strategy.tables import Domain, graph_tables
+from heterog.strategy.tables import Domain, GraphTables, graph_tables
 
 _KINDS = {int(kind): kind for kind in TaskKind}
 # Looked up for every task; Python 3.11 takes its time for a member of an enum.
@@ -33,8 +33,15 @@ CONVERSIONS = frozenset(
 """Kinds of tasks that bring a value to where, and how, it is needed."""
 _ENDS_UPDATE = frozenset({TaskKind.UPDATE, TaskKind.PULL})
 
+WINDOW = -1
+"""How much of a value was made for a reader of rows that several devices own."""
 Near = dict[tuple[int, int], int]
 """Buffer of each value that a task reads, by (value, how much of it was made for the reader)."""
+
+
+def has_window(tables: GraphTables, slot: int) -> bool:
+    """Whether a slot brings rows that neighbours own."""
+    return bool(tables.slot_window[slot, 3])
 
 
 def gathered(bucket: int) -> tuple[int, int]:
@@ -390,6 +397,8 @@ class RankProgram:
             return (-1 if is_token else value), AS_MADE
         if kind is TaskKind.SCATTER_VALUE:
             return subject, AS_MADE
+        if kind in CONVERSIONS and has_window(self.tables, subject):
+            return int(self.tables.slot_value[subject]), WINDOW
         if kind in CONVERSIONS:
             return int(self.tables.slot_value[subject]), int(self.tables.slot_whole[subject])
         if kind == TaskKind.GATHER_PARAMETERS and self.program.buffer_device[buffer] >= 0:

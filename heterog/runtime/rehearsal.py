@@ -430,6 +430,7 @@ class _RehearsedOp(LocalOp):
         self.specials = kernel.specials
         self.whole = kernel.whole
         self.is_random = False  # no numbers are drawn
+        self.has_windows = kernel.has_windows
         self._kernel = kernel
         self._known = known.setdefault(
             repr((self.call, self.along_batch, self.along_axis, self.whole)), {}
@@ -442,9 +443,10 @@ class _RehearsedOp(LocalOp):
         *,
         is_first: bool = True,
         is_first_member: bool = True,
+        first_unit: int = 0,
     ) -> list[Tensor]:
         """See ``LocalOp``."""
-        enters = is_first, is_first_member
+        enters = is_first, is_first_member, first_unit if self.has_windows else 0
         key = extent, enters, tuple((value.shape, value.stride()) for value in inputs)
         made = self._known.get(key)
         if made is None:
@@ -452,7 +454,7 @@ class _RehearsedOp(LocalOp):
         return list(made)
 
     def _make(
-        self, inputs: Sequence[Tensor], extent: Extent, enters: tuple[bool, bool]
+        self, inputs: Sequence[Tensor], extent: Extent, enters: tuple[bool, bool, int]
     ) -> list[Tensor]:
         if self._is_as_captured(inputs, extent):
             # It is known what it makes. Some kernels of the meta device refuse or shape what those
@@ -461,7 +463,14 @@ class _RehearsedOp(LocalOp):
                 torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=META)
                 for meta in self.call.outputs
             ]
-        made = self._kernel(inputs, extent, is_first=enters[0], is_first_member=enters[1])
+        is_first, is_first_member, first_unit = enters
+        made = self._kernel(
+            inputs,
+            extent,
+            is_first=is_first,
+            is_first_member=is_first_member,
+            first_unit=first_unit,
+        )
         for index, value in enumerate(made):
             wanted = self.local_shape_of_output(index, extent)
             if tuple(value.shape) != wanted:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 from heterog.graph.axis_plan import BATCH_AXIS
+from heterog.graph.halo import Rows
+from heterog.graph.placement import Placement
 from heterog.strategy.division import Division, batch_shares, cut_division
 from heterog.strategy.strategy import Strategy
 
@@ -161,3 +163,23 @@ def spans_of_groups(strategy: Strategy, axes: Sequence[int]) -> list[list[Spans]
         [known[decision.division, axis] for decision in strategy.decisions]
         for axis in range(len(axes))
     ]
+
+
+def window_rows(place: Placement, units: Span, size: int) -> Rows:
+    """Rows that a placement with a window asks for, of a tensor with ``size`` rows.
+
+    Args:
+        place: a split, with a window or without one.
+        units: of the axis.
+        size: rows of the whole tensor.
+    """
+    assert place.window is not None
+    if units[1] == 0:
+        return Rows(0, 0)
+    return place.window.rows(units[0], units[0] + units[1], size)
+
+
+def unit_rows(units: Span, size: int, all_units: int) -> Rows:
+    """Rows of some units, of a tensor with ``size`` rows."""
+    inner = size // all_units
+    return Rows(units[0] * inner, (units[0] + units[1]) * inner)

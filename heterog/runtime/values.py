@@ -8,13 +8,22 @@ import torch
 from torch import Tensor
 
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING
+from heterog.graph.halo import Rows
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.runtime.collectives import Pending
 from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.placed import cut, nested, put
-from heterog.runtime.rank_program import CONVERSIONS, Near, RankProgram, gathered, nearest
-from heterog.runtime.spans import EVERY, Span, Spans
+from heterog.runtime.rank_program import (
+    CONVERSIONS,
+    WINDOW,
+    Near,
+    RankProgram,
+    gathered,
+    nearest,
+)
+from heterog.runtime.spans import EVERY, Span, Spans, unit_rows, window_rows
+from heterog.runtime.windows import fit
 from heterog.strategy.program import TaskKind
 
 _READS_VALUES = CONVERSIONS | {TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.SCATTER_VALUE}
@@ -28,11 +37,14 @@ class Held:
         value: the tensor.
         samples: of the micro-batch, if the value is split along the batch.
         units: of the axis of the rule that made it, if the value is split along that.
+        rows: those that are here, if they were brought together for a reader of more than the
+            rows of its own units.
     """
 
     value: Tensor | Pending
     samples: Span = EVERY
     units: Span = EVERY
+    rows: Rows | None = None
 
     def tensor(self) -> Tensor:
         """The tensor, waited for if it is on its way."""
@@ -172,6 +184,8 @@ class Values:
             reader: this rank, as the op reads.
         """
         plan = self._part.plan
+        if plan.needed[op][position].kind == "H":
+            return self._window(op, position, tensor, whole, near, reader)
         seen = self.look(tensor, whole, near, reader)
         seen = self._cut_free(seen, op, position, reader, along_axis=True)
         if reader.spans is None:
@@ -197,6 +211,35 @@ class Values:
         if is_ruled and on_axis.kind == "P" and not seen.is_part_in_team:
             return seen.value if spans.speaks(reader.micro, rank) else torch.zeros_like(seen.value)
         return seen.value
+
+    def _window(
+        self, op: int, position: int, tensor: int, whole: int, near: Near, reader: Reader
+    ) -> Tensor:
+        """The rows of a tensor that an op on this rank needs, and no others."""
+        part, plan = self._part, self._part.plan
+        place = plan.needed[op][position]
+        size = part.graph.tensors[tensor].shape[place.dim]
+        wanted = window_rows(place, reader.units, size)
+        value = part.value_of.get(tensor, -1)
+        if plan.window_needed(op, position, tensor) is None:
+            seen = self.look(tensor, whole, near, reader)
+            seen = self._cut_free(seen, op, position, reader, along_axis=False)
+            return fit(seen.value, place.dim, Rows(0, size), wanted)
+        buffer = near.get((value, WINDOW), near.get((value, AS_MADE)))
+        in_batch = plan.batch_needed(op, position)
+        if buffer is None:  # it needs none, and has none
+            shape = list(part.graph.tensors[tensor].shape)
+            shape = list(
+                local_shape(tuple(shape), in_batch, reader.samples[1], reader.all_samples[1])
+            )
+            shape[place.dim] = 0
+            return self.zeros(tensor, tuple(shape))
+        held = self.held[buffer]
+        result = held.tensor()
+        if reader.samples != held.samples:
+            (low, owned), (begin, count) = held.samples, reader.samples
+            result = cut(result, in_batch, owned, begin - low, count)
+        return fit(result, place.dim, rows_held(held, size, reader.all_units), wanted)
 
     def cut_whole(self, value: Tensor, op: int, position: int, reader: Reader) -> Tensor:
         """What an op wants of a tensor that is here whole: its own samples or units."""
@@ -378,6 +421,13 @@ class Values:
             is_part_of_sum=True,
             is_part_in_team=True,
         )
+
+
+def rows_held(held: Held, size: int, all_units: int) -> Rows:
+    """Rows of a tensor that are held: those of a window, of some units, or all."""
+    if held.rows is not None:
+        return held.rows
+    return Rows(0, size) if held.units == EVERY else unit_rows(held.units, size, all_units)
 
 
 @dataclass(frozen=True, slots=True)

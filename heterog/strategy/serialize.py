@@ -8,7 +8,7 @@ from pydantic import Field
 
 from heterog.errors import InputFileError, StrategyError
 from heterog.graph.op_rule import Scatter
-from heterog.graph.placement import L, P, Placement, R, S
+from heterog.graph.placement import H, L, P, Placement, R, S, Window
 from heterog.names import shown
 from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, parse_record
 from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
@@ -212,7 +212,7 @@ def _entry(table: Sequence[_T], number: int, field: str) -> _T:
 
 
 def _placement(text: str) -> Placement:
-    """The placement of a text like ``R`` or ``S(0,3)``.
+    """The placement of a text like ``R``, ``S(0,3)`` or ``H(2,4,1,-1)``.
 
     >>> _placement("S(0,3)")
     Placement(kind='S', dim=0, outer=3)
@@ -220,9 +220,13 @@ def _placement(text: str) -> Placement:
     known = {str(place): place for place in (R, P, L)}
     if text in known:
         return known[text]
+    halo = re.fullmatch(r"H\((\d{1,9}),(\d{1,9}),(-?\d{1,9}),(-?\d{1,9})\)", text)
+    if halo is not None:
+        return H(int(halo[1]), Window(int(halo[2]), int(halo[3]), int(halo[4])))
     found = re.fullmatch(r"S\((\d{1,9}),(\d{1,9})\)", text)
     if found is None or int(found[2]) < 1:
         raise StrategyError(
-            f"strategy: {shown(text)} is no placement; R, P, L or S(dim,outer) is meant."
+            f"strategy: {shown(text)} is no placement; R, P, L, S(dim,outer) or "
+            "H(dim,step,before,after) is meant."
         )
     return S(int(found[1]), int(found[2]))

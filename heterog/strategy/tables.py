@@ -94,6 +94,7 @@ class GraphTables(NamedTuple):
     slot_whole: IntArray  # AS_MADE, IN_TEAM or EVERYTHING
     slot_axis: IntArray  # of the reader
     slot_pass: IntArray  # whose readers it is for; see ``ANY_PASS``
+    slot_window: IntArray  # step, before, after, all rows; see ``window_row``  # [num_slots, 4]
     # Parameters, in the order of OpGraph.updates.
     parameter_group: IntArray
     parameter_bytes: FloatArray
@@ -132,8 +133,19 @@ def graph_tables(
     return _Builder(graph, axis_plan(graph, op_rules), group_ops(graph), blocks).build()
 
 
-_Slot = tuple[int, int, int, int, int]
-"""(value, reading group, how much of it is needed, the reader's axis, the readers' pass)."""
+WindowRow = tuple[int, int, int, int]
+NO_WINDOW: WindowRow = (0, 0, 0, 0)
+_Slot = tuple[int, int, int, int, int, WindowRow]
+"""(value, reading group, how much of it is needed, the reader's axis, the readers' pass, rows)."""
+
+
+def window_row(graph: OpGraph, tensor: int, needed: Placement) -> WindowRow:
+    """A window as the kernel sees it: its three numbers, and the rows that there are.
+
+    All 0 for slots that need no rows of others.
+    """
+    assert needed.window is not None
+    return *needed.window, graph.tensors[tensor].shape[needed.dim]
 
 
 class _Builder:
@@ -294,10 +306,11 @@ class _Builder:
         return {
             "value_slot_start": starts.astype(np.int32),
             "slot_value": _ints(values),
-            "slot_group": _ints([group for _, group, _, _, _ in self.slots]),
-            "slot_whole": _ints([whole for _, _, whole, _, _ in self.slots]),
-            "slot_axis": _ints([axis for _, _, _, axis, _ in self.slots]),
-            "slot_pass": _ints([readers for _, _, _, _, readers in self.slots]),
+            "slot_group": _ints([slot[1] for slot in self.slots]),
+            "slot_whole": _ints([slot[2] for slot in self.slots]),
+            "slot_axis": _ints([slot[3] for slot in self.slots]),
+            "slot_pass": _ints([slot[4] for slot in self.slots]),
+            "slot_window": np.array([slot[5] for slot in self.slots], np.int32).reshape(-1, 4),
         }
 
     def _parameter_tables(self) -> dict[str, Any]:
@@ -403,13 +416,27 @@ class _Builder:
             is_near = maker != CONSTANT_GROUP and self.block[maker] == self.block[group]
             if maker != CONSTANT_GROUP and not is_near:
                 self.outside.setdefault(storage, set()).add(tensor)
+            window = self._window(index, position, tensor)
             as_made = is_near and whole == AS_MADE and plan.tensor_axis[storage] == axis
+            as_made = as_made and window == NO_WINDOW
             if maker == CONSTANT_GROUP or as_made:
                 entries.setdefault((value, None))
             else:
                 readers = self._pass_of_readers(index, storage, whole)
-                entries.setdefault((value, (value, group, whole, axis, readers)))
+                entries.setdefault((value, (value, group, whole, axis, readers, window)))
         return list(entries), list(parameters)
+
+    def _window(self, index: int, position: int, tensor: int) -> WindowRow:
+        """The rows that an op reads, where its device may lack some of them."""
+        plan, graph = self.plan, self.graph
+        window = plan.window_needed(index, position, tensor)
+        if window is None:
+            return NO_WINDOW
+        needed = plan.needed[index][position]
+        own = graph.tensors[tensor].shape[needed.dim] // plan.axes[int(plan.op_axis[index])]
+        if window.step == own and max(window.before, window.after) <= 0:
+            return NO_WINDOW
+        return window_row(graph, tensor, needed)
 
     def _pass_of_readers(self, reader: int, storage: int, whole: int) -> int:
         """Which readers take what is made of a value for one of them."""
@@ -450,7 +477,7 @@ class _Builder:
         maker = int(self.graph.producer[storage])
         group, axis = int(self.grouping.group[maker]), int(self.plan.op_axis[maker])
         whole = EVERYTHING if axis == BATCH_AXIS else IN_TEAM
-        return self.value_of[storage], group, whole, axis, ANY_PASS
+        return self.value_of[storage], group, whole, axis, ANY_PASS, NO_WINDOW
 
     def _domain(self, value: int, parameter_axis: int) -> int:
         """The ``Domain`` of a gradient, by the value that holds it."""

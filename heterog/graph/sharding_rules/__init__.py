@@ -17,14 +17,17 @@ from heterog.graph.sharding_rules import (  # noqa: F401 - importing fills the t
     spatial,
     view,
 )
+from heterog.graph.sharding_rules.halo import RUNS_ON_WINDOWS, halo_rule
 from heterog.graph.sharding_rules.legal import legal_rules, propagate
 from heterog.graph.sharding_rules.local import local_args, local_shape
 from heterog.graph.sharding_rules.table import RULES, RuleResult, Special
 
 __all__ = [
     "RULES",
+    "RUNS_ON_WINDOWS",
     "RuleResult",
     "Special",
+    "halo_rule",
     "legal_rules",
     "local_args",
     "local_shape",

@@ -233,6 +233,6 @@ RUNS_ON_WINDOWS = frozenset(kind for kind in _RULES if "batch_norm" not in kind)
 """Ops that a rule of this module cannot run by themselves; ``heterog.runtime.windows`` does."""
 
 
-def is_halo(placements: tuple[Placement, ...]) -> int | None:
+def halo_dim(placements: tuple[Placement, ...]) -> int | None:
     """The dimension along which some inputs have halos; ``None`` if none has."""
     return next((place.dim for place in placements if place.kind == "H"), None)

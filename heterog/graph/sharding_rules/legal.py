@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
 from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta
+from heterog.graph.sharding_rules.halo import halo_dim, halo_rule
 from heterog.graph.sharding_rules.table import RULES, RuleResult, positions
 
 
@@ -24,6 +25,9 @@ def propagate(
         then only running it replicated is right, and for an op that draws random numbers not
         even that.
     """
+    dim = halo_dim(placements)
+    if dim is not None:
+        return halo_rule(call, dim, axis_size)
     found = RULES.get(call.kind)
     return found(call, placements, axis_size) if found else None
 

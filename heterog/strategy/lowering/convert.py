@@ -13,31 +13,26 @@ in slices (``scatter_in_teams``).
 from heterog.graph.axis_plan import AS_MADE, EVERYTHING, IN_TEAM
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice, is_first
+from heterog.strategy.lowering.halo import bring_windows, has_window, same_window
+from heterog.strategy.lowering.pieces import box_of, join_pieces, send_piece
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import (
     APART,
     NUM_BUFFERS,
-    NUM_TASKS,
     Tape,
     set_units,
     write_buffer,
     write_read,
     write_task,
 )
-from heterog.strategy.lowering.turns import BY_MICRO_BATCH, turn_of, work_of
-from heterog.strategy.pipeline_schedule import Pass
 from heterog.strategy.program import TaskKind
 from heterog.strategy.tables import ANY_PASS, FORWARD_PASS, KIND_NUMBER, GraphTables
 
 # Plain integers, because numba freezes enum members into slow objects.
-_SPLIT = int(TaskKind.SPLIT)
-_CONCAT = int(TaskKind.CONCAT)
 _SEND = int(TaskKind.SEND)
 _REDUCE_VALUE = int(TaskKind.REDUCE_VALUE)
 _GATHER_VALUE = int(TaskKind.GATHER_VALUE)
 _SCATTER_VALUE = int(TaskKind.SCATTER_VALUE)
-_BACKWARD = int(Pass.BACKWARD)
-_WEIGHTS = int(Pass.WEIGHTS)
 _S, _P = KIND_NUMBER["S"], KIND_NUMBER["P"]
 _ALL, _FIRST, _FIRST_TEAM, _FIRSTS = 0, 1, 2, 3
 """Who gets a copy of a whole value: everybody, or whose part of a sum it becomes: the first
@@ -69,7 +64,9 @@ def convert(
         return
     for device in range(choice.member.shape[1]):
         scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
-    if tables.value_axis[value] == 0:
+    if has_window(tables, slot):
+        bring_windows(tables, choice, scratch, tape, slot, source, target, micro)
+    elif tables.value_axis[value] == 0:
         _convert_along_batch(tables, choice, scratch, tape, slot, source, target, micro)
     else:
         _convert_ruled(tables, choice, scratch, tape, slot, source, target, micro)
@@ -143,6 +140,7 @@ def _is_there(
             and scratch.slot_done[other] > 0
             and (tables.slot_pass[other] == tables.slot_pass[slot] or source != target)
             and min(tables.slot_whole[other], most) == whole
+            and same_window(tables, other, slot)
             and choice.division[tables.slot_group[other]] == target
             and (
                 in_division
@@ -386,7 +384,7 @@ def _bring(
     for device in range(num_devices):
         if choice.shares[target, micro, device] == 0:
             continue
-        begin, count, unit_begin, units = _box(choice, target, micro, device)
+        begin, count, unit_begin, units = box_of(choice, target, micro, device)
         first_piece = tape.counts[NUM_BUFFERS]
         parts = 0
         missing = count * max(units, 1)
@@ -394,7 +392,7 @@ def _bring(
         for other in range(num_devices):
             if choice.shares[source, micro, other] == 0:
                 continue
-            low, owned, other_begin, owned_units = _box(choice, source, micro, other)
+            low, owned, other_begin, owned_units = box_of(choice, source, micro, other)
             overlap = min(begin + count, low + owned) - max(begin, low)
             overlap_units = -1
             if units >= 0:
@@ -418,17 +416,6 @@ def _bring(
             tables, choice, scratch, tape, slot, device, micro, parts, local, first_piece, count,
             units, fraction,
         )  # fmt: skip
-
-
-@helper
-def _box(choice: Choice, row: int, micro: int, device: int) -> tuple[int, int, int, int]:
-    """(first sample, samples, first unit, units or -1) of what a device has in a row."""
-    teams, division = choice.teams, row % len(choice.member)
-    share = choice.shares[row, micro, device]
-    if row == division:  # along the batch: its own samples, whole
-        return teams.own_begin[division, micro, device], share, 0, -1
-    samples = teams.samples[division, micro, device]
-    return teams.begin[division, micro, device], samples, teams.unit_begin[row, device], share
 
 
 @helper
@@ -524,8 +511,6 @@ def _send(
 ) -> None:  # fmt: skip
     """Send a piece of a value, cut out before where it does not lie in one."""
     value = tables.slot_value[slot]
-    maker = tables.value_op[value]
-    turns = choice.turns
     size = _bytes_of(tables, value, overlap, units) * fraction
     if tables.value_axis[value] == 0:
         contiguous = tables.value_is_outermost[value] == 1
@@ -533,20 +518,11 @@ def _send(
         contiguous = tables.value_batch_is_outermost[value] == 1
     else:
         contiguous = overlap == owned and tables.value_is_outermost[value] == 1
-    if (overlap < owned or units < owned_units) and not contiguous:
-        write_task(tape, _SPLIT, slot, other, micro, overlap, -1, 2.0 * size)
-        set_units(tape, max(units, 0))
-        if turns.rule != BY_MICRO_BATCH:  # it follows what it cuts
-            cut = tape.tasks[tape.counts[NUM_TASKS] - 1]
-            group, work = tables.op_group[maker], work_of(tables, turns, maker)
-            cut.turn = turn_of(turns, tape, group, work, other, micro)
-        write_read(tape, mine)
-        mine = write_buffer(tape, other, size)
-    channel = other * choice.member.shape[1] + device
-    write_task(tape, _SEND, slot, device, micro, overlap, channel, size)
-    set_units(tape, max(units, 0))
-    write_read(tape, mine)
-    scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
+    is_cut = (overlap < owned or units < owned_units) and not contiguous
+    send_piece(
+        tables, choice, scratch, tape, slot, mine, other, device, micro, overlap, units, size,
+        is_cut,
+    )  # fmt: skip
 
 
 @helper
@@ -557,22 +533,10 @@ def _join(
     """Join the pieces of a value that a device has got, if there are several."""
     if parts < 2:
         return
-    value = tables.slot_value[slot]
-    turns = choice.turns
-    size = _bytes_of(tables, value, count, units) * fraction
-    pieces = tape.counts[NUM_BUFFERS]
-    write_task(tape, _CONCAT, slot, device, micro, count, -1, 2.0 * size)
-    set_units(tape, max(units, 0))
-    if turns.rule != BY_MICRO_BATCH and work_of(tables, turns, tables.value_op[value]) != _WEIGHTS:
-        # The first reader may be of the weights, and others wait for it before those.
-        joined = tape.tasks[tape.counts[NUM_TASKS] - 1]
-        group = tables.slot_group[slot]
-        joined.turn = min(joined.turn, turn_of(turns, tape, group, _BACKWARD, device, micro))
-    write_read(tape, local)
-    for piece in range(first_piece, pieces):
-        if tape.buffers[piece].device == device:
-            write_read(tape, piece)
-    scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
+    size = _bytes_of(tables, tables.slot_value[slot], count, units) * fraction
+    join_pieces(
+        tables, choice, scratch, tape, slot, device, micro, local, first_piece, count, units, size
+    )
 
 
 @helper

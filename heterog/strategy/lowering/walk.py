@@ -11,6 +11,7 @@ from heterog.strategy.lowering.gradients import (
     num_rings,
     share_whole_gradient,
 )
+from heterog.strategy.lowering.halo import has_window
 from heterog.strategy.lowering.recompute import recompute_group
 from heterog.strategy.lowering.reduce import close_bucket, number_buckets, synchronise
 from heterog.strategy.lowering.scratch import Scratch
@@ -146,7 +147,8 @@ def _bring_inputs(
         value = tables.slot_value[slot]
         source = choice.division[tables.op_group[tables.value_op[value]]]
         source += num_divisions * tables.value_axis[value]
-        if source == division and tables.slot_whole[slot] == 0:
+        is_as_made = tables.slot_whole[slot] == 0 and not has_window(tables, slot)
+        if source == division and is_as_made:
             scratch.slot_done[slot] = 1
             for device in range(choice.member.shape[1]):
                 scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]

@@ -1,0 +1,131 @@
+"""Rows on their way to neighbours whose ops read them."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from heterog.graph.halo import Rows
+from heterog.graph.placement import S, Window
+from heterog.graph.sharding_rules import local_shape
+from heterog.runtime.collectives import Communicator
+from heterog.runtime.placed import cut, join
+from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.spans import Span, unit_rows
+from heterog.runtime.values import Held, Values, rows_held
+from heterog.strategy.program import TaskKind
+
+
+class _Slot(NamedTuple):
+    """What a slot brings: rows of a dimension of a tensor."""
+
+    tensor: int
+    dim: int
+    window: Window
+    size: int
+
+
+class Halos:
+    """Plays the tasks that bring rows to the devices whose ops read them.
+
+    Args:
+        part: the program as this rank sees it.
+        values: of the step.
+        communicator: talks to the other ranks.
+    """
+
+    def __init__(self, part: RankProgram, values: Values, communicator: Communicator) -> None:
+        self._part = part
+        self._values = values
+        self._communicator = communicator
+
+    def run(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
+        """Play one task."""
+        values, part = self._values, self._part
+        if kind == TaskKind.SPLIT:
+            # The piece is cut out when it is sent, as its reader is known then.
+            (read,) = part.reads(task)
+            for buffer in part.made(task):
+                values.held[buffer] = values.held[read]
+        elif kind == TaskKind.SEND:
+            self._send(task, slot, micro)
+        else:
+            self._join(task, slot, micro)
+
+    def _slot(self, slot: int) -> _Slot:
+        tables = self._part.tables
+        step, before, after, size = map(int, tables.slot_window[slot])
+        tensor = int(tables.value_tensor[tables.slot_value[slot]])
+        dim = self._part.plan.placements[tensor].dim
+        return _Slot(tensor, dim, Window(step, before, after), size)
+
+    def _wanted(self, slot: int, micro: int, device: int) -> tuple[Span, Rows]:
+        """Samples and rows that a slot brings to a device."""
+        along, _ = self._part.target_of_slot(slot)
+        said = self._slot(slot)
+        begin, count = along.units_of(device)
+        return along.team_samples(micro, device), said.window.rows(begin, begin + count, said.size)
+
+    def _owned(self, slot: int, micro: int, device: int) -> tuple[Span, Rows]:
+        """Samples and rows that a device has made."""
+        part = self._part
+        maker = part.spans_of_value(int(part.tables.slot_value[slot]))
+        assert maker is not None
+        rows = unit_rows(maker.units_of(device), self._slot(slot).size, maker.units)
+        return maker.team_samples(micro, device), rows
+
+    def _send(self, task: int, slot: int, micro: int) -> None:
+        part, said = self._part, self._slot(slot)
+        src, dst = part.channel(task).devices
+        samples, wanted = self._wanted(slot, micro, dst)
+        owned_samples, owned = self._owned(slot, micro, src)
+        samples, rows = _overlap(owned_samples, samples), owned.overlap(wanted)
+        if part.rank == src:
+            held = self._values.held[part.reads(task)[0]]
+            piece = self._piece(said, held, samples, rows)
+            self._communicator.send(piece, dst, task)
+            return
+        place, batch = part.plan.batch_placement(said.tensor), part.graph.batch_size
+        shape = list(local_shape(part.graph.tensors[said.tensor].shape, place, samples[1], batch))
+        shape[said.dim] = rows.num
+        (made,) = part.made(task)
+        like = self._values.zeros(said.tensor, tuple(shape))
+        received = self._communicator.receive(like, src, task)
+        self._values.held[made] = Held(received, samples, rows=rows)
+
+    def _piece(self, said: _Slot, held: Held, samples: Span, rows: Rows) -> Tensor:
+        """Some samples and rows of what is held."""
+        place, value = self._part.plan.batch_placement(said.tensor), held.tensor()
+        low, owned = held.samples
+        value = cut(value, place, owned, samples[0] - low, samples[1])
+        units = self._part.plan.axes[int(self._part.plan.tensor_axis[said.tensor])]
+        have = rows_held(held, said.size, units)
+        return value.narrow(said.dim, rows.begin - have.begin, rows.num).contiguous()
+
+    def _join(self, task: int, slot: int, micro: int) -> None:
+        part, said = self._part, self._slot(slot)
+        samples, wanted = self._wanted(slot, micro, part.rank)
+        units = part.plan.axes[int(part.plan.tensor_axis[said.tensor])]
+        pieces: dict[Span, list[tuple[int, Tensor]]] = {}
+        for buffer in part.reads(task):
+            held = self._values.held[buffer]
+            rows = rows_held(held, said.size, units).overlap(wanted)
+            common = _overlap(held.samples, samples)
+            pieces.setdefault(common, []).append(
+                (rows.begin, self._piece(said, held, common, rows))
+            )
+        across = [
+            join([piece for _, piece in sorted(each, key=_first)], S(said.dim))
+            for _, each in sorted(pieces.items())
+        ]
+        (made,) = part.made(task)
+        whole = join(across, part.plan.batch_placement(said.tensor))
+        self._values.held[made] = Held(whole, samples, rows=wanted)
+
+
+def _first(piece: tuple[int, Tensor]) -> int:
+    return piece[0]
+
+
+def _overlap(one: Span, other: Span) -> Span:
+    begin = max(one[0], other[0])
+    return begin, max(min(one[0] + one[1], other[0] + other[1]) - begin, 0)

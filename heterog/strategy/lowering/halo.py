@@ -1,0 +1,89 @@
+"""Halos: an op on some rows reads rows of its inputs that neighbours own.
+
+The target's box then overlaps those of its neighbours: each device gets the rows of its window
+that it lacks from whoever owns them, and joins them with its own. How many rows that are follows
+from the devices' units alone (see ``Window`` in ``heterog.graph.placement``).
+"""
+
+from heterog.strategy.kernels import helper
+from heterog.strategy.lowering.choice import Choice
+from heterog.strategy.lowering.pieces import box_of, join_pieces, send_piece
+from heterog.strategy.lowering.scratch import Scratch
+from heterog.strategy.lowering.tape import APART, NUM_BUFFERS, Tape
+from heterog.strategy.tables import GraphTables
+
+
+@helper
+def has_window(tables: GraphTables, slot: int) -> bool:
+    """Whether readers of a slot need rows that other devices may own."""
+    return bool(tables.slot_window[slot, 3] > 0)
+
+
+@helper
+def same_window(tables: GraphTables, one: int, other: int) -> bool:
+    """Whether two slots bring the same rows."""
+    for number in range(4):
+        if tables.slot_window[one, number] != tables.slot_window[other, number]:
+            return False
+    return True
+
+
+@helper
+def bring_windows(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    target: int, micro: int,
+) -> None:  # fmt: skip
+    """Each target device gets the rows of its window from the devices that own them.
+
+    Args:
+        tables: of the graph.
+        choice: the strategy.
+        scratch: its ``slot_buffer`` is written.
+        tape: is written.
+        slot: that is filled.
+        source: division of the maker.
+        target: division of the reader.
+        micro: the micro-batch.
+    """
+    value = tables.slot_value[slot]
+    axis, num_devices = tables.value_axis[value], choice.member.shape[1]
+    source += axis * len(choice.member)
+    target += axis * len(choice.member)
+    step, before = tables.slot_window[slot, 0], tables.slot_window[slot, 1]
+    after, rows = tables.slot_window[slot, 2], tables.slot_window[slot, 3]
+    inner = rows // tables.axis_units[axis]
+    row_bytes = tables.value_bytes_per_unit[value] / (inner * tables.batch_size)
+    for device in range(num_devices):
+        if choice.shares[target, micro, device] == 0:
+            continue
+        if choice.stands_for[device] > 1:
+            tape.counts[APART] = 1  # neighbours of twins are no twins
+        begin, count, first_unit, units = box_of(choice, target, micro, device)
+        first = min(max(first_unit * step - before, 0), rows)
+        end = max(first, min((first_unit + units) * step + after, rows))
+        first_piece = tape.counts[NUM_BUFFERS]
+        parts = 0
+        local = -1
+        for other in range(num_devices):
+            if choice.shares[source, micro, other] == 0:
+                continue
+            low, owned, other_unit, other_units = box_of(choice, source, micro, other)
+            samples = min(begin + count, low + owned) - max(begin, low)
+            lowest, highest = other_unit * inner, (other_unit + other_units) * inner
+            got = min(end, highest) - max(first, lowest)
+            if samples <= 0 or got <= 0:
+                continue
+            parts += 1
+            mine = scratch.value_buffer[value, other]
+            if other == device:
+                local = mine
+                continue
+            send_piece(
+                tables, choice, scratch, tape, slot, mine, other, device, micro, samples, got,
+                row_bytes * samples * got, samples < owned or got < highest - lowest,
+            )  # fmt: skip
+        if parts > 1:
+            join_pieces(
+                tables, choice, scratch, tape, slot, device, micro, local, first_piece, count,
+                end - first, row_bytes * count * (end - first),
+            )  # fmt: skip

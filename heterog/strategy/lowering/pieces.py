@@ -1,0 +1,114 @@
+"""Pieces of values: what a device holds of one, sent to another and joined there."""
+
+from heterog.strategy.kernels import helper
+from heterog.strategy.lowering.choice import Choice
+from heterog.strategy.lowering.scratch import Scratch
+from heterog.strategy.lowering.tape import (
+    NUM_BUFFERS,
+    NUM_TASKS,
+    Tape,
+    set_units,
+    write_buffer,
+    write_read,
+    write_task,
+)
+from heterog.strategy.lowering.turns import BY_MICRO_BATCH, turn_of, work_of
+from heterog.strategy.pipeline_schedule import Pass
+from heterog.strategy.program import TaskKind
+from heterog.strategy.tables import GraphTables
+
+# Plain integers, because numba freezes enum members into slow objects.
+_SPLIT = int(TaskKind.SPLIT)
+_CONCAT = int(TaskKind.CONCAT)
+_SEND = int(TaskKind.SEND)
+_BACKWARD = int(Pass.BACKWARD)
+_WEIGHTS = int(Pass.WEIGHTS)
+
+
+@helper
+def box_of(choice: Choice, row: int, micro: int, device: int) -> tuple[int, int, int, int]:
+    """(first sample, samples, first unit, units or -1) of what a device has in a row."""
+    teams, division = choice.teams, row % len(choice.member)
+    share = choice.shares[row, micro, device]
+    if row == division:  # along the batch: its own samples, whole
+        return teams.own_begin[division, micro, device], share, 0, -1
+    samples = teams.samples[division, micro, device]
+    return teams.begin[division, micro, device], samples, teams.unit_begin[row, device], share
+
+
+@helper
+def send_piece(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, mine: int,
+    other: int, device: int, micro: int, samples: int, units: int, size: float, is_cut: bool,
+) -> None:  # fmt: skip
+    """Send a piece of what a device has, cut out before if it does not lie in one.
+
+    Args:
+        tables: of the graph.
+        choice: the strategy.
+        scratch: its ``slot_buffer`` is written.
+        tape: is written.
+        slot: that is filled.
+        mine: buffer of the device that sends.
+        other: the device that sends.
+        device: the device that receives.
+        micro: the micro-batch.
+        samples: of the piece.
+        units: of the piece, or its rows for a window; -1 if it is whole.
+        size: bytes of the piece.
+        is_cut: it is copied out before it is sent.
+    """
+    maker = tables.value_op[tables.slot_value[slot]]
+    turns = choice.turns
+    if is_cut:
+        write_task(tape, _SPLIT, slot, other, micro, samples, -1, 2.0 * size)
+        set_units(tape, max(units, 0))
+        if turns.rule != BY_MICRO_BATCH:  # it follows what it cuts
+            cut = tape.tasks[tape.counts[NUM_TASKS] - 1]
+            group, work = tables.op_group[maker], work_of(tables, turns, maker)
+            cut.turn = turn_of(turns, tape, group, work, other, micro)
+        write_read(tape, mine)
+        mine = write_buffer(tape, other, size)
+    channel = other * choice.member.shape[1] + device
+    write_task(tape, _SEND, slot, device, micro, samples, channel, size)
+    set_units(tape, max(units, 0))
+    write_read(tape, mine)
+    scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
+
+
+@helper
+def join_pieces(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, device: int,
+    micro: int, local: int, first_piece: int, samples: int, units: int, size: float,
+) -> None:  # fmt: skip
+    """Join what a device has of a value with the pieces that it has got.
+
+    Args:
+        tables: of the graph.
+        choice: the strategy.
+        scratch: its ``slot_buffer`` is written.
+        tape: is written.
+        slot: that is filled.
+        device: where they are joined.
+        micro: the micro-batch.
+        local: buffer with a piece that was there, -1 if none was.
+        first_piece: the first buffer that was made for this.
+        samples: of all pieces.
+        units: of all pieces, or rows for a window; -1 if they are whole.
+        size: bytes of all pieces.
+    """
+    value = tables.slot_value[slot]
+    turns = choice.turns
+    pieces = tape.counts[NUM_BUFFERS]
+    write_task(tape, _CONCAT, slot, device, micro, samples, -1, 2.0 * size)
+    set_units(tape, max(units, 0))
+    if turns.rule != BY_MICRO_BATCH and work_of(tables, turns, tables.value_op[value]) != _WEIGHTS:
+        # The first reader may be of the weights, and others wait for it before those.
+        joined = tape.tasks[tape.counts[NUM_TASKS] - 1]
+        group = tables.slot_group[slot]
+        joined.turn = min(joined.turn, turn_of(turns, tape, group, _BACKWARD, device, micro))
+    write_read(tape, local)
+    for piece in range(first_piece, pieces):
+        if tape.buffers[piece].device == device:
+            write_read(tape, piece)
+    scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)

@@ -1,0 +1,182 @@
+"""Networks on volumes: CosmoFlow and a 3D U-Net, whose samples may be too large for one device.
+
+Both are those that were trained with samples cut along their depth (Oyama et al. 2020, "The Case
+for Strong Scaling in Deep Learning: Training Large 3D CNNs With Hybrid Parallelism", arXiv
+2007.12856), as the authors' LBANN repository has them. There is no dropout, so that a training
+step is deterministic.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heterog.graph.workload import Workload
+from heterog.zoo.statistics import whole_statistics
+
+if TYPE_CHECKING:
+    from heterog.graph.workload import Batch
+
+MOST_CHANNELS = 256
+UNET_CHANNELS = ((32, 64), (64, 128), (128, 256), (256, 512))
+NUM_LABELS = 3
+
+
+def cosmoflow_128(batch_size: int) -> Workload:
+    """CosmoFlow (Mathuriya et al. 2018) on volumes of 128 x 128 x 128."""
+    return cosmoflow(batch_size, 128)
+
+
+def cosmoflow_512(batch_size: int) -> Workload:
+    """CosmoFlow (Mathuriya et al. 2018) on volumes of 512 x 512 x 512."""
+    return cosmoflow(batch_size, 512)
+
+
+def unet3d(batch_size: int) -> Workload:
+    """3D U-Net (Cicek et al. 2016) on volumes of 128 x 128 x 128, three labels."""
+    return segmentation(batch_size, 128)
+
+
+def cosmoflow(
+    batch_size: int, width: int, *, channels: int = 16, hidden: tuple[int, int] = (2048, 256)
+) -> Workload:
+    """CosmoFlow on cubes of any width, with any number of channels.
+
+    Args:
+        batch_size: volumes in the global batch.
+        width: of the cubes; a power of two, 16 or more.
+        channels: of the first convolution; each next one has twice as many, up to 256.
+        hidden: features of the linear layers.
+    """
+
+    def example_batch() -> Batch:
+        random = torch.Generator().manual_seed(0)
+        cubes = torch.rand(batch_size, 1, width, width, width, generator=random)
+        return cubes, torch.rand(batch_size, 4, generator=random)
+
+    return Workload(
+        model=lambda: CosmoFlow(width, channels=channels, hidden=hidden),
+        example_batch=example_batch,
+        loss=functional.mse_loss,
+        optimizer=torch.optim.Adam,
+        name=f"cosmoflow_{width}",
+    )
+
+
+def segmentation(
+    batch_size: int,
+    width: int,
+    channels: tuple[tuple[int, int], ...] = UNET_CHANNELS,
+    *,
+    whole: bool = False,
+) -> Workload:
+    """A 3D U-Net on cubes of any width, with any channels.
+
+    Args:
+        batch_size: volumes in the global batch.
+        width: of the cubes; halved once less than there are levels.
+        channels: of the two convolutions of each level, the last of them the bottom.
+        whole: where samples are cut, BatchNorm normalises by statistics of the whole, and not each
+            part by its own.
+    """
+
+    def example_batch() -> Batch:
+        random = torch.Generator().manual_seed(0)
+        shape = (batch_size, width, width, width)
+        cubes = torch.rand(batch_size, 1, width, width, width, generator=random)
+        return cubes, torch.randint(NUM_LABELS, shape, generator=random)
+
+    return Workload(
+        model=lambda: whole_statistics(UNet3d(channels)) if whole else UNet3d(channels),
+        example_batch=example_batch,
+        loss=functional.cross_entropy,
+        optimizer=torch.optim.Adam,
+        name="unet3d",
+    )
+
+
+class CosmoFlow(nn.Module):
+    """Convolutions of 3 x 3 x 3, each with a pooling that halves the cube; three linear layers.
+
+    Cubes of every width end as 4 x 4 x 4; the four outputs are cosmological parameters.
+    """
+
+    def __init__(
+        self, width: int, *, channels: int = 16, hidden: tuple[int, int] = (2048, 256)
+    ) -> None:
+        super().__init__()
+        sizes = [1]
+        while width > 4:
+            sizes.append(min(channels, MOST_CHANNELS))
+            channels, width = channels * 2, width // 2
+        layers: list[nn.Module] = []
+        for have, want in pairwise(sizes):
+            layers += [
+                nn.Conv3d(have, want, 3, padding=1),
+                nn.LeakyReLU(0.3),
+                nn.AvgPool3d(3, 2, padding=1),
+            ]
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(sizes[-1] * width**3, hidden[0]),
+            nn.LeakyReLU(0.3),
+            nn.Linear(hidden[0], hidden[1]),
+            nn.LeakyReLU(0.3),
+            nn.Linear(hidden[1], 4),
+        )
+
+    def forward(self, cubes: Tensor) -> Tensor:
+        """Four numbers for each cube."""
+        out: Tensor = self.head(self.features(cubes))
+        return out
+
+
+class UNet3d(nn.Module):
+    """A 3D U-Net: levels joined by poolings, deconvolutions of stride 2 and concatenations.
+
+    Args:
+        channels: of the two convolutions of each level, the last of them the bottom.
+    """
+
+    def __init__(self, channels: tuple[tuple[int, int], ...] = UNET_CHANNELS) -> None:
+        super().__init__()
+        self.down = nn.ModuleList()
+        have = 1
+        for middle, want in channels:
+            self.down.append(self._level(have, middle, want))
+            have = want
+        self.deconvolutions, self.up = nn.ModuleList(), nn.ModuleList()
+        for _, want in reversed(channels[:-1]):
+            self.deconvolutions.append(nn.ConvTranspose3d(have, have, 2, stride=2))
+            self.up.append(self._level(have + want, want, want))
+            have = want
+        self.last = nn.Conv3d(have, NUM_LABELS, 1)
+
+    def _level(self, have: int, middle: int, want: int) -> nn.Module:
+        layers: list[nn.Module] = []
+        for before, after in ((have, middle), (middle, want)):
+            layers += [
+                nn.Conv3d(before, after, 3, padding=1, bias=False),
+                nn.BatchNorm3d(after),
+                nn.ReLU(),
+            ]
+        return nn.Sequential(*layers)
+
+    def forward(self, cubes: Tensor) -> Tensor:
+        """Scores of the labels of each voxel."""
+        kept = []
+        x = cubes
+        for number, level in enumerate(self.down):
+            x = level(x if number == 0 else functional.max_pool3d(x, 2))
+            kept.append(x)
+        for deconvolution, level, skip in zip(
+            self.deconvolutions, self.up, reversed(kept[:-1]), strict=True
+        ):
+            x = level(torch.cat([skip, deconvolution(x)], 1))
+        out: Tensor = self.last(x)
+        return out
