@@ -16,7 +16,12 @@ from torch.nn import functional
 
 from heterog.graph.halo import Rows, Stencil
 from heterog.graph.placement import OpCall
-from heterog.graph.sharding_rules.halo import per_dim, stencil_of
+from heterog.graph.sharding_rules.halo import (
+    CONVOLUTION,
+    CONVOLUTION_BACKWARD,
+    per_dim,
+    stencil_of,
+)
 from heterog.graph.sharding_rules.table import positions
 
 _aten = torch.ops.aten
@@ -397,8 +402,8 @@ def _resampling(local: _Local) -> list[Any]:
 
 
 _RUN: dict[str, Callable[[_Local], list[Tensor]]] = {
-    "convolution.default": _convolution,
-    "convolution_backward.default": _convolution_backward,
+    CONVOLUTION: _convolution,
+    CONVOLUTION_BACKWARD: _convolution_backward,
     **{f"avg_pool{rank}d.default": _average_pool for rank in (2, 3)},
     **{f"avg_pool{rank}d_backward.default": _average_pool_backward for rank in (2, 3)},
     **{f"max_pool{rank}d_with_indices.default": _max_pool for rank in (2, 3)},

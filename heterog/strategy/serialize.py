@@ -226,7 +226,7 @@ def _placement(text: str) -> Placement:
     found = re.fullmatch(r"S\((\d{1,9}),(\d{1,9})\)", text)
     if found is None or int(found[2]) < 1:
         raise StrategyError(
-            f"strategy: {shown(text)} is no placement; R, P, L, S(dim,outer) or "
-            "H(dim,step,before,after) is meant."
+            f"strategy: {shown(text)} is no placement; R, P, L or S(dim,outer) is meant, "
+            "or H(dim,step,before,after) for an input."
         )
     return S(int(found[1]), int(found[2]))

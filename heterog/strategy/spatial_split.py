@@ -17,8 +17,7 @@ from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRule, OpRules
 from heterog.graph.placement import OpCall, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, halo_rule, propagate
-
-_CONVOLUTION = "convolution.default"
+from heterog.graph.sharding_rules.halo import CONVOLUTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +73,7 @@ def _unit_counts(graph: OpGraph, dim: int, most: int) -> list[int]:
     sizes = {
         graph.tensors[tensor].shape[dim]
         for op in range(graph.num_ops)
-        if graph.ops[op].kind == _CONVOLUTION
+        if graph.ops[op].kind == CONVOLUTION
         for tensor in graph.outputs(op)
         if len(graph.tensors[tensor].shape) > dim
     }
@@ -90,7 +89,7 @@ def _seed_shapes(graph: OpGraph) -> list[tuple[int, ...]]:
 
 def _seeds(graph: OpGraph) -> list[int]:
     """Tensors of the batch that look like what the first convolution reads."""
-    ranks = [len(graph.tensors[op.inputs[0]].shape) for op in graph.ops if op.kind == _CONVOLUTION]
+    ranks = [len(graph.tensors[op.inputs[0]].shape) for op in graph.ops if op.kind == CONVOLUTION]
     if not ranks:
         return []
     batch = graph.inputs_of_kind(TensorKind.BATCH)

@@ -13,7 +13,7 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRules
-from heterog.graph.placement import Placement
+from heterog.graph.placement import Placement, Window
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.recomputation import recomputations
@@ -36,6 +36,7 @@ class Need(NamedTuple):
     whole: int  # AS_MADE, IN_TEAM or EVERY_SAMPLE
     axis: int  # along which the reader runs
     readers: int = 0  # ANY_PASS, FORWARD_PASS or BACKWARD_PASS
+    window: Window | None = None  # rows that its ops read, of which others own some
 
 
 class Part(NamedTuple):
@@ -163,14 +164,36 @@ class Reading:
             maker = self.maker[value]
             whole = self.whole_needed(op, position)
             is_near = self.block_of(maker) == self.block_of(op)
+            window = self.window(op, position)
             as_made = is_near and self.value_axis(value) == self.axis(op) and whole == AS_MADE
+            as_made = as_made and window is None
             if self.group[maker] == CONSTANT_GROUP or as_made:
                 found[value, None] = None
             else:
                 readers = self._pass_of_readers(op, value, whole)
-                need = Need(value, self.group[op], whole, self.axis(op), readers)
+                need = Need(value, self.group[op], whole, self.axis(op), readers, window)
                 found[value, need] = None
         return found
+
+    def window(self, op: int, position: int) -> Window | None:
+        """Rows of an input that an op reads, if some device may lack any."""
+        tensor = self.graph.ops[op].inputs[position]
+        place, needed = self.along_axis(tensor), self.plan.needed[op][position]
+        if needed.window is None or place is None or self.whole_needed(op, position) != AS_MADE:
+            return None
+        size, units = self.rows(tensor), self.plan.axes[self.axis(op)]
+        lacks = any(
+            not set(range(*needed.window.rows(unit, unit + 1, size)))
+            <= set(range(unit * size // units, (unit + 1) * size // units))
+            for unit in range(units)
+        )
+        return needed.window if place.kind == "S" and lacks else None
+
+    def rows(self, value: int) -> int:
+        """Rows of a tensor that is cut along a dimension by a rule."""
+        place = self.along_axis(value)
+        assert place is not None
+        return self.graph.tensors[value].shape[place.dim]
 
     def _pass_of_readers(self, op: int, value: int, whole: int) -> int:
         """Slices of a sum are gathered by each pass for itself: nobody keeps the whole."""

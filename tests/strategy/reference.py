@@ -6,6 +6,7 @@ where is a dictionary from device to buffer, and everything is looked up when it
 program is made of, and the walk through a step, with a section for each concern.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -361,8 +362,9 @@ class Walk:
         source = self.shares.layouts[self.reading.group[maker]]
         target = self.shares.layouts[need.group]
         lies = self.values[need.value]
-        if source == target and need.axis == axis and need.whole == AS_MADE:
-            return lies
+        if need.window is None and source == target:
+            if need.axis == axis and need.whole == AS_MADE:
+                return lies
         # Pieces go where others are, and what is gathered or reduced goes to all devices,
         # whichever of them the reader runs on.
         is_for_all = (
@@ -375,12 +377,15 @@ class Walk:
         for other, where in self.converted.items():  # it may have been brought there already
             if (
                 other.value == need.value
+                and other.window == need.window
                 and min(other.whole, most) == min(need.whole, most)
                 and self.shares.layouts[other.group] == target
                 and (is_for_all or other.axis == need.axis or self.serves(other, need))
                 and (other.readers == need.readers or source != target)
             ):
                 return where
+        if need.window is not None:
+            return lies | self.move_rows(need, source, target, axis)
         if over == "S":
             return self.convert_split(need, lies, source, target)
         if over == "P":
@@ -509,6 +514,43 @@ class Walk:
             arrived[device] = self.joined(need, device, wanted, pieces)
         return arrived
 
+    def move_rows(self, need: Need, source: Layout, target: Layout, axis: int) -> Where:
+        """Each device gets the rows that its ops read from the devices that own them."""
+        value, rows = need.value, self.reading.rows(need.value)
+        units = self.reading.plan.axes[axis]
+        row_bytes = self.reading.bytes_of(value, Part(1, units)) / rows
+        arrived: Where = {}
+        owned = {
+            device: Box(
+                box.samples, range(box.units.start * rows // units, box.units.stop * rows // units)
+            )
+            for device, box in self.shares.boxes(source, axis, self.micro).items()
+        }
+        assert need.window is not None
+        for device, box in self.shares.boxes(target, axis, self.micro).items():
+            found = need.window.rows(box.units.start, box.units.stop, rows)
+            wanted = Box(box.samples, range(*found))
+            pieces: list[Buffer] = []
+            for other, own in owned.items():
+                piece = own.common(wanted)
+                if not piece.samples or not piece.units:
+                    continue
+                mine, size = self.values[value][other], math.prod(piece.part) * row_bytes
+                if other != device and piece != own:
+                    mine = self.cut_out(need, mine, other, piece.part, size)
+                if other != device:
+                    mine = self.transfer(
+                        TaskKind.SEND, need, other, device, size, [mine], micro=self.micro,
+                        part=piece.part,
+                    ).make(device, size)  # fmt: skip
+                pieces.append(mine)
+            if len(pieces) > 1:
+                size = math.prod(wanted.part) * row_bytes
+                arrived[device] = self.as_one(need, device, wanted.part, pieces, size)
+            elif pieces:
+                (arrived[device],) = pieces
+        return arrived
+
     def bring_samples(
         self, need: Need, lies: Where, source: Layout, target: Layout, whole: int,
         readers: set[int],
@@ -551,17 +593,21 @@ class Walk:
             return mine
         size, part = self.moved_bytes(need, piece.part), self.said(need, piece)
         if not self.is_contiguous(need.value, piece, owned):
-            task = self.add(
-                TaskKind.SPLIT, need, other, reads=[mine], micro=self.micro, part=part,
-                num_bytes=2.0 * size,
-            )  # fmt: skip
-            maker = self.reading.maker[need.value]
-            # It follows what it cuts.
-            task.turn = self.turn(other, self.reading.group[maker], self.pass_of(maker))
-            mine = task.make(other, size)
+            mine = self.cut_out(need, mine, other, part, size)
         task = self.transfer(
             TaskKind.SEND, need, other, device, size, [mine], micro=self.micro, part=part
         )
+        return task.make(device, size)
+
+    def cut_out(self, need: Need, mine: Buffer, device: int, part: Part, size: float) -> Buffer:
+        """A copy of a piece that does not lie in one."""
+        task = self.add(
+            TaskKind.SPLIT, need, device, reads=[mine], micro=self.micro, part=part,
+            num_bytes=2.0 * size,
+        )  # fmt: skip
+        maker = self.reading.maker[need.value]
+        # It follows what it cuts.
+        task.turn = self.turn(device, self.reading.group[maker], self.pass_of(maker))
         return task.make(device, size)
 
     def is_contiguous(self, value: int, piece: Box, owned: Box) -> bool:
@@ -579,9 +625,15 @@ class Walk:
         if len(pieces) == 1:
             return pieces[0]
         size = self.moved_bytes(need, wanted.part)
+        return self.as_one(need, device, self.said(need, wanted), pieces, size)
+
+    def as_one(
+        self, need: Need, device: int, part: Part, pieces: list[Buffer], size: float
+    ) -> Buffer:
+        """Several pieces joined."""
         task = self.add(
-            TaskKind.CONCAT, need, device, reads=pieces, micro=self.micro,
-            part=self.said(need, wanted), num_bytes=2.0 * size,
+            TaskKind.CONCAT, need, device, reads=pieces, micro=self.micro, part=part,
+            num_bytes=2.0 * size,
         )  # fmt: skip
         if self.pass_of(self.reading.maker[need.value]) != Pass.WEIGHTS:
             # The first reader may be of the weights, and others wait for it before those.

@@ -19,16 +19,19 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import Window
 from heterog.strategy.division import micro_shares
 from heterog.strategy.layouts.tensor import team_rules
 from heterog.strategy.lowering import lower, lower_resized
 from heterog.strategy.pipeline_schedule import Pass, Turn, device_chunks
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, Program, TaskKind
+from heterog.strategy.spatial_split import spatial_splits
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import GraphTables, graph_tables
 from heterog.zoo.tokens import token_workload
 from heterog.zoo.translation import VOCABULARY, Transformer
 from tests.runtime.strategies import graph_of
+from tests.runtime.volumes import workload_of
 from tests.simulator.builders import (
     random_cluster,
     random_graph,
@@ -99,7 +102,14 @@ def subject_of(tables: GraphTables, kind: TaskKind, subject: int) -> Subject:
         whole=int(tables.slot_whole[subject]),
         axis=int(tables.slot_axis[subject]),
         readers=int(tables.slot_pass[subject]),
+        window=window_of(tables, subject),
     )
+
+
+def window_of(tables: GraphTables, slot: int) -> Window | None:
+    """The rows that a slot brings, if it brings any that others own."""
+    step, before, after, rows = map(int, tables.slot_window[slot])
+    return Window(step, before, after) if rows else None
 
 
 def route_of(program: Program, channel: int) -> Route:
@@ -309,6 +319,21 @@ def test_along_positions(number: int) -> None:
     graph = model_of(("gpt", "encoder and decoder")[number % 2])
     groups = tuple(range(group_ops(graph).num_groups))
     rules = team_rules(graph, groups, sequence_parallel=True).op_rules
+    assert_lowered_alike(random_strategy_of(rng, graph, rules, in_teams=number % 3 > 0))
+
+
+@cache
+def volume_of(name: str) -> OpGraph:
+    """A network whose samples are cut along space."""
+    return capture(workload_of(name, 4))
+
+
+@pytest.mark.parametrize("number", range(NUM_RANDOM // 4))
+def test_along_space(number: int) -> None:
+    """Rows that neighbours own, also on other devices than where they were made."""
+    rng = Random(f"{SEED} space {number}")
+    graph = volume_of(("waves", "picture", "unet of parts", "unet")[number % 4])
+    rules = rng.choice(spatial_splits(graph)).op_rules
     assert_lowered_alike(random_strategy_of(rng, graph, rules, in_teams=number % 3 > 0))
 
 

@@ -15,6 +15,8 @@ from heterog.graph.halo import Stencil
 from heterog.graph.placement import H, L, OpCall, P, Placement, R, S, Window
 from heterog.graph.sharding_rules.table import RuleResult, Special, integers, positions
 
+CONVOLUTION = "convolution.default"
+CONVOLUTION_BACKWARD = "convolution_backward.default"
 _POOLS = tuple(
     f"{kind}{rank}d{rest}"
     for rank in (2, 3)
@@ -217,8 +219,8 @@ def _batch_norm_backward(call: OpCall, dim: int, units: int) -> RuleResult | Non
 
 
 _RULES: dict[str, _HaloRule] = {
-    "convolution.default": _convolution,
-    "convolution_backward.default": _convolution_backward,
+    CONVOLUTION: _convolution,
+    CONVOLUTION_BACKWARD: _convolution_backward,
     **dict.fromkeys(_POOLS, _pool),
     **dict.fromkeys(_POOLS_BACKWARD, _pool_backward),
     **{f"{name}.default": _upsample for name in (*_NEAREST, *_LINEAR)},
