@@ -77,6 +77,12 @@ METHODS = (
         needs="a batch that replicas divide; repeated layers for stages",
     ),
     MethodNote(
+        name="spatial",
+        stage="baseline",
+        what="samples cut along depth, height or width, with halos",
+        needs="convolutions; fewer samples than devices, or samples that fill a device",
+    ),
+    MethodNote(
         name="agent",
         stage="zero_shot",
         what="a graph neural network's own answer, without search",

@@ -212,6 +212,9 @@ for _name, _family, _module, _batch_size, _num_parameters, _description in (
     ("mobilenet_v2", "vision", "vision", 192, 3_504_872, "MobileNetV2, 224 x 224"),
     ("nasnet_large", "vision", "vision", 192, 88_753_150, "NASNet-A (6 @ 4032), 331 x 331"),
     ("vit_base", "vision", "vision", 64, 86_567_656, "ViT-Base/16, 224 x 224"),
+    ("cosmoflow_128", "vision", "volumes", 8, 35_258_020, "CosmoFlow, 128 x 128 x 128"),
+    ("cosmoflow_512", "vision", "volumes", 1, 38_797_476, "CosmoFlow, 512 x 512 x 512"),
+    ("unet3d", "vision", "volumes", 1, 19_071_459, "3D U-Net, 128 x 128 x 128, three labels"),
     ("transformer_6l", "language", "translation", 720, 69_740_544, "Transformer, 6 + 6 layers"),
     (
         "transformer_24l",

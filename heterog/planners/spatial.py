@@ -1,0 +1,247 @@
+"""Samples cut along space: for batches with fewer samples than devices, or samples too large.
+
+Data parallelism ends where there is one sample for each device, pipelines where there is one
+micro-batch for each stage. A convolutional network can then still be cut along the depth, height
+or width of its samples (Oyama et al. 2020, arXiv 2007.12856): each device of a team owns some rows
+of every activation, and neighbours send each other the rows that convolutions read across the cut.
+
+Unlike the paper, rows are shared out by the devices' speeds, and then moved one unit at a time
+from one device to another as long as the simulated step gets shorter. Every dimension and every
+number of units is tried: fewer units are coarser, but go deeper into the network.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from heterog.errors import StrategyError
+from heterog.graph.op_graph import TensorKind
+from heterog.planners.data_parallel import device_speeds, uniform_strategy
+from heterog.planners.planner import Candidate, PlanResult, Problem, Spending, register
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluation
+from heterog.strategy.division import split_in_proportion
+from heterog.strategy.spatial_split import SpatialSplit, spatial_splits
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
+
+NUM_RETURNED = 3
+"""Strategies handed to the referee."""
+NUM_REFINED = 2
+"""Of the best ones rows are moved."""
+MOST_MOVES = 48
+"""Moves of rows that are tried for each of them: a few times the pairs of a host's devices."""
+LARGE_PART = 0.5
+"""Of a device's memory: a sample whose activations take more than that is a large one."""
+
+_Teams = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """A way to cut samples, and who gets how much.
+
+    Attributes:
+        split: the dimension and its units.
+        teams: of devices, each with some samples.
+        units: of each device, in the order of the teams.
+        sync: of the gradients.
+        recompute: activations are made again in the backward pass.
+    """
+
+    split: SpatialSplit
+    teams: _Teams
+    units: tuple[tuple[int, ...], ...]
+    sync: Sync
+    recompute: bool
+
+
+class Spatial:
+    """Cuts samples along space; see the module docstring."""
+
+    name = "spatial"
+    stage = "baseline"
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Try every way to cut, then move rows between the devices of the best."""
+        begin = time.perf_counter()
+        spending = problem.spend()
+        search = _Search(problem, spending)
+        reason = search.refused()
+        if not reason:
+            with spending.limits():
+                search.run()
+            if not search.found:
+                reason = "no convolution of the network can be cut along space"
+        best = search.best(NUM_RETURNED)
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=strategy, orders=tuple(Order)) for _, _, strategy in best
+            ),
+            num_evaluations=spending.evaluations,
+            search_seconds=time.perf_counter() - begin,
+            reason=reason,
+            note=_in_words(best[0][1]) if best else "",
+        )
+
+
+class _Search:
+    def __init__(self, problem: Problem, spending: Spending) -> None:
+        self.problem = problem
+        self.spending = spending
+        self.graph = problem.evaluator.graph
+        self.cluster = problem.evaluator.cluster
+        self.found: dict[_Point, tuple[Evaluation, Strategy]] = {}
+
+    def refused(self) -> str:
+        """Why samples need not be cut; empty if they should be."""
+        graph, devices = self.graph, self.cluster.devices
+        if len(devices) < 2:
+            return "there is one device only"
+        kept = sum(
+            int(graph.tensor_bytes[tensor])
+            for tensor in range(graph.num_inputs, len(graph.tensors))
+            if graph.storage[tensor] == tensor
+            and graph.tensors[tensor].kind != TensorKind.PARAMETER
+        )
+        room = max(device.usable_memory_bytes for device in devices)
+        if graph.batch_size >= len(devices) and kept / graph.batch_size <= LARGE_PART * room:
+            return (
+                f"{graph.batch_size} samples are enough for {len(devices)} devices and a sample "
+                "fits; the batch is cut instead"
+            )
+        return ""
+
+    def run(self) -> None:
+        """All ways in their proportions first, then rows of the best."""
+        self.speeds = device_speeds(self.problem.evaluator)
+        for split in spatial_splits(self.graph):
+            for teams in self._teams():
+                for sync in (Sync.RING, Sync.HIERARCHICAL):
+                    point = self._proportional(split, teams, sync)
+                    if point is None or (sync == Sync.HIERARCHICAL and self._one_host(teams)):
+                        continue
+                    found = self._try(point)
+                    if found is not None and not found.is_ok:
+                        self._try(replace(point, recompute=True))
+                    if self.found and self.spending.is_over:
+                        return
+        for _, point, _ in self.best(NUM_REFINED):
+            self._refine(point)
+
+    def best(self, count: int) -> list[tuple[Evaluation, _Point, Strategy]]:
+        """The best points so far, best first."""
+        ranked = sorted(self.found.items(), key=lambda pair: pair[1][0].preference)
+        return [(found, point, strategy) for point, (found, strategy) in ranked[:count]]
+
+    def _one_host(self, teams: _Teams) -> bool:
+        return len({self.cluster.host_of[device] for team in teams for device in team}) == 1
+
+    def _teams(self) -> Iterator[_Teams]:
+        """One team of all devices, of the fastest kinds alone, and one on each host."""
+        rates = sorted({round(speed, 9) for speed in self.speeds})
+        for least in rates:
+            fast = [d for d, speed in enumerate(self.speeds) if round(speed, 9) >= least]
+            if len(fast) > 1:
+                yield (tuple(fast),)
+        hosts = [tuple(self.cluster.host_devices(h)) for h in range(self.cluster.num_hosts)]
+        if 1 < len(hosts) <= self.graph.batch_size:
+            yield tuple(hosts)
+
+    def _proportional(self, split: SpatialSplit, teams: _Teams, sync: Sync) -> _Point | None:
+        """Rows by speed; ``None`` if a team has more devices than there are units."""
+        if any(len(team) > split.units for team in teams):
+            return None
+        units = tuple(
+            _with_one_each(split_in_proportion(split.units, [self.speeds[d] for d in team]))
+            for team in teams
+        )
+        return _Point(split=split, teams=teams, units=units, sync=sync, recompute=False)
+
+    def _refine(self, start: _Point) -> None:
+        """Move a unit from one device of a team to another while that helps."""
+        point, best, tried = start, self.found[start][0], 0
+        while tried < MOST_MOVES and not self.spending.is_over:
+            better = None
+            for moved in _moves(point):
+                if tried >= MOST_MOVES or self.spending.is_over:
+                    break
+                tried += 1
+                found = self._try(moved)
+                if found is not None and found.preference < best.preference:
+                    better, best = moved, found
+            if better is None:
+                return
+            point = better
+
+    def _try(self, point: _Point) -> Evaluation | None:
+        """Simulate a point; ``None`` for one that makes no sense."""
+        if point in self.found:
+            return self.found[point][0]
+        evaluator = self.problem.evaluator
+        strategy = replace(
+            uniform_strategy(
+                evaluator,
+                self._decision(point),
+                bucket_bytes=DEFAULT_BUCKET_BYTES,
+                step_barrier=self.problem.step_barrier,
+            ),
+            op_rules=point.split.op_rules,
+        )
+        try:
+            evaluation = evaluator.evaluate_choice(evaluator.encode(strategy), Order.FIFO)
+        except StrategyError:
+            return None
+        self.found[point] = evaluation, strategy
+        return evaluation
+
+    def _decision(self, point: _Point) -> Decision:
+        """Samples by the teams' speeds, all of a team's with its first device; rows as units."""
+        rates = [sum(self.speeds[device] for device in team) for team in point.teams]
+        samples = split_in_proportion(self.graph.batch_size, rates)
+        share: dict[int, int] = {}
+        part: dict[int, int] = {}
+        for team, count, units in zip(point.teams, samples, point.units, strict=True):
+            share |= dict.fromkeys(team, 0) | {team[0]: count}
+            part |= dict(zip(team, units, strict=True))
+        devices = tuple(sorted(share))
+        return Decision(
+            devices=devices,
+            shares=tuple(share[device] for device in devices),
+            teams=point.teams,
+            parts=tuple(part[device] for device in devices),
+            sync=point.sync,
+            recompute=point.recompute,
+        )
+
+
+def _with_one_each(units: tuple[int, ...]) -> tuple[int, ...]:
+    """Units of which every device has one at least: a device without rows would do nothing."""
+    found = list(units)
+    for place, count in enumerate(found):
+        if count == 0:
+            found[found.index(max(found))] -= 1
+            found[place] = 1
+    return tuple(found)
+
+
+def _moves(point: _Point) -> Iterator[_Point]:
+    """A unit less on one device and one more on another, those with the most units first."""
+    for number, units in enumerate(point.units):
+        by_units = sorted(range(len(units)), key=lambda place: -units[place])
+        for giver in by_units:
+            for taker in reversed(by_units):
+                if giver == taker or units[giver] == 0:
+                    continue
+                moved = list(units)
+                moved[giver] -= 1
+                moved[taker] += 1
+                changed = (*point.units[:number], tuple(moved), *point.units[number + 1 :])
+                yield replace(point, units=changed)
+
+
+def _in_words(point: _Point) -> str:
+    shares = " and ".join(":".join(map(str, units)) for units in point.units)
+    return f"dimension {point.split.dim} of the activations, rows {shares}"
+
+
+register(Spatial())
