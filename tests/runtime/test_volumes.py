@@ -58,3 +58,56 @@ def test_uneven_rows_of_one_sample_give_the_numbers_of_one_device(
     chosen = strategy(graph_of(name, 1), units, TOGETHER, dim)
     results = trained(ranks, tmp_path, name, chosen)
     assert_same(results, trained_alone(name, 1), rtol=1e-9, loss_rtol=1e-11, all_gradients=False)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "units", "decision"),
+    [
+        # Batch and space together; the second team is one device.
+        ("waves", 24, replace(TOGETHER, shares=(2, 0, 1), teams=((0, 1), (2,)), parts=(1, 2, 1))),
+        # Rows on the last device only wait for those of the first, past one with none.
+        ("cosmoflow", 8, Decision(devices=ALL, shares=(1, 1, 1), teams=(ALL,), parts=(5, 0, 3))),
+        # Parts of one row and of two are thinner than the halo of the dilated kernel.
+        ("waves", 48, replace(TOGETHER, shares=(3, 0, 0), teams=((2, 0, 1),), parts=(1, 2, 45))),
+        ("cosmoflow", 4, replace(TOGETHER, shares=(3, 0, 0), parts=(2, 1, 1), recompute=True)),
+    ],
+)  # fmt: skip
+def test_batch_and_space_together(
+    ranks: Ranks, tmp_path: Path, name: str, units: int, decision: Decision
+) -> None:
+    chosen = strategy(graph_of(name, 3), units, decision)
+    results = trained(ranks, tmp_path, name, chosen, 3)
+    assert_same(results, trained_alone(name, 3), rtol=1e-9, loss_rtol=1e-11, all_gradients=False)
+
+
+@pytest.mark.distributed
+def test_micro_batches_of_cut_samples(ranks: Ranks, tmp_path: Path) -> None:
+    decision = replace(TOGETHER, shares=(3, 0, 0))
+    micro = replace(
+        strategy(graph_of("picture", 3), 4, decision), micro_batches=((2, 1), (0, 0), (0, 0))
+    )
+    results = trained(ranks, tmp_path, "picture", micro, 3)
+    wanted = trained_alone("picture", 3)
+    assert_same(results, wanted, rtol=1e-9, loss_rtol=1e-11, all_gradients=False)
+
+
+@pytest.mark.distributed
+def test_batch_norm_normalises_each_part_or_the_whole(ranks: Ranks, tmp_path: Path) -> None:
+    """Two numbers, both right: what was asked for decides."""
+    name = "unet of parts"
+    chosen = strategy(graph_of(name, 1), 8, replace(TOGETHER, parts=(4, 3, 1)))
+    results = trained(ranks, tmp_path, name, chosen)
+    wanted = trained_alone(name, 1, parts=(4, 3, 1))
+    weights, found = wanted.weights, results[0].weights
+    assert weights is not None
+    assert found is not None
+    # Running statistics are those of the rank's own part.
+    running = {key for key in weights if "running" in key or "num_batches" in key}
+    results = [
+        each._replace(weights={k: v for k, v in found.items() if k not in running})
+        for each in results
+    ]
+    wanted = wanted._replace(weights={k: v for k, v in weights.items() if k not in running})
+    assert_same(results, wanted, rtol=1e-9, loss_rtol=1e-11, all_gradients=False)
+    assert results[0].losses != pytest.approx(trained_alone("unet", 1).losses, rel=1e-4)
