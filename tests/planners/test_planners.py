@@ -85,7 +85,11 @@ def test_every_method_conforms(planner: Planner, check: Check) -> None:
 def test_every_method_is_found_by_its_name_and_applies(planner: Planner) -> None:
     found = planner_by_name(planner.name)  # another one if a policy was asked for meanwhile
     assert (type(found), found.name) == (type(planner), planner.name)
-    assert planner.plan(problem("50e")).candidates
+    result = planner.plan(problem("50e"))
+    if planner.name == "spatial":  # nothing to convolve here; see test_spatial
+        assert "no convolution" in result.reason or "samples are enough" in result.reason
+    else:
+        assert result.candidates
 
 
 class Broken:
