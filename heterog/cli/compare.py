@@ -155,7 +155,8 @@ def _compare(asked: "tuple[Question, str]", pair: "tuple[OpGraph, Cluster]") -> 
 
 def _csv(documents: list[dict[str, Any]]) -> str:
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, fieldnames=list(documents[0]), lineterminator="\n")
+    fields = dict.fromkeys(name for document in documents for name in document)
+    writer = csv.DictWriter(buffer, fieldnames=list(fields), restval="", lineterminator="\n")
     writer.writeheader()
     for document in documents:
         peaks = " ".join(map(str, document["peak_memory_bytes"]))

@@ -30,6 +30,18 @@ from heterog.cli.common import (
     use_agents,
 )
 from heterog.cli.interrupt import end_interrupted, stop_when_interrupted
+from heterog.cli.objective import (
+    DeadlineOption,
+    ObjectiveOption,
+    SamplesOption,
+    StepsOption,
+    TokensOption,
+    check_amounts,
+    money_remarks,
+    objective_for,
+    offers_lines,
+    parse_aim,
+)
 from heterog.errors import HeterogError
 from heterog.units import format_seconds
 
@@ -56,6 +68,11 @@ def plan(
     order: OrderOption = "best",
     no_step_barrier: NoBarrierOption = False,
     layout: LayoutOption = "",
+    objective: ObjectiveOption = "time",
+    steps: StepsOption = None,
+    samples: SamplesOption = None,
+    tokens: TokensOption = None,
+    deadline: DeadlineOption = "",
     background: Annotated[
         str,
         typer.Option(
@@ -95,6 +112,7 @@ def plan(
     """
     from heterog.explain.explanation import explain
     from heterog.files import check_writable
+    from heterog.planners.objective import Objective
     from heterog.planners.plan import make_plan, parse_orders
     from heterog.planners.planner import Budget
     from heterog.planners.promise import Promise
@@ -118,11 +136,19 @@ def plan(
     use_agents(policy, encoder, methods)
     given = load_layout(layout, is_required=True)
     target = load_cluster(cluster)
+    aim = parse_aim(objective)
+    deadline_s = check_amounts(aim, steps, samples, tokens, deadline)
+    if aim != "time":
+        Objective(aim=aim, num_steps=1).require_prices(target)
+        no_changes = True  # buying something is asked about in seconds
     with progress_line(as_json) as progress:
         progress("capture", 0.0, float("inf"))
         graph, rehearse = load_model(model, batch_size)
     if given is not None:  # what does not fit is told before anything slow happens
         given.place(graph, target, step_barrier=not no_step_barrier)
+    best_at = objective_for(
+        graph, aim, steps=steps, samples=samples, tokens=tokens, deadline_s=deadline_s
+    )
     evaluator = Evaluator(graph, target)
     promise = Promise(parsed, is_explained=True, with_changes=not no_changes)
     with settled(), stop_when_interrupted() as stop, progress_line(as_json) as progress:
@@ -140,6 +166,7 @@ def plan(
             given=given,
             progress=progress,
             stop=stop,
+            objective=best_at,
         )
         if background and not stop.is_requested:
             progress("background", 0.0, float("inf"))
@@ -170,7 +197,7 @@ def plan(
         print_json(found.summary() | extra)
         _end_if(stop, found, output)
         return
-    remarks = _not_rehearsed(found)
+    remarks = [*money_remarks(found), *_not_rehearsed(found)]
     if found.background is not None:
         remarks.append(_beside(found))
     if extrapolated is not None:
@@ -206,6 +233,8 @@ def _print_everything(found: "Plan", explanation: "Explanation | None") -> None:
     out.print()
     out.print(methods_table(found.rows, found.cluster, title=_title(found)))
     out.print(_verdict(found))
+    for line in offers_lines(found):
+        out.print(line, highlight=False)
     if explanation is not None:
         out.print()
         out.print(explanation_text(explanation))

@@ -8,6 +8,7 @@
     sends: overlapped                   # or blocking: who executes computes only when all is sent
     execution: eager                    # or megatron: which program runs steps
     pairs: {}                           # optional: what lies between hosts, see cluster.pairs
+    prices: {currency: USD, device_hour: {V100-16GB: 2.48, P100-12GB: 1.46}}    # optional
     hosts:
       - name: A
         devices: [{type: V100-16GB, count: 2}]
@@ -57,9 +58,11 @@ from heterog.cluster.fields import (
     Seconds,
     Share,
     Spec,
+    reading,
 )
 from heterog.cluster.links import INTRA_LINKS, intra_link, network_kind
 from heterog.cluster.pairs import PairsError, PairsSpec, pair_limits, pairs_record
+from heterog.cluster.prices import MAX_PRICE_PER_HOUR, Prices
 from heterog.cluster.topology import (
     DTYPES,
     MAX_DEVICES,
@@ -205,6 +208,17 @@ class HostSpec(Spec):
     testbed: TestbedSpec = TestbedSpec()
 
 
+_Price = Annotated[float, reading(float), Field(ge=0, le=MAX_PRICE_PER_HOUR, allow_inf_nan=False)]
+
+
+class PricesSpec(Spec):
+    """What hosts cost per hour; see ``cluster.prices``."""
+
+    currency: Name
+    device_hour: dict[Name, _Price] = Field(default_factory=dict)
+    host_hour: dict[Name, _Price] = Field(default_factory=dict)
+
+
 class ClusterSpec(Spec):
     """The whole file."""
 
@@ -217,6 +231,7 @@ class ClusterSpec(Spec):
     execution: _Execution = "eager"
     hosts: Annotated[list[HostSpec], Field(min_length=1)]
     pairs: PairsSpec = PairsSpec()
+    prices: PricesSpec | None = None
 
 
 def preset_names() -> tuple[str, ...]:
@@ -382,7 +397,7 @@ class _Builder:
                 devices += self._devices(spec, here, name, len(hosts))
                 hosts.append(self._host(spec, here, name))
         try:
-            return Cluster(
+            found = Cluster(
                 name=self._spec.name,
                 hosts=tuple(hosts),
                 devices=tuple(devices),
@@ -394,6 +409,50 @@ class _Builder:
             )
         except ClusterError as error:
             self._document.refuse((), str(error))
+        return self._priced(found)
+
+    def _priced(self, cluster: Cluster) -> Cluster:
+        """The cluster with the file's prices; each of its hosts needs one."""
+        spec = self._spec.prices
+        if spec is None:
+            return cluster
+        known = {device.type.name for device in cluster.devices}
+        for name in spec.device_hour:
+            if name not in known:
+                fault = f"no device is of type '{name}'; there are {', '.join(sorted(known))}."
+                self._document.refuse(("prices", "device_hour", name), fault)
+        members = self._members()
+        by_host: dict[str, float] = {}
+        for name, price in spec.host_hour.items():
+            if name not in members:
+                fault = f"there is no host '{name}'; there are {', '.join(members)}."
+                self._document.refuse(("prices", "host_hour", name), fault)
+            # What is said of one host counts more than what is said of all that share its name.
+            own = {host: price for host in members[name]}
+            by_host = own | by_host if len(own) > 1 else by_host | own
+        try:
+            prices = Prices(
+                currency=spec.currency, device_hour=spec.device_hour, host_hour=by_host
+            )
+            priced = replace(cluster, prices=prices)
+            for host in range(cluster.num_hosts):
+                priced.host_price_per_s(host)
+        except ClusterError as error:
+            self._document.refuse(("prices",), str(error))
+        return priced
+
+    def _members(self) -> dict[str, list[str]]:
+        """Hosts by every name that the file can call them: their own, or one with a count."""
+        members: dict[str, list[str]] = {}
+        for spec in self._spec.hosts:
+            own = (
+                [spec.name]
+                if spec.count is None
+                else [f"{spec.name}{number}" for number in range(spec.count)]
+            )
+            members.update({name: [name] for name in own})
+            members.setdefault(spec.name, own)
+        return members
 
     def _pairs(self, names: Sequence[str]) -> tuple[PairLimit, ...]:
         positions: dict[str, list[int]] = {name: [at] for at, name in enumerate(names)}
@@ -643,6 +702,12 @@ class _LimitRecord(Record):
     latency_s: _Latency
 
 
+class _PricesRecord(Record):
+    currency: str
+    device_hour: dict[str, float]
+    host_hour: dict[str, float]
+
+
 class _ClusterRecord(Record):
     schema_version: int
     name: str
@@ -654,6 +719,7 @@ class _ClusterRecord(Record):
     hosts: Annotated[list[_HostRecord], Field(max_length=MAX_DEVICES)]
     devices: Annotated[list[_DeviceRecord], Field(max_length=MAX_DEVICES)]
     pairs: Annotated[list[_LimitRecord], Field(default_factory=list, max_length=MAX_PAIRS)]
+    prices: _PricesRecord | None = None
 
 
 def cluster_from_dict(record: object) -> Cluster:
@@ -698,6 +764,7 @@ def cluster_from_dict(record: object) -> Cluster:
             )
             for each in found.pairs
         ),
+        prices=None if found.prices is None else Prices(**found.prices.model_dump()),
     )
 
 
@@ -725,7 +792,11 @@ def _file_record(cluster: Cluster, path: Path) -> dict[str, Any]:
     if cluster.execution != Execution.EAGER:
         record["execution"] = str(cluster.execution)
     record["hosts"] = [_host_record(cluster, h) for h in range(cluster.num_hosts)]
-    return record | ({"pairs": pairs_record(cluster)} if cluster.pairs else {})
+    if cluster.pairs:
+        record["pairs"] = pairs_record(cluster)
+    if cluster.prices is not None:
+        record["prices"] = cluster.prices.to_dict()
+    return record
 
 
 def _host_record(cluster: Cluster, host_index: int) -> dict[str, Any]:

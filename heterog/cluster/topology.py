@@ -17,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from heterog.cluster.prices import Prices
 from heterog.errors import ClusterError
 from heterog.names import name_fault, shown, text_fault
 from heterog.units import format_bytes
@@ -237,7 +238,7 @@ class Cluster:
 
     Two clusters with the same fingerprint are the same to a planner: the fingerprint covers every
     number and every host and device name, but not the cluster's own name, the texts that say
-    where a number comes from, the path of the calibration, and what is said of who executes.
+    where a number comes from, the path of the calibration, who executes, and prices.
 
     Attributes:
         name: For people.
@@ -249,6 +250,7 @@ class Cluster:
         sends: Of who executes steps here; predictions follow it.
         execution: Which program that is; device models follow it.
         pairs: What lies between hosts beside their NICs.
+        prices: What hosts cost, if the file says so.
         device_types: The distinct types by value, in order of first appearance.
         type_index: Position in ``device_types``, per device.
         host_of: Position in ``hosts``, per device.
@@ -272,6 +274,7 @@ class Cluster:
     sends: Sends = Sends.OVERLAPPED
     execution: Execution = Execution.EAGER
     pairs: tuple[PairLimit, ...] = ()
+    prices: Prices | None = None
     device_types: tuple[DeviceType, ...] = field(init=False, repr=False, compare=False)
     type_index: tuple[int, ...] = field(init=False, repr=False, compare=False)
     host_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -333,6 +336,28 @@ class Cluster:
     def host_devices(self, host_index: int) -> tuple[int, ...]:
         """Indices of the devices of one host."""
         return self._host_devices[host_index]
+
+    def host_price_per_s(self, host_index: int) -> float:
+        """What a whole host costs per second, in the currency of ``prices``.
+
+        Raises:
+            ClusterError: There are no prices, or none for this host.
+        """
+        host = self.hosts[host_index]
+        if self.prices is None:
+            raise ClusterError(
+                f"cluster '{self.name}' has no prices; add to its file, for example, "
+                "'prices: {currency: USD, device_hour: {"
+                f"{self.devices[0].type.name}: 2.50}}}}'."
+            )
+        types = [self.devices[device].type.name for device in self.host_devices(host_index)]
+        price = self.prices.of_host(host.name, types)
+        if price is None:
+            raise ClusterError(
+                f"cluster '{self.name}' has no price for host '{host.name}'; add it to host_hour, "
+                f"or {', '.join(dict.fromkeys(types))} to device_hour (0 for what is yours)."
+            )
+        return price / 3600.0
 
     def device_index(self, name: str) -> int:
         """Position of a device by its name.
@@ -476,7 +501,12 @@ class Cluster:
                 }
                 for d, t in zip(self.devices, self.type_index, strict=True)
             ],
-        } | ({"pairs": [_limit_to_dict(limit) for limit in self.pairs]} if self.pairs else {})
+        } | self._optional_parts()
+
+    def _optional_parts(self) -> dict[str, Any]:
+        """What files of most clusters do not have."""
+        pairs = {"pairs": [_limit_to_dict(limit) for limit in self.pairs]} if self.pairs else {}
+        return pairs | ({} if self.prices is None else {"prices": self.prices.to_dict()})
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "Cluster":

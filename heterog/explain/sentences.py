@@ -100,6 +100,10 @@ def recommendation(facts: "Explanation") -> str:
         return words
     if facts.plan.step_time_s is None:
         return "Plan again with other methods, or another batch: this plan does not run."
+    if not facts.plan.objective.is_time:
+        late = facts.plan.objective.missed_s(facts.plan.step_time_s) > 0.0
+        which = "nothing that was found ends before the deadline, and it is late the least"
+        return f"Run this plan: {which if late else 'it is the cheapest that was found'}."
     if facts.plan.cluster.num_devices == 1:
         words = "Run this plan."
     elif quality.suffices:

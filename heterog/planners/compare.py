@@ -7,7 +7,7 @@ from typing import Any
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.issue_order import IssuedSteps, Rehearse
-from heterog.planners.plan import row_to_dict
+from heterog.planners.plan import cost_per_step, row_to_dict
 from heterog.planners.planner import Budget, MethodRow, Planner, Spending, Stop, planners
 from heterog.planners.portfolio import (
     AUTO,
@@ -117,6 +117,7 @@ class Comparison:
                 lower_bound_s=self.lower_bound_s,
                 batch_size=self.graph.batch_size,
                 seed=self.seed,
+                cost_per_step=cost_per_step(row, self.cluster),
             )
             for row in self.rows
         ]

@@ -14,6 +14,7 @@ from heterog.cluster import Cluster
 from heterog.errors import (
     ClusterError,
     GraphError,
+    HeterogError,
     InputFileError,
     StrategyError,
     UnknownNameError,
@@ -23,21 +24,27 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.names import shown
 from heterog.planners.background import BackgroundPlan, plan_background
+from heterog.planners.cheapest import Asked, CheapestSearch, Offer, offers_of_rows
+from heterog.planners.cost import Cost, cost_of
 from heterog.planners.given import GIVEN
 from heterog.planners.history import MethodHistory, SearchHistory
 from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
+from heterog.planners.objective import FASTEST, Aim, Objective, cost_per_s
 from heterog.planners.plan_file import BackgroundRecord, PlanRecord, RowRecord, read_plan_record
 from heterog.planners.planner import Budget, MethodRow, Planner, Spending, Stop
 from heterog.planners.portfolio import (
     Progress,
+    Rank,
     assert_not_below,
     best_row,
+    by_time,
     rehearsed,
     run_methods,
     use_op_rules,
     with_noise,
 )
 from heterog.planners.promise import Promise
+from heterog.planners.seeds import SeedPlanner
 from heterog.planners.stability import TUNED_UNIFORM, Gain, best_data_parallel, gain
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
@@ -87,6 +94,9 @@ class Plan:
         background: a job in the idle part of the devices, if one was planned.
         history: the best step of each method while the search went on; empty in plans of earlier
             versions.
+        objective: what the plan is best at, and for how many steps.
+        offers: trades of time for money that were found, the fastest first; empty where hosts have
+            no prices.
     """
 
     graph: OpGraph
@@ -111,6 +121,15 @@ class Plan:
     interval_s: Interval | None = None
     background: BackgroundPlan | None = None
     history: tuple[MethodHistory, ...] = ()
+    objective: Objective = FASTEST
+    offers: tuple[Offer, ...] = ()
+
+    @property
+    def cost(self) -> Cost | None:
+        """What the plan's hosts cost; ``None`` unless it is ``ok`` and they have prices."""
+        if self.step_time_s is None or self.cluster.prices is None:
+            return None
+        return cost_of(self.graph, self.cluster, self.strategy, self.step_time_s, self.objective)
 
     @property
     def throughput_samples_per_s(self) -> float | None:
@@ -206,7 +225,17 @@ class Plan:
             "methods": [self._row(row) for row in self.rows],
             "strategy": strategy_to_dict(self.strategy),
             "background": None if self.background is None else self.background.to_dict(),
-        }
+        } | self._money()
+
+    def _money(self) -> dict[str, Any]:
+        """What is said of prices and deadlines, where there are any."""
+        found: dict[str, Any] = {}
+        if self.objective != FASTEST:
+            found["objective"] = asdict(self.objective)
+        if self.cost is not None:
+            found["cost"] = asdict(self.cost)
+            found["offers"] = [asdict(each) for each in self.offers]
+        return found
 
     def with_background(self, background: OpGraph, limit: float) -> "Plan":
         """The plan with a background job in the idle part of its devices.
@@ -235,6 +264,7 @@ class Plan:
             lower_bound_s=self.lower_bound_s,
             batch_size=self.graph.batch_size,
             seed=self.seed,
+            cost_per_step=cost_per_step(row, self.cluster),
         )
 
     def save(self, path: str | Path) -> None:
@@ -250,6 +280,7 @@ class Plan:
             "graph": graph_to_dict(self.graph),
             "history": [each.to_dict() for each in self.history],
         }
+        document.pop("cost", None)  # follows from the step time and the cluster's prices
         write_json(path, document)
 
     def report(self, path: str | Path) -> None:
@@ -302,10 +333,24 @@ def load_plan(path: str | Path) -> Plan:
         interval_s=None if record.interval_s is None else Interval(*record.interval_s),
         background=_background_from_record(record.background),
         history=tuple(MethodHistory.from_dict(each.model_dump()) for each in record.history),
+        objective=_objective_from_record(record, where),
+        offers=tuple(
+            Offer(**(each.model_dump() | {"hosts": tuple(each.hosts)})) for each in record.offers
+        ),
     )
     if fault := _contradiction(plan, record) or _program_fault(plan):
         raise InputFileError(f"{where}: {fault}.")
     return plan
+
+
+def _objective_from_record(record: PlanRecord, where: str) -> Objective:
+    if record.objective is None:
+        return FASTEST
+    values = record.objective.model_dump()
+    try:
+        return Objective(**(values | {"aim": Aim(values["aim"])}))
+    except (HeterogError, ValueError) as error:
+        raise InputFileError(f"{where}: field 'objective': {error}") from error
 
 
 def _program_fault(plan: Plan) -> str:
@@ -389,6 +434,8 @@ def make_plan(
     progress: Progress = lambda method, fraction, best: None,
     stop: Stop | None = None,
     promise: Promise | None = None,
+    objective: Objective = FASTEST,
+    seeds: SeedPlanner | None = None,
 ) -> Plan:
     """Plan one training step on a cluster.
 
@@ -410,9 +457,12 @@ def make_plan(
         progress: told about every method's progress.
         stop: ends the search early; the plan is then the best so far.
         promise: keeps a part of the same budget for what the caller does with the plan.
+        objective: what the plan is to be best at; the shortest step by default.
+        seeds: strategies that are known already, for searches to start from.
 
     Raises:
         StrategyError: no method has a strategy at all.
+        ClusterError: the objective needs prices that the cluster does not have.
         UnknownNameError: a method or order does not exist.
         BudgetError: the budget allows no search.
     """
@@ -423,23 +473,23 @@ def make_plan(
     promise.follow(issued, is_rehearsed=rehearse is not None)
     history = SearchHistory(evaluator, progress)
     begin = time.perf_counter()
-    rows = run_methods(
-        evaluator,
-        methods,
-        budget=parsed,
+    asked = Asked(
+        methods=methods,
         seed=seed,
         step_barrier=step_barrier,
         orders=parse_orders(order),
         given=given,
+        seeds=seeds,
         progress=history.tell,
-        stop=stop,
-        promise=promise,
+        stop=stop or Stop(),
     )
+    rows, offers = _searched(evaluator, objective, asked, parsed, promise)
     search_seconds = time.perf_counter() - begin
+    rank = objective.rank(evaluator.cluster)
     if rehearse is not None:
         progress("rehearsal", 0.0, math.inf)
         spending = _spending(evaluator, promise.rehearsal_s, promise)
-        rows = rehearsed(issued, rows, rehearse, spending=spending)
+        rows = rehearsed(issued, rows, rehearse, spending=spending, rank=rank)
     plan = plan_from_rows(
         evaluator,
         rows,
@@ -448,8 +498,39 @@ def make_plan(
         search_seconds=search_seconds,
         noise=_spending(evaluator, promise.noise_s, promise, stop),
         issued=issued,
+        rank=rank,
     )
-    return replace(plan, history=history.of([row.method for row in rows]))
+    return replace(
+        plan,
+        history=history.of([row.method for row in rows]),
+        objective=objective,
+        offers=offers,
+    )
+
+
+def _searched(
+    evaluator: Evaluator, objective: Objective, asked: Asked, budget: Budget, promise: Promise
+) -> tuple[list[MethodRow], tuple[Offer, ...]]:
+    """Rows of all methods, and the trades of time for money that were found on the way."""
+    if not objective.is_time:
+        objective.require_prices(evaluator.cluster)
+        search = CheapestSearch(evaluator, objective, asked)
+        return search.run(budget, promise), search.offers()
+    rows = run_methods(
+        evaluator,
+        asked.methods,
+        budget=budget,
+        seed=asked.seed,
+        step_barrier=asked.step_barrier,
+        orders=asked.orders,
+        given=asked.given,
+        seeds=asked.seeds,
+        progress=asked.progress,
+        stop=asked.stop,
+        promise=promise,
+    )
+    has_prices = evaluator.cluster.prices is not None
+    return rows, offers_of_rows(rows, evaluator.cluster) if has_prices else ()
 
 
 def _spending(
@@ -470,6 +551,7 @@ def plan_from_rows(
     search_seconds: float,
     noise: Spending | None = None,
     issued: IssuedSteps | None = None,
+    rank: Rank = by_time,
 ) -> Plan:
     """The plan of the best row, with its order and program.
 
@@ -481,10 +563,11 @@ def plan_from_rows(
         search_seconds: of all methods together.
         noise: what the draws of noise may take; without them gains have no range.
         issued: orders of candidates that may have been made already.
+        rank: which row is the best.
     """
     graph, cluster = evaluator.graph, evaluator.cluster
-    row = best_row(rows)
-    rows = with_noise(evaluator, rows, noise)
+    row = best_row(rows, rank)
+    rows = with_noise(evaluator, rows, noise, rank)
     assert row.candidate is not None
     strategy = row.candidate.strategy
     step = (issued or IssuedSteps(evaluator)).of(row.candidate)
@@ -532,10 +615,25 @@ def parse_orders(name: str) -> tuple[Order, ...]:
         raise UnknownNameError("order", name, known) from None
 
 
+def cost_per_step(row: MethodRow, cluster: Cluster) -> float | None:
+    """What a step of a row costs; ``None`` where that is not known."""
+    if cluster.prices is None or row.step_time_s is None or row.candidate is None:
+        return None
+    return row.step_time_s * cost_per_s(row.candidate.strategy, cluster)
+
+
 def row_to_dict(
-    row: MethodRow, *, model: str, cluster: str, lower_bound_s: float, batch_size: int, seed: int
+    row: MethodRow,
+    *,
+    model: str,
+    cluster: str,
+    lower_bound_s: float,
+    batch_size: int,
+    seed: int,
+    cost_per_step: float | None = None,
 ) -> dict[str, Any]:
-    """A row as printed by ``--json``."""
+    """A row as printed by ``--json``; with a cost where there is one."""
+    cost = {} if cost_per_step is None else {"cost_per_step": cost_per_step}
     return {
         "model": model,
         "cluster": cluster,
@@ -555,7 +653,7 @@ def row_to_dict(
         "starved": row.is_starved,
         "batch_size": batch_size,
         "seed": seed,
-    }
+    } | cost
 
 
 def _row_from_record(record: RowRecord) -> MethodRow:

@@ -61,6 +61,24 @@ class RowRecord(Record):
     starved: bool = False
     batch_size: Count
     seed: _Seed
+    cost_per_step: Amount | None = None  # only where hosts have prices
+
+
+class ObjectiveRecord(Record):
+    """What a plan is best at."""
+
+    aim: Literal["time", "cost", "cost_per_token"]
+    num_steps: Annotated[int, Field(ge=1, le=10**12)] | None
+    deadline_s: PositiveSeconds | None
+
+
+class OfferRecord(Record):
+    """A trade of time for money."""
+
+    hosts: Annotated[list[Name], Field(max_length=4096)]
+    method: Name
+    step_time_s: PositiveSeconds
+    cost_per_step: Amount
 
 
 class GainRecord(Record):
@@ -130,6 +148,8 @@ class PlanRecord(Record):
     task_order: Many[Int32]
     sent_before: Many[_Pair] = Field(default_factory=list)  # nor these
     history: Annotated[list[HistoryRecord], Field(max_length=1000)] = Field(default_factory=list)
+    objective: ObjectiveRecord | None = None
+    offers: Annotated[list[OfferRecord], Field(max_length=1000)] = Field(default_factory=list)
     cluster_description: dict[str, Any]
     graph: dict[str, Any]
 

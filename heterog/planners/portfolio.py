@@ -83,6 +83,13 @@ _LEAST_TASKS = 200_000
 three percent of the time."""
 Progress = Callable[[str, float, float], None]
 """Called with (method, fraction of its budget spent, best seconds so far)."""
+Rank = Callable[[MethodRow], tuple[float, ...]]
+"""A few numbers for a method's row; the row with the smallest is the best."""
+
+
+def by_time(row: MethodRow) -> tuple[float, ...]:
+    """The shortest step of those that fit; the nearest to fitting if none does."""
+    return row.preference
 
 
 def run_methods(
@@ -95,6 +102,7 @@ def run_methods(
     orders: tuple[Order, ...] = tuple(Order),
     without: Collection[str] = (),
     given: Planner | None = None,
+    seeds: Planner | None = None,
     progress: Progress = lambda method, fraction, best: None,
     stop: Stop | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -118,6 +126,7 @@ def run_methods(
         without: names that ``auto`` leaves out.
         given: a person's own strategy, judged first beside the baselines; searches start from it,
             too.
+        seeds: strategies that are known already, likewise; see ``planners.seeds``.
         progress: told about every method's progress.
         stop: ends the methods early; the first that has a strategy is finished.
         clock: seconds, by which a budget in seconds is kept.
@@ -140,9 +149,10 @@ def run_methods(
         if planner in chosen or (planner.stage == "baseline" and searching)
     ]
     running.sort(key=_comes_last)
-    if given is not None:
-        chosen.append(given)
-        running.insert(0, given)
+    for own in (given, seeds):
+        if own is not None:
+            chosen.append(own)
+            running.insert(0, own)
     stop = stop or Stop()
     prepare(evaluator, running, progress, stop)
     is_shared = AUTO in methods or (promise is not None and budget.seconds is not None)
@@ -452,7 +462,10 @@ def _under_noise(evaluator: Evaluator, strategy: Strategy, order: Order) -> tupl
 
 
 def with_noise(
-    evaluator: Evaluator, rows: Sequence[MethodRow], spending: Spending | None = None
+    evaluator: Evaluator,
+    rows: Sequence[MethodRow],
+    spending: Spending | None = None,
+    rank: Rank = by_time,
 ) -> list[MethodRow]:
     """The rows, with seconds under noise for those that a gain is quoted between.
 
@@ -460,7 +473,7 @@ def with_noise(
     as they fit. With a spending that is over before all of them are through, none has any: gains
     are then quoted without a range.
     """
-    quoted = [best_row(rows), best_data_parallel(rows)]
+    quoted = [best_row(rows, rank), best_data_parallel(rows)]
     quoted += [row for row in rows if row.method in (TUNED_UNIFORM, GIVEN)]
     wanted = {row.method for row in quoted if row is not None and row.step_time_s is not None}
     result: list[MethodRow] = []
@@ -473,8 +486,12 @@ def with_noise(
     return result if len(result) == len(rows) else list(rows)
 
 
-def best_row(rows: Sequence[MethodRow]) -> MethodRow:
+def best_row(rows: Sequence[MethodRow], rank: Rank = by_time) -> MethodRow:
     """The winner: the shortest step of those that fit; the nearest to fitting if none does.
+
+    Args:
+        rows: of methods.
+        rank: how they compare, if not by their steps; see ``Objective.rank``.
 
     Raises:
         StrategyError: no method has a strategy at all; says why of each.
@@ -483,7 +500,7 @@ def best_row(rows: Sequence[MethodRow]) -> MethodRow:
     if not applicable:
         reasons = "; ".join(f"{row.method}: {row.shortage or 'no reason given'}" for row in rows)
         raise StrategyError(f"no method applies here ({reasons}); ask another one, or auto.")
-    return min(applicable, key=lambda row: row.preference)
+    return min(applicable, key=rank)
 
 
 def rehearsed(
@@ -493,6 +510,7 @@ def rehearsed(
     *,
     every: bool = False,
     spending: Spending | None = None,
+    rank: Rank = by_time,
 ) -> list[MethodRow]:
     """The rows, best first played through until one is known to run.
 
@@ -502,6 +520,7 @@ def rehearsed(
         rehearse: says why a strategy could not be executed.
         every: go through all rows that fit, not only up to the winner.
         spending: what all of it may take. The row that is not reached says so.
+        rank: which rows are best.
 
     Returns:
         The rows in their order; ``cannot_run`` with the reason where a rehearsal failed.
@@ -509,7 +528,7 @@ def rehearsed(
     result = list(rows)
     known: dict[tuple[Strategy, Order], str] = {}
     fitting = [number for number, row in enumerate(rows) if row.step_time_s is not None]
-    for number in sorted(fitting, key=lambda index: result[index].step_time_s or 0.0):
+    for number in sorted(fitting, key=lambda index: rank(result[index])):
         row = result[number]
         assert row.candidate is not None
         key = row.candidate.strategy, row.candidate.orders[0]

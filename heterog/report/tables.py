@@ -13,6 +13,7 @@ from heterog.cluster.catalog import ListedType
 from heterog.cluster.links import LinkKind, NetworkKind
 from heterog.cluster.topology import Cluster
 from heterog.planners.methods import MethodNote
+from heterog.planners.plan import cost_per_step
 from heterog.planners.planner import MethodRow
 from heterog.planners.stability import best_data_parallel
 from heterog.units import GIB, format_bytes, format_seconds
@@ -49,8 +50,8 @@ def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "
     """What every method reached on one cluster, the best in bold.
 
     Speed-ups are over the best data parallelism that can run; there are none if no such row is
-    ``ok``. Memory is that of the fullest device of each type. Why a method cannot run is said
-    below the table.
+    ``ok``. Memory is that of the fullest device of each type. Where hosts have prices, there is a
+    column of what a step costs. Why a method cannot run is said below the table.
     """
     best = best_data_parallel(rows)
     baseline = None if best is None else best.step_time_s
@@ -60,6 +61,8 @@ def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "
     table.add_column("method", no_wrap=True)
     table.add_column("step time", justify="right", no_wrap=True)
     table.add_column("speed-up", justify="right", no_wrap=True)
+    if cluster.prices is not None:
+        table.add_column(f"{cluster.prices.currency} a step", justify="right")
     headers, members = _memory_columns(cluster)
     for header in headers:
         # Spaces, so that long type names break between words.
@@ -74,6 +77,7 @@ def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "
             escape(row.method),
             "-" if seconds is None else format_seconds(seconds),
             ratio,
+            *_cost_cells(row, cluster),
             *_memory_cells(row, members),
             f"{row.num_evaluations:,}",
             format_seconds(row.search_seconds),
@@ -81,6 +85,13 @@ def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "
             style="bold" if seconds is not None and seconds == fastest else "",
         )
     return table
+
+
+def _cost_cells(row: MethodRow, cluster: Cluster) -> list[str]:
+    if cluster.prices is None:
+        return []
+    cost = cost_per_step(row, cluster)
+    return ["-" if cost is None else f"{cost:.3g}"]
 
 
 def models_table(entries: Iterable[ModelEntry], *, title: str = "") -> Table:

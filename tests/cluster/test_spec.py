@@ -249,7 +249,7 @@ ERRORS = [
         "name: lab\neficiency: 0.7",
         "{path}, line 3, eficiency: unknown field; did you mean 'efficiency'? Known: "
         "schema_version, name, efficiency, reserved_memory, calibration, sends, execution, hosts, "
-        "pairs.",
+        "pairs, prices.",
     ),
     (
         "      line_rate",

@@ -1,0 +1,73 @@
+"""What a plan costs: a step, a million samples or tokens, and the whole training run."""
+
+from dataclasses import dataclass
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.objective import Objective, hosts_used, rent_per_s, tokens_per_sample
+from heterog.strategy.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Money of a plan, in the currency of its cluster's prices.
+
+    Attributes:
+        currency: a word for people.
+        hosts: names of the hosts that are rented.
+        per_hour: of all of them together.
+        per_step: of a training step.
+        per_million_samples: of as many samples as pass in a million.
+        per_million_tokens: likewise of tokens; ``None`` where samples have none.
+        num_steps: of the whole run; ``None`` where nobody said, and then what follows is, too.
+        total_s: seconds of the run.
+        total: money for the run.
+        missed_s: seconds by which it ends after the deadline; ``None`` without a deadline.
+    """
+
+    currency: str
+    hosts: tuple[str, ...]
+    per_hour: float
+    per_step: float
+    per_million_samples: float
+    per_million_tokens: float | None
+    num_steps: int | None
+    total_s: float | None
+    total: float | None
+    missed_s: float | None
+
+
+def cost_of(
+    graph: OpGraph,
+    cluster: Cluster,
+    strategy: Strategy,
+    step_time_s: float,
+    objective: Objective,
+) -> Cost:
+    """The cost of a strategy on a cluster with prices.
+
+    Args:
+        graph: one step.
+        cluster: with prices.
+        strategy: says which hosts are rented.
+        step_time_s: seconds per step.
+        objective: number of steps and deadline, if there are any.
+    """
+    assert cluster.prices is not None
+    used = hosts_used(strategy, cluster)
+    rent = rent_per_s(cluster, used)
+    per_step, steps = step_time_s * rent, objective.num_steps
+    tokens = tokens_per_sample(graph)
+    per_sample = per_step / graph.batch_size
+    return Cost(
+        currency=cluster.prices.currency,
+        hosts=tuple(cluster.hosts[host].name for host in used),
+        per_hour=rent * 3600.0,
+        per_step=per_step,
+        per_million_samples=per_sample * 1e6,
+        per_million_tokens=None if tokens is None else per_sample / tokens * 1e6,
+        num_steps=steps,
+        total_s=None if steps is None else steps * step_time_s,
+        total=None if steps is None else steps * per_step,
+        missed_s=None if objective.deadline_s is None else objective.missed_s(step_time_s),
+    )
