@@ -371,6 +371,7 @@ class _Builder:
         self._spec = spec
         self._document = document
         self._types: dict[str, DeviceType] = {}
+        self._listed: dict[str, list[str]] = {}  # names of types by what the file calls them
         self._host_names: set[str] = set()
         self._device_names: set[str] = set()
         self._num_hosts = sum(h.count or 1 for h in spec.hosts)
@@ -417,10 +418,14 @@ class _Builder:
         if spec is None:
             return cluster
         known = {device.type.name for device in cluster.devices}
-        for name in spec.device_hour:
-            if name not in known:
+        by_type: dict[str, float] = {}
+        for name, price in spec.device_hour.items():
+            if name not in known and name not in self._listed:
                 fault = f"no device is of type '{name}'; there are {', '.join(sorted(known))}."
                 self._document.refuse(("prices", "device_hour", name), fault)
+            # A type with other numbers than its catalogue's has another name but not another price.
+            by_type |= {each: price for each in self._listed.get(name, ()) if each not in by_type}
+        by_type |= {name: price for name, price in spec.device_hour.items() if name in known}
         members = self._members()
         by_host: dict[str, float] = {}
         for name, price in spec.host_hour.items():
@@ -431,9 +436,7 @@ class _Builder:
             own = {host: price for host in members[name]}
             by_host = own | by_host if len(own) > 1 else by_host | own
         try:
-            prices = Prices(
-                currency=spec.currency, device_hour=spec.device_hour, host_hour=by_host
-            )
+            prices = Prices(currency=spec.currency, device_hour=by_type, host_hour=by_host)
             priced = replace(cluster, prices=prices)
             for host in range(cluster.num_hosts):
                 priced.host_price_per_s(host)
@@ -581,6 +584,8 @@ class _Builder:
                 f"there is already a type '{kind.name}' with other numbers; give each its own "
                 "name.",
             )
+        said = entry.type if isinstance(entry.type, str) else entry.type.name
+        self._listed.setdefault(said, []).append(kind.name)
         return kind
 
     def _named(self, device_type: DeviceType) -> DeviceType:

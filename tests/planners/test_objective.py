@@ -255,6 +255,13 @@ def test_wrong_prices_are_told_with_line_and_field(old: str, new: str, text: str
     assert "lab.yaml, line 4" in str(caught.value)
 
 
+def test_a_type_with_other_numbers_has_the_price_of_its_name() -> None:
+    text = FILE.replace("{type: T4, count: 2}", "{type: T4, count: 2, compute_efficiency: 0.5}")
+    cluster = parse_cluster(text, Path("lab.yaml"))
+    assert cluster.devices[2].type.name == "T4-custom"
+    assert cluster.host_price_per_s(1) * 3600 == pytest.approx(0.70)
+
+
 def test_cost_without_prices_is_refused() -> None:
     with pytest.raises(ClusterError, match="has no prices; add to its file"):
         make_plan(graph(), replace(lab(), prices=None), budget="1e", objective=CHEAPEST)
