@@ -63,6 +63,7 @@ ROOMS = {
         "simulator/device_models/run_file.py",
         "fidelity/recorded.py",
         "planners/plan_file.py",
+        "planners/library/entry.py",
         "agents/checkpoint.py",
         "runtime/checkpoint/contents.py",
     ),

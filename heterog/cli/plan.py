@@ -30,6 +30,7 @@ from heterog.cli.common import (
     use_agents,
 )
 from heterog.cli.interrupt import end_interrupted, stop_when_interrupted
+from heterog.cli.library import NoLibraryOption, library_remark, open_library, warn
 from heterog.cli.objective import (
     DeadlineOption,
     ObjectiveOption,
@@ -73,6 +74,7 @@ def plan(
     samples: SamplesOption = None,
     tokens: TokensOption = None,
     deadline: DeadlineOption = "",
+    no_library: NoLibraryOption = False,
     background: Annotated[
         str,
         typer.Option(
@@ -150,6 +152,11 @@ def plan(
         graph, aim, steps=steps, samples=samples, tokens=tokens, deadline_s=deadline_s
     )
     evaluator = Evaluator(graph, target)
+    library = open_library(no_library)
+    lookup = None
+    if library is not None:
+        lookup = library.look_up(evaluator, step_barrier=not no_step_barrier)
+        warn(lookup.warning)
     promise = Promise(parsed, is_explained=True, with_changes=not no_changes)
     with settled(), stop_when_interrupted() as stop, progress_line(as_json) as progress:
         found = make_plan(
@@ -167,7 +174,10 @@ def plan(
             progress=progress,
             stop=stop,
             objective=best_at,
+            seeds=None if lookup is None else lookup.seeds,
         )
+        if library is not None:
+            warn(library.keep(found, evaluator))
         if background and not stop.is_requested:
             progress("background", 0.0, float("inf"))
             beside = load_model_graph(background, background_batch)
@@ -191,19 +201,24 @@ def plan(
     if report is not None:
         write_report(report, found, explanation=explanation)
     extrapolated = _extrapolated(found)
+    learned = []
+    if lookup is not None and lookup.seeds is not None:
+        learned.append(library_remark(found, lookup))
     if as_json:
         explained = None if explanation is None else explanation.to_dict()
-        extra = {"extrapolated": extrapolated, "explanation": explained}
+        extra: dict[str, Any] = {"extrapolated": extrapolated, "explanation": explained}
+        extra |= {"library": learned[0]} if learned else {}
         print_json(found.summary() | extra)
         _end_if(stop, found, output)
         return
-    remarks = [*money_remarks(found), *_not_rehearsed(found)]
+    remarks = _not_rehearsed(found)
     if found.background is not None:
         remarks.append(_beside(found))
     if extrapolated is not None:
         remarks.append(_trust(found.calibration, extrapolated))
     if not remarks:
         remarks = _modelled(found.cluster)
+    remarks = [*money_remarks(found), *learned, *remarks]
     width, files = min(out.width, 100), _written(output=output, trace=trace, report=report)
     if explanation is None:
         lines = brief_answer(found, width=width, remarks=remarks, files=files)

@@ -423,7 +423,7 @@ class _Builder:
             if name not in known and name not in self._listed:
                 fault = f"no device is of type '{name}'; there are {', '.join(sorted(known))}."
                 self._document.refuse(("prices", "device_hour", name), fault)
-            # A type with other numbers than its catalogue's has another name but not another price.
+            # A type with other numbers has another name, but not another price.
             by_type |= {each: price for each in self._listed.get(name, ()) if each not in by_type}
         by_type |= {name: price for name, price in spec.device_hour.items() if name in known}
         members = self._members()

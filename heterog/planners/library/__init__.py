@@ -1,0 +1,1 @@
+"""A library of solved plans, from which a search on a like model and cluster starts."""
