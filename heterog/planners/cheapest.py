@@ -174,7 +174,9 @@ class CheapestSearch:
         if not able or self._asked.stop.is_requested:
             return
         subset, best = min(able, key=lambda pair: self._rank(*pair))
-        left_s = promise.search_s([best.candidate] if best.candidate is not None else ())
+        assert best.candidate is not None
+        strategy = subset.lifted(best.candidate.strategy)
+        left_s = promise.search_s([replace(best.candidate, strategy=strategy)])
         used = _used(subset, best)
         if left_s >= least_s:
             self._search(used, Budget(seconds=left_s))

@@ -149,6 +149,15 @@ def test_the_cheapest_plan_costs_no_more_than_the_fastest() -> None:
     assert money(planned(loose, methods)) <= money(fastest)
 
 
+def test_a_budget_in_seconds_goes_on_with_the_hosts_of_the_best_plan() -> None:
+    """Without any claim about times: the plan fits, is paid for, and names one of its offers."""
+    methods = ("cp_ar", "local_search")
+    plan = make_plan(graph(), lab(), methods=methods, budget="5s", objective=CHEAPEST)
+    assert plan.cost is not None
+    assert plan.cost.hosts in [offer.hosts for offer in plan.offers]
+    assert {row.method for row in plan.rows} == set(methods)
+
+
 def test_a_tighter_deadline_never_gets_cheaper() -> None:
     slowest_s = planned(CHEAPEST).step_time_s
     fastest_s = planned(FASTEST).step_time_s
