@@ -11,6 +11,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.given import GivenLayout
 from heterog.planners.issue_order import Rehearse
+from heterog.planners.objective import FASTEST, Objective
 from heterog.planners.plan import BEST, Plan, make_plan
 from heterog.planners.planner import Budget
 from heterog.planners.portfolio import AUTO
@@ -28,6 +29,7 @@ def plan(
     order: str = BEST,
     step_barrier: bool = True,
     policy: str = DEFAULT_POLICY,
+    objective: Objective = FASTEST,
 ) -> Plan:
     """Find how to run one training step of a workload on a cluster.
 
@@ -40,6 +42,8 @@ def plan(
         order: ``"best"``, or the one order that searching methods may use.
         step_barrier: whether a step ends with all updates.
         policy: what ``agent`` and ``agent+search`` ask: ``"default"``, ``"heldout"`` or a file.
+        objective: what the plan is to be best at: the shortest step, or the least money before a
+            deadline; see ``heterog.planners.objective``.
 
     Returns:
         The best plan; ``plan.outcome`` says whether it fits and runs. That of a workload has been
@@ -64,6 +68,7 @@ def plan(
         order=order,
         step_barrier=step_barrier,
         rehearse=rehearse,
+        objective=objective,
     )
 
 
