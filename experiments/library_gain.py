@@ -1,6 +1,6 @@
 """What plans of like cases bring a search that has few evaluations, and what they cost.
 
-    python experiments/library_gain.py --solve 400e --budget 60e
+    python experiments/library_gain.py --solve 2000e --budget 60e
 
 Each case is solved once and kept; then a case that is like it but not the same is planned with and
 without the library, on the same budget and seed.
@@ -35,7 +35,7 @@ def graph_of(model: str, batch: int) -> OpGraph:
 def main() -> None:
     """Print a row for each pair of cases."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--solve", default="400e")
+    parser.add_argument("--solve", default="2000e")
     parser.add_argument("--budget", default="60e")
     asked = parser.parse_args()
     print("| solved | asked | without, ms | with, ms | gain | look-up, ms |")
