@@ -34,13 +34,14 @@ LAYERS = (
     {"explain"},
     {"envs", "runtime", "report", "export", "balance"},
     {"agents"},
+    {"healing"},
     {"api", "cli"},
 )
 ROOMS = {
     "torch": (
         *("graph/capture.py", "graph/one_sample.py", "graph/traced_constants.py"),
         "local_losses.py",
-        *("zoo/", "runtime/", "balance/", "agents/"),
+        *("zoo/", "runtime/", "balance/", "agents/", "healing/"),
     ),
     "transformers": ("zoo/", "balance/for_trainer.py"),
     "accelerate": ("balance/for_accelerate.py",),

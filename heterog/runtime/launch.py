@@ -54,11 +54,19 @@ class LaunchError(HeterogError):
 
     Attributes:
         last_words: the last line of each rank that had ended by itself, by rank.
+        lost: ranks whose process was killed or frozen from outside, for no fault of the job.
     """
 
-    def __init__(self, text: str, last_words: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        text: str,
+        last_words: Mapping[int, str] | None = None,
+        *,
+        lost: Sequence[int] = (),
+    ) -> None:
         super().__init__(text)
         self.last_words = dict(last_words or {})
+        self.lost = tuple(lost)
 
 
 @dataclass(slots=True)
@@ -158,7 +166,7 @@ def run_ranks(
         options.append("--allow-nonfinite")
     if record:
         options.append("--record")
-    with _temporary_folder() as folder:
+    with temporary_folder() as folder:
         output = folder / "measured.json"
         done = folder / "background"
 
@@ -195,7 +203,7 @@ def run_ranks(
 
 
 @contextmanager
-def _temporary_folder() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """A folder that is gone when the body ends, even if this process is killed meanwhile.
 
     A shell waits for the end of a pipe that only this process holds open, and then removes it. It
@@ -273,7 +281,7 @@ def run_commands(
     }
     ranks: list[_Rank] = []
     others: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
-    with _signals_as_exit(), _temporary_folder() as folder:
+    with signals_as_exit(), temporary_folder() as folder:
         if not port:
             common[PORT_FILE] = str(folder / "port")
         try:
@@ -380,7 +388,8 @@ def _check_alive(ranks: Sequence[_Rank], now_s: float, step_timeout_s: float) ->
         if rank.stopped_since_s is not None and now_s - rank.stopped_since_s > _STOPPED_S:
             raise LaunchError(
                 f"rank {number} is frozen: its process {rank.process.pid} was stopped by a signal "
-                f"at {rank.stage or 'its start'}; all ranks were ended."
+                f"at {rank.stage or 'its start'}; all ranks were ended.",
+                lost=[number],
             )
     slow = any(
         rank.process.poll() is None
@@ -420,7 +429,7 @@ def _failure(ranks: Sequence[_Rank], first: Sequence[int]) -> LaunchError:
 
     def follows(number: int) -> tuple[bool, bool, int]:
         # gloo aborts a process (SIGABRT) when another one is gone.
-        killed = codes[number] in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
+        killed = _is_killed(codes[number])
         own = bool(last[number]) and "onnection" not in last[number]
         return not (killed or own), number not in first, number
 
@@ -431,7 +440,12 @@ def _failure(ranks: Sequence[_Rank], first: Sequence[int]) -> LaunchError:
     where = f" at {ranks[number].stage}" if code < 0 and ranks[number].stage else ""
     said = last[number].removeprefix("heterog: ").removeprefix(f"rank {number}: ")
     text = f"rank {number} {how}{where}; the others were ended. {said}".strip()
-    return LaunchError(text, last)
+    return LaunchError(text, last, lost=[each for each in sorted(last) if _is_killed(codes[each])])
+
+
+def _is_killed(code: int | None) -> bool:
+    """Whether a process ended by a signal that gloo does not send itself."""
+    return code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 
 
 def _last_words(path: Path) -> str:
@@ -473,7 +487,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
 
 
 @contextmanager
-def _signals_as_exit() -> Iterator[None]:
+def signals_as_exit() -> Iterator[None]:
     """SIGTERM and SIGHUP end the body like Ctrl-C does, so that it can clean up."""
     if threading.current_thread() is not threading.main_thread():
         yield

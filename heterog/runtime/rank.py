@@ -14,8 +14,8 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -250,7 +250,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rank = int(os.environ.get("RANK", "0"))
-    try:
+    with as_rank(rank):
         _, measured = train(
             load_plan(arguments.plan),
             arguments.model,
@@ -262,6 +262,19 @@ def main() -> None:
             allow_nonfinite=arguments.allow_nonfinite,
             record=arguments.record,
         )
+    if rank == 0:
+        if arguments.output:
+            write_json(arguments.output, measured)
+        else:
+            print(json.dumps(measured, indent=2), flush=True)
+    end_together()
+
+
+@contextmanager
+def as_rank(rank: int) -> Iterator[None]:
+    """End the process with one line on stderr and exit code 2 if the body fails."""
+    try:
+        yield
     except HeterogError as error:
         _leave(rank, str(error))
     except RuntimeError as error:
@@ -272,12 +285,6 @@ def main() -> None:
     except Exception as error:  # whatever the user's model raises must end this rank, too
         traceback.print_exc()
         _leave(rank, f"{type(error).__name__}: {error}")
-    if rank == 0:
-        if arguments.output:
-            write_json(arguments.output, measured)
-        else:
-            print(json.dumps(measured, indent=2), flush=True)
-    end_together()
 
 
 def end_together() -> NoReturn:

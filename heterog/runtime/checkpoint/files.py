@@ -8,7 +8,7 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,6 +51,10 @@ from heterog.runtime.launch import CHECKPOINT_INDEX
 
 _BATCH_BYTES = 1 << 28
 """Read at once, beside what a rank holds: 256 MiB; each reading opens the files anew."""
+
+
+ReadSaved = Callable[[Sequence[str]], Mapping[str, Tensor]]
+"""Tensors and parts of tensors as they were saved, by name."""
 
 
 class _Writer(FileSystemWriter):
@@ -198,7 +202,10 @@ def read_tensors(contents: Contents, folder: Path, names: Sequence[str]) -> dict
 
 
 def read_boxes(
-    contents: Contents, folder: Path, wanted: Mapping[str, Sequence[tuple[Box, Tensor]]]
+    contents: Contents,
+    folder: Path,
+    wanted: Mapping[str, Sequence[tuple[Box, Tensor]]],
+    read: ReadSaved | None = None,
 ) -> None:
     """Fill tensors with boxes of saved ones, whatever boxes these were saved in.
 
@@ -209,16 +216,18 @@ def read_boxes(
         contents: of the checkpoint.
         folder: of the checkpoint.
         wanted: by name, boxes and where their elements go.
+        read: brings what was saved under some names from another place than the folder.
     """
+    read = read or (lambda names: _read_saved(contents, folder, names))
     batch: list[str] = []
     num_bytes = 0
     for each in _needed(contents, wanted):
         if batch and num_bytes + contents.tensors[each].num_bytes > _BATCH_BYTES:
-            _fill(contents, folder, batch, wanted)
+            _fill(contents, read, batch, wanted)
             batch, num_bytes = [], 0
         batch.append(each)
         num_bytes += contents.tensors[each].num_bytes
-    _fill(contents, folder, batch, wanted)
+    _fill(contents, read, batch, wanted)
 
 
 def _needed(
@@ -237,12 +246,12 @@ def _needed(
 
 def _fill(
     contents: Contents,
-    folder: Path,
+    read: ReadSaved,
     names: Sequence[str],
     wanted: Mapping[str, Sequence[tuple[Box, Tensor]]],
 ) -> None:
     """Read what was saved under some names and copy it where it is wanted."""
-    for name, value in _read_saved(contents, folder, names).items():
+    for name, value in read(names).items():
         saved = contents.tensors[name]
         for piece in saved.pieces:
             for box, target in wanted[saved.whole or name]:

@@ -1,0 +1,15 @@
+"""Jobs that go on when a rank is lost, comes back, or becomes slow.
+
+Ranks die with the state that they hold, so copies of it lie in *keepers*: small processes beside
+the ranks, one for each host, which hold the newest snapshots in memory. When a rank is lost, what
+is left gets a new plan, every new rank takes what it needs of the newest complete snapshot, and
+training goes on at the step after it.
+
+- ``wire`` and ``keeper`` are the process and its protocol, ``keepers`` talks to several of them.
+- ``snapshots`` says which snapshot is the newest complete one.
+- ``job`` runs a plan and heals it (``heterog run --heal``): ``rank`` is what each of its ranks
+  does, ``sending`` and ``restoring`` move the state of a plan, ``steering`` decides with the help
+  of ``planning``, a process that plans for what is left; ``remaining`` and ``moving`` say what is
+  left and what it costs to go there. ``checkpoints`` are written beside training.
+- ``loop`` is for loops with a ``Balancer`` under torchrun.
+"""

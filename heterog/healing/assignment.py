@@ -1,0 +1,88 @@
+"""What the ranks of one generation of a job are told: a file that appears when it is decided.
+
+Ranks are started before it is known what they will run: they import what they need while the plan
+is made, and then wait for this file.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from heterog.errors import HeterogError
+from heterog.files import read_json, write_json
+from heterog.healing.keepers import KeeperPlace
+from heterog.healing.snapshots import Moment
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What a generation of ranks does.
+
+    Attributes:
+        generation: how often the job's ranks were started before.
+        plan: file of the plan to run.
+        last: step after which training is done.
+        moment: snapshot to begin with, if there is one.
+        checkpoint: folder of a checkpoint to begin with instead; empty for none.
+        keepers: where snapshots are and go to.
+        token: of the job.
+        host_of: host of each rank.
+        copies: keepers that shall have each part of a snapshot.
+        why_not: why there is nothing to do; the ranks end with it.
+    """
+
+    generation: int
+    plan: str
+    last: int
+    moment: Moment | None
+    checkpoint: str
+    keepers: tuple[KeeperPlace, ...]
+    token: str
+    host_of: tuple[int, ...]
+    copies: int
+    why_not: str = ""
+
+    def write(self, path: Path) -> None:
+        """Let the ranks begin."""
+        write_json(path, asdict(self))
+
+
+def wait_for_assignment(path: Path, timeout_s: float) -> Assignment:
+    """The assignment, once it is there.
+
+    Raises:
+        HeterogError: it does not come, or says why there is none.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            raise HeterogError(f"nobody said within {timeout_s:g} s what to run.")
+        time.sleep(_POLL_S)
+    record: dict[str, Any] = read_json(path, "assignment")
+    if record["why_not"]:
+        raise HeterogError(str(record["why_not"]))
+    moment = record["moment"]
+    keepers = [KeeperPlace(**each) for each in record["keepers"]]
+    return Assignment(
+        **{
+            **record,
+            "moment": None if moment is None else Moment(*moment),
+            "keepers": tuple(keepers),
+            "host_of": tuple(record["host_of"]),
+        }
+    )
+
+
+def in_turn(keepers: Sequence[KeeperPlace], host: int) -> list[KeeperPlace]:
+    """Keepers in the order in which a host uses them: its own, then the following ones.
+
+    >>> places = [KeeperPlace(host=host, address="", port=1) for host in (0, 1, 3)]
+    >>> [place.host for place in in_turn(places, 1)]
+    [1, 3, 0]
+    """
+    behind = [place for place in keepers if place.host >= host]
+    return [*behind, *(place for place in keepers if place.host < host)]

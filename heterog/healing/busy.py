@@ -1,0 +1,21 @@
+"""How long each device computes in a step, predicted or measured."""
+
+import numpy as np
+
+from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, Program
+
+
+def device_seconds(program: Program, start_s: FloatArray, finish_s: FloatArray) -> list[float]:
+    """Seconds of all compute tasks, by device.
+
+    Args:
+        program: of the step.
+        start_s: of each task; not a number where it is unknown.
+        finish_s: the same of its end.
+    """
+    computes = program.kind < FIRST_LINK_KIND
+    seconds = np.nan_to_num(finish_s - start_s)
+    return [
+        float(seconds[computes & (program.device == device)].sum())
+        for device in range(program.num_devices)
+    ]

@@ -1,0 +1,64 @@
+"""Checkpoints that are written beside training, from what keepers hold.
+
+Ranks do not take part and wait for nothing: a process of low priority reads the newest complete
+snapshot from the keepers and writes it in the format of ``heterog.runtime.checkpoint``, by
+torch.distributed.checkpoint. Any plan resumes from it.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from heterog.files import check_writable
+from heterog.healing.keepers import KeeperPlace, places_to_json
+from heterog.healing.service import Service
+from heterog.runtime.launch import CHECKPOINT_INDEX
+
+
+class Writing:
+    """Has a checkpoint written every so many seconds.
+
+    Args:
+        folder: for them; a new one replaces the one before.
+        every_s: seconds between them.
+        token: of the job's keepers.
+
+    Attributes:
+        failed: why the last one was not written, if so.
+        num_written: checkpoints so far.
+    """
+
+    def __init__(self, folder: Path, every_s: float, token: str) -> None:
+        check_writable(folder / CHECKPOINT_INDEX if folder.is_dir() else folder)
+        self.failed = ""
+        self.num_written = 0
+        self._folder, self._every_s, self._token = folder.resolve(), every_s, token
+        self._since_s = time.monotonic()
+        self._is_asked = False
+        self._service = Service("heterog.healing.writing")
+
+    def look(self, places: Sequence[KeeperPlace]) -> str:
+        """Ask for a checkpoint if it is time; the folder of one that was just written."""
+        written = ""
+        for reply in self._service.replies():
+            self._is_asked = False
+            self.failed = str(reply.get("error", "")) if reply else "the process has ended"
+            if not self.failed:
+                written = str(self._folder)
+                self.num_written += 1
+        if not self._is_asked and time.monotonic() - self._since_s > self._every_s:
+            self._since_s = time.monotonic()
+            self._is_asked = self._service.is_alive
+            if self._is_asked:
+                self._service.ask(
+                    {
+                        "folder": str(self._folder),
+                        "keepers": places_to_json(places),
+                        "token": self._token,
+                    }
+                )
+        return written
+
+    def close(self) -> None:
+        """End the process that writes; an unfinished checkpoint leaves the one before."""
+        self._service.close()

@@ -1,0 +1,53 @@
+"""What rank 0 writes down for whoever watches the job: a line of JSON for each event.
+
+A rank that is killed leaves at most one unfinished line at the end, which is not read.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class Journal:
+    """Writes events; every line is flushed.
+
+    Args:
+        path: of the file; an existing one is continued. ``None`` writes nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def write(self, event: str, **said: Any) -> None:
+        """Add an event with the time."""
+        if self._path is None:
+            return
+        line = json.dumps({"event": event, "at_s": time.monotonic(), **said}) + "\n"
+        with self._path.open("a") as file:
+            file.write(line)
+
+
+class JournalReader:
+    """Reads the events that were added since it read last.
+
+    Args:
+        path: of the file, which may not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+
+    def new_events(self) -> list[Event]:
+        """Events that are complete by now."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]

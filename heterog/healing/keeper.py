@@ -1,0 +1,225 @@
+"""A keeper: a process beside the ranks that holds what they would lose if they died.
+
+    python -m heterog.healing.keeper --pid PID < token
+
+It listens on one address, takes connections from who knows the token, prints the port that it
+listens on as one line, and ends when the process with the given id does. It knows nothing of
+tensors: a part of a snapshot is an index (JSON) and bytes. A part can be read once all of it has
+arrived, so a rank that dies while it sends leaves what was there before.
+
+Requests, by ``do``:
+
+    put    the part of a snapshot; ``settled`` is the newest moment that all ranks know to be
+           complete, and what is older is let go
+    list   all parts there are
+    index  the index of a part
+    pin    keep a moment's parts while this connection is open: somebody reads them
+    get    bytes of a part, from ``begin`` on, ``size`` of them
+"""
+
+import argparse
+import contextlib
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from heterog.healing.snapshots import Moment, Part
+from heterog.healing.wire import (
+    Header,
+    WireError,
+    challenge,
+    receive_header,
+    receive_into,
+    send_message,
+)
+
+_ANSWER_S = 30.0
+"""For the answer to a challenge."""
+_LOOK_S = 0.2
+_MOST_GET_BYTES = 1 << 32
+
+
+class Shelf:
+    """The parts that a keeper holds; used by all its connections at once.
+
+    Args:
+        most_bytes: that may be held together; 0 is not limited.
+    """
+
+    def __init__(self, most_bytes: int = 0) -> None:
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._held: dict[tuple[Moment, int], tuple[Part, Any, bytearray]] = {}
+        self._spare: list[bytearray] = []
+        self._pinned: dict[int, Moment] = {}
+
+    def pin(self, reader: int, moment: Moment | None) -> None:
+        """Keep the parts of a moment for a reader, in place of what it read before."""
+        with self._lock:
+            self._pinned.pop(reader, None)
+            if moment is not None:
+                self._pinned[reader] = moment
+
+    def room_for(self, part: Part, settled: Moment | None) -> bytearray:
+        """A buffer for a part that is about to come; lets go what is older than ``settled``.
+
+        Raises:
+            WireError: the keeper may not hold so much.
+        """
+        with self._lock:
+            pinned = set(self._pinned.values())
+            for key in list(self._held):
+                if settled is not None and key[0] < settled and key[0] not in pinned:
+                    self._spare.append(self._held.pop(key)[2])
+            # Memory that is there already costs no page faults.
+            for number, buffer in enumerate(self._spare):
+                if len(buffer) == part.num_bytes:
+                    return self._spare.pop(number)
+            self._spare.clear()
+            held = sum(len(buffer) for _, _, buffer in self._held.values())
+            if self._most_bytes and held + part.num_bytes > self._most_bytes:
+                raise WireError(
+                    f"the keeper holds {held} bytes and may hold {self._most_bytes}; a part of "
+                    f"{part.num_bytes} has no room."
+                )
+        return bytearray(part.num_bytes)
+
+    def take(self, part: Part, index: Any, content: bytearray) -> None:
+        """Hold a part that has arrived."""
+        with self._lock:
+            self._held[part.moment, part.number] = part, index, content
+
+    def parts(self) -> list[Part]:
+        """All that are held."""
+        with self._lock:
+            return [part for part, _, _ in self._held.values()]
+
+    def find(self, moment: Moment, number: int) -> tuple[Any, bytearray]:
+        """Index and bytes of a part.
+
+        Raises:
+            WireError: it is not here.
+        """
+        with self._lock:
+            found = self._held.get((moment, number))
+        if found is None:
+            raise WireError(f"part {number} of step {moment.step} is not here.")
+        return found[1], found[2]
+
+
+def serve(connection: socket.socket, shelf: Shelf, token: str) -> None:
+    """Answer one client until it leaves."""
+    with connection, contextlib.suppress(WireError, OSError), _unpinned(connection, shelf):
+        connection.settimeout(_ANSWER_S)
+        if not challenge(connection, token):
+            return
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while True:
+            header, size = receive_header(connection)
+            try:
+                _answer(connection, shelf, header, size)
+            except WireError as error:
+                send_message(connection, {"error": str(error)})
+                if size:  # its bytes are still on their way, and nobody wants them
+                    return
+
+
+@contextlib.contextmanager
+def _unpinned(connection: socket.socket, shelf: Shelf) -> Iterator[None]:
+    """Let go what a client reads when it leaves."""
+    try:
+        yield
+    finally:
+        shelf.pin(id(connection), None)
+
+
+def _answer(connection: socket.socket, shelf: Shelf, header: Header, size: int) -> None:
+    match header.get("do"):
+        case "put":
+            part = Part.from_header(header)
+            if part.num_bytes != size:
+                raise WireError(f"a part of {part.num_bytes} bytes comes with {size}.")
+            settled = header.get("settled")
+            content = shelf.room_for(part, Moment(*settled) if settled else None)
+            receive_into(connection, content)
+            shelf.take(part, header.get("index"), content)
+            send_message(connection, {})
+        case "list":
+            send_message(connection, {"parts": [part.to_header() for part in shelf.parts()]})
+        case "index":
+            part = Part.from_header(header)
+            index, _ = shelf.find(part.moment, part.number)
+            send_message(connection, {"index": index})
+        case "pin":
+            moment = Part.from_header(header).moment
+            shelf.pin(id(connection), moment)
+            send_message(connection, {})
+        case "get":
+            part = Part.from_header(header)
+            begin, length = int(header.get("begin", -1)), int(header.get("size", -1))
+            _, content = shelf.find(part.moment, part.number)
+            if not 0 <= begin <= begin + length <= len(content) or length > _MOST_GET_BYTES:
+                raise WireError(f"{length} bytes from {begin} on are not in {len(content)}.")
+            send_message(connection, {}, [memoryview(content)[begin : begin + length]])
+        case other:
+            raise WireError(f"a keeper cannot {str(other)[:40]!r}.")
+
+
+def listen(address: str, token: str, shelf: Shelf) -> tuple[socket.socket, threading.Thread]:
+    """A socket on a free port of an address, and the thread that answers there."""
+    listening = socket.create_server((address, 0))
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:  # closed
+                return
+            thread = threading.Thread(target=serve, args=(connection, shelf, token), daemon=True)
+            thread.start()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    return listening, thread
+
+
+def wait_for_end(pid: int) -> None:
+    """Return when a process has ended, however it does."""
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):  # not Linux, or a kernel before 5.3
+        while True:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(_LOOK_S)
+    select.select([watched], [], [])
+
+
+def main() -> None:
+    """Run as a keeper."""
+    parser = argparse.ArgumentParser(description="A keeper of snapshots; see the module.")
+    parser.add_argument("--pid", type=int, required=True, help="process to end with")
+    parser.add_argument("--address", default="127.0.0.1")
+    parser.add_argument("--most-bytes", type=int, default=0)
+    arguments = parser.parse_args()
+    token = sys.stdin.readline().strip()
+    listening, _ = listen(arguments.address, token, Shelf(arguments.most_bytes))
+    print(listening.getsockname()[1], flush=True)
+    # Whoever started this may read until the end of what it prints.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    wait_for_end(arguments.pid)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Talking to keepers: one, or those of all hosts as one place that holds snapshots."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from heterog.errors import HeterogError
+from heterog.healing.snapshots import Moment, Part, newest_complete
+from heterog.healing.wire import (
+    Header,
+    WireError,
+    answer_challenge,
+    receive_message,
+    send_message,
+)
+
+_CONNECT_S = 5.0
+_REPLY_S = 120.0
+"""Longer than the slowest transfer of a part that may still be useful."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperPlace:
+    """Where a keeper listens.
+
+    Attributes:
+        host: number of the host that it stands on.
+        address: of that host.
+        port: there.
+    """
+
+    host: int
+    address: str
+    port: int
+
+
+class Keeper:
+    """A connection to one keeper.
+
+    Args:
+        place: where it listens.
+        token: of the job.
+
+    Raises:
+        WireError: nobody is there.
+    """
+
+    def __init__(self, place: KeeperPlace, token: str) -> None:
+        self.place = place
+        try:
+            self._socket = socket.create_connection((place.address, place.port), _CONNECT_S)
+        except OSError as error:
+            raise WireError(
+                f"the keeper of host {place.host} does not answer: {error.strerror or error}."
+            ) from error
+        self._socket.settimeout(_REPLY_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            answer_challenge(self._socket, token)
+        except (OSError, WireError):
+            self._socket.close()
+            raise
+
+    def put(
+        self, part: Part, index: Any, content: memoryview, settled: Moment | None = None
+    ) -> None:
+        """Leave a part there; see ``heterog.healing.keeper``."""
+        header = {"do": "put", "index": index, "settled": settled, **part.to_header()}
+        self._ask(header, [content])
+
+    def parts(self) -> list[Part]:
+        """All parts that it holds."""
+        answer, _ = self._ask({"do": "list"})
+        return [Part.from_header(each) for each in answer.get("parts", [])]
+
+    def index(self, part: Part) -> Any:
+        """The index of a part."""
+        return self._ask({"do": "index", **part.to_header()})[0].get("index")
+
+    def pin(self, part: Part) -> None:
+        """Let nobody remove the snapshot of a part while this connection is open."""
+        self._ask({"do": "pin", **part.to_header()})
+
+    def get(self, part: Part, begin: int, size: int) -> bytearray:
+        """Bytes of a part."""
+        header = {"do": "get", "begin": begin, "size": size, **part.to_header()}
+        _, content = self._ask(header)
+        if len(content) != size:
+            raise WireError(f"a keeper sent {len(content)} bytes of {size}.")
+        return content
+
+    def close(self) -> None:
+        """Leave."""
+        self._socket.close()
+
+    def _ask(self, header: Header, payload: Sequence[memoryview] = ()) -> tuple[Header, bytearray]:
+        try:
+            send_message(self._socket, header, payload)
+        except WireError:
+            # A keeper that refuses a part says why and leaves, before it has read all of it.
+            with suppress(WireError, OSError):
+                answer, _ = receive_message(self._socket)
+                raise WireError(str(answer.get("error"))) from None
+            raise
+        answer, content = receive_message(self._socket)
+        if "error" in answer:
+            raise WireError(str(answer["error"]))
+        return answer, content
+
+
+class Keepers:
+    """All keepers that can be reached.
+
+    Args:
+        places: of all; those that do not answer are left out.
+        token: of the job.
+
+    Attributes:
+        reached: connections, by host.
+    """
+
+    def __init__(self, places: Sequence[KeeperPlace], token: str) -> None:
+        self.reached: dict[int, Keeper] = {}
+        self._token = token
+        for place in places:
+            with suppress(WireError, OSError):
+                self.reached[place.host] = Keeper(place, token)
+
+    def parts(self) -> dict[int, list[Part]]:
+        """What each of them holds, by host; one that is lost meanwhile is left out."""
+        found = {}
+        for host, keeper in list(self.reached.items()):
+            try:
+                found[host] = keeper.parts()
+            except (WireError, OSError):
+                self.reached.pop(host).close()
+        return found
+
+    def newest(self) -> Moment | None:
+        """The newest complete snapshot; ``None`` if there is none."""
+        return newest_complete(self.parts().values())
+
+    def close(self) -> None:
+        """Leave all."""
+        for keeper in self.reached.values():
+            keeper.close()
+        self.reached.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def start_keeper(
+    host: int,
+    token: str,
+    *,
+    pid: int,
+    address: str = "127.0.0.1",
+    most_bytes: int = 0,
+) -> tuple["subprocess.Popen[bytes]", KeeperPlace]:
+    """Start a keeper that ends with a process.
+
+    Args:
+        host: that it stands on.
+        token: of the job.
+        pid: the process.
+        address: to listen on.
+        most_bytes: that it may hold; 0 is not limited.
+
+    Raises:
+        HeterogError: it does not start.
+    """
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "heterog.healing.keeper", "--pid", str(pid)),
+            *("--address", address, "--most-bytes", str(most_bytes)),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # signals to the job's group are not for it
+        env={**os.environ, "PYTHONPATH": with_package()},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{token}\n".encode())
+    process.stdin.close()
+    said = process.stdout.readline().strip()
+    process.stdout.close()
+    if not said.isdigit():
+        process.kill()
+        process.wait()
+        raise HeterogError(f"the keeper of host {host} did not start on {address}.")
+    return process, KeeperPlace(host=host, address=address, port=int(said))
+
+
+def with_package() -> str:
+    """``PYTHONPATH`` with this package, wherever the process works."""
+    own = str(Path(__file__).parents[2])
+    return os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH", "")]))
+
+
+def places_to_json(places: Sequence[KeeperPlace]) -> str:
+    """For a file or a message."""
+    return json.dumps([[each.host, each.address, each.port] for each in places])
+
+
+def places_from(value: Sequence[Sequence[Any]]) -> list[KeeperPlace]:
+    """What ``places_to_json`` wrote, once it is read.
+
+    >>> places_from(json.loads(places_to_json([KeeperPlace(host=1, address="::1", port=7)])))
+    [KeeperPlace(host=1, address='::1', port=7)]
+    """
+    return [
+        KeeperPlace(host=int(host), address=str(address), port=int(port))
+        for host, address, port in value
+    ]
+
+
+def holders(parts: Mapping[int, Sequence[Part]], moment: Moment) -> dict[int, list[int]]:
+    """Hosts whose keepers have each part of a snapshot, by number of the part."""
+    found: dict[int, list[int]] = {}
+    for host, own in parts.items():
+        for part in own:
+            if part.moment == moment:
+                found.setdefault(part.number, []).append(host)
+    return found

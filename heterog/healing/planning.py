@@ -1,0 +1,174 @@
+"""A process that plans for what is left of a cluster, while the ranks train.
+
+    python -m heterog.healing.planning      requests on standard input, see ``Planning.answer``
+
+It is started with the job, so that everything is imported, compiled and captured when a rank is
+lost. A new request ends the search for the one before, which then answers with its best so far.
+"""
+
+from dataclasses import replace
+
+from heterog.agents import planners as agent_planners
+from heterog.cluster.topology import Cluster
+from heterog.graph.capture import capture_step
+from heterog.healing.busy import device_seconds
+from heterog.healing.moving import total_s, transfer_s
+from heterog.healing.question import FIRST_METHODS, Question
+from heterog.healing.remaining import Remaining, SlowedCosts, remaining, slowed
+from heterog.healing.service import Message, answer_requests
+from heterog.planners.issue_order import IssuedSteps, Rehearse
+from heterog.planners.plan import Plan, load_plan, make_plan, plan_from_rows
+from heterog.planners.planner import MethodRow, Stop
+from heterog.planners.portfolio import rehearsed
+from heterog.runtime.rehearsal import rehearsal_of
+from heterog.simulator.calibration import cost_model_of
+from heterog.simulator.cost_model import CostModel
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Strategy
+from heterog.zoo import load_workload
+
+assert set(FIRST_METHODS) & set(agent_planners.LEARNED), "importing them registers the agent"
+
+
+class Planning:
+    """Answers questions about one job."""
+
+    def __init__(self) -> None:
+        self._stop = Stop()
+        self._plans: dict[str, Plan] = {}
+        self._whole: Cluster | None = None
+        self._rehearse: Rehearse | None = None
+
+    def heard(self, request: Message) -> None:
+        """A request has come: what is being searched for counts less."""
+        self._stop.request()
+
+    def answer(self, request: Message) -> Message:
+        """The reply to a request.
+
+        The first one is ``{"whole": plan file, "source": workload}``; what follows is a
+        ``Question``, whose reply is that of ``Answer``.
+        """
+        self._stop = Stop()
+        if "whole" in request:
+            plan = load_plan(request["whole"])
+            self._whole = plan.cluster
+            workload = load_workload(request["source"], plan.graph.batch_size, must_take=False)
+            self._rehearse = rehearsal_of(capture_step(workload))
+            return {"busy_s": busy_seconds(Evaluator(plan.graph, plan.cluster), plan)}
+        question = Question.from_request(request)
+        plan, evaluator, moving_s = self._plan(question)
+        if plan.step_time_s is None:
+            return {"error": f"nothing fits on what is left: {plan.shortage}"}
+        plan.save(question.path)
+        return {
+            "path": question.path,
+            "method": plan.method,
+            "step_time_s": plan.step_time_s,
+            "moving_s": moving_s,
+            "stay_step_s": self._stay_step_s(question),
+            "busy_s": busy_seconds(evaluator, plan),
+        }
+
+    def _plan(self, question: Question) -> tuple[Plan, Evaluator, float]:
+        """The plan with which the job is done first, and what it costs to go there."""
+        running = self._running(question)
+        left = remaining(self._whole_cluster, question.lost)
+        evaluator = self._evaluator(running, left, question)
+        plan = make_plan(
+            running.graph,
+            evaluator.cluster,
+            methods=question.methods,
+            budget=question.budget,
+            step_barrier=running.strategy.step_barrier,
+            evaluator=evaluator,
+            rehearse=self._rehearse,
+            stop=self._stop,
+        )
+
+        def moving_s(strategy: Strategy) -> float:
+            return question.restart_s + transfer_s(
+                running.graph,
+                self._whole_cluster,
+                (running.strategy, question.running_on),
+                (strategy, left.device_of),
+            )
+
+        def until_done_s(row: MethodRow) -> float:
+            assert row.candidate is not None
+            assert row.step_time_s is not None
+            moving = moving_s(row.candidate.strategy)
+            return total_s(row.step_time_s, question.steps_left, moving)
+
+        fitting = [row for row in plan.rows if row.step_time_s is not None and row.candidate]
+        if fitting:
+            best = min(fitting, key=until_done_s)
+            if best.method != plan.method:
+                plan = self._plan_of(evaluator, plan, best)
+        return plan, evaluator, moving_s(plan.strategy)
+
+    def _plan_of(self, evaluator: Evaluator, plan: Plan, row: MethodRow) -> Plan:
+        """The plan of a row that is not the quickest, if it can be executed."""
+        issued = IssuedSteps(evaluator)
+        rows = [row]
+        if self._rehearse is not None and not row.is_rehearsed:
+            rows = rehearsed(issued, rows, self._rehearse)
+        if rows[0].step_time_s is None:
+            return plan
+        return plan_from_rows(
+            evaluator,
+            rows,
+            budget=plan.budget,
+            seed=plan.seed,
+            search_seconds=plan.search_seconds,
+            issued=issued,
+        )
+
+    def _stay_step_s(self, question: Question) -> float:
+        """Seconds of a step with the plan that runs now, on the devices that it runs on."""
+        running = self._running(question)
+        others = set(range(self._whole_cluster.num_devices)) - set(question.running_on)
+        evaluator = self._evaluator(running, remaining(self._whole_cluster, others), question)
+        strategy = replace(running.strategy, cluster=evaluator.cluster.fingerprint())
+        judged = evaluator.referee(strategy, Order[running.order.upper()])
+        return judged.step_time_s
+
+    def _evaluator(self, plan: Plan, left: Remaining, question: Question) -> Evaluator:
+        """Of what is left, where some devices are slow."""
+        slow = {
+            rank: question.slow[device]
+            for rank, device in enumerate(left.device_of)
+            if device in question.slow
+        }
+        if not slow:
+            return Evaluator(plan.graph, left.cluster)
+        costs: CostModel = SlowedCosts(cost_model_of(left.cluster), left.cluster, slow)
+        return Evaluator(plan.graph, slowed(left.cluster, slow), costs)
+
+    def _running(self, question: Question) -> Plan:
+        if question.running not in self._plans:
+            self._plans = {question.running: load_plan(question.running)}
+        return self._plans[question.running]
+
+    @property
+    def _whole_cluster(self) -> Cluster:
+        assert self._whole is not None
+        return self._whole
+
+
+def busy_seconds(evaluator: Evaluator, plan: Plan) -> list[float]:
+    """Predicted seconds that each device of a plan computes in a step."""
+    choice = evaluator.encode(plan.strategy)
+    program, start_s, finish_s = evaluator.referee_timings(choice, Order[plan.order.upper()])
+    return device_seconds(program, start_s, finish_s)
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    planning = Planning()
+    answer_requests(planning.answer, planning.heard)
+
+
+if __name__ == "__main__":
+    main()

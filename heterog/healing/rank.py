@@ -1,0 +1,246 @@
+"""What one rank of a job that heals does: take the state up, train, send snapshots away.
+
+    python -m heterog.healing.rank assignment.json --journal journal.jsonl --stop stop
+
+After each step the ranks agree on a few numbers (one all-reduce of 24 bytes, which is also the
+barrier): whether a snapshot is still on its way, whether the last one has reached its keepers
+everywhere, and whether somebody wants the ranks to stop. A new snapshot is begun when no rank is
+busy with the one before, so training never waits for it.
+"""
+
+import argparse
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from heterog.errors import HeterogError
+from heterog.healing.assignment import Assignment, in_turn, wait_for_assignment
+from heterog.healing.busy import device_seconds
+from heterog.healing.journal import Journal
+from heterog.healing.keepers import Keepers
+from heterog.healing.restoring import Snapshot, restore
+from heterog.healing.sending import Sender, about, entries_of
+from heterog.healing.snapshots import Moment
+from heterog.planners.plan import load_plan
+from heterog.runtime.accelerators import CPU_BACKEND
+from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
+from heterog.runtime.checkpoint.state import check_can_save
+from heterog.runtime.deploy import deploy
+from heterog.runtime.rank import as_rank, end_together, join, tell
+from heterog.strategy.lowering import lower
+from heterog.user_code import trusted_source
+from heterog.zoo import load_workload
+
+LOOK_STEPS = 16
+"""Steps between two that are recorded to see which rank is slow; a recorded step runs its queue
+dry, so looking at each would cost what it finds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a rank is told on its command line.
+
+    Attributes:
+        model: zoo name or ``file.py:function``; the plan's own source if empty.
+        sources: Python files that the person named.
+        timeout_s: seconds after which a rank gives up on the others.
+        journal: file for rank 0's events.
+        stop: file whose existence asks the ranks to stop after a step.
+        save: folder for a checkpoint at the end; empty for none.
+        allow_nonfinite: go on when the loss is infinite or not a number.
+    """
+
+    model: str
+    sources: tuple[str, ...]
+    timeout_s: float
+    journal: Path
+    stop: Path
+    save: str
+    allow_nonfinite: bool
+
+
+class HealingRank:
+    """One rank of one generation.
+
+    Args:
+        assignment: what the generation does.
+        told: on the command line.
+    """
+
+    def __init__(self, assignment: Assignment, told: Told) -> None:
+        self._assignment, self._told = assignment, told
+        plan = load_plan(assignment.plan)
+        source = told.model or trusted_source(plan.graph.source, told.sources, "the plan")
+        if not source:
+            raise HeterogError("the plan does not name its model; pass --model.")
+        workload = load_workload(
+            source, None if told.model else plan.graph.batch_size, must_take=False
+        )
+        tell("joining the others")
+        on_cpus = all(device.type.name.startswith("CPU") for device in plan.cluster.devices)
+        join(told.timeout_s, backend=CPU_BACKEND if on_cpus else "")
+        self._rank = dist.get_rank()
+        self._journal = Journal(told.journal if self._rank == 0 else None)
+        tell("capturing the model")
+        self._step = deploy(workload, plan)
+        self._program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
+        self._batch = workload.make_batch()
+        tell("taking the state up")
+        self._take_up()
+        host = assignment.host_of[self._rank]
+        keepers = Keepers(in_turn(assignment.keepers, host), assignment.token)
+        self._sender = Sender(
+            list(keepers.reached.values()),
+            copies=assignment.copies,
+            rank=self._rank,
+            num_ranks=dist.get_world_size(),
+            generation=assignment.generation,
+        )
+        self._on_its_way: Moment | None = None
+        self._settled = assignment.moment
+
+    def train(self) -> bool:
+        """Train until all is done or somebody asks the ranks to stop; whether all is done."""
+        step, last = self._step, self._assignment.last
+        first = step.num_steps + 1
+        for number in range(first, last + 1):
+            tell(f"step {number} of {last}")
+            dist.barrier()
+            begin = time.perf_counter()
+            looks = number % LOOK_STEPS == 0 and number > first
+            if looks:
+                loss_tensor, start_s, finish_s = step.record(self._batch)
+                busy_s = device_seconds(self._program, start_s, finish_s)
+                loss = float(loss_tensor)
+            else:
+                loss = float(step(self._batch))
+            if not math.isfinite(loss) and not self._told.allow_nonfinite:
+                raise HeterogError(
+                    f"the loss of step {number} is {loss}: look for it in the batch, or lower the "
+                    "learning rate. The option --allow-nonfinite goes on."
+                )
+            if number == first:
+                check_can_save(step)
+            is_wanted = self._agree(number)
+            elapsed_s = time.perf_counter() - begin
+            self._journal.write("step", step=number, loss=_jsonable(loss), seconds=elapsed_s)
+            if looks:
+                self._journal.write("busy", step=number, busy_s=busy_s)
+            if is_wanted and number < last:
+                self._leave_all(number)
+                return False
+        return True
+
+    def end(self, is_done: bool) -> None:
+        """Finish updates, save, and say how it ended."""
+        if is_done and self._told.save:
+            tell("saving the checkpoint")
+            save_checkpoint(self._step, self._told.save)
+        self._step.flush()
+        tell("leaving")
+        self._sender.close()
+        dist.barrier()
+        self._journal.write("done" if is_done else "stopped", step=self._step.num_steps)
+
+    def _take_up(self) -> None:
+        """Bring the step to where the job was."""
+        step, assignment = self._step, self._assignment
+        num_bytes = far_bytes = 0
+        if assignment.moment is not None:
+            near = assignment.host_of[self._rank]
+            with Keepers(assignment.keepers, assignment.token) as keepers:
+                snapshot = Snapshot(keepers, assignment.moment, near)
+                restore(step, snapshot)
+                num_bytes, far_bytes = snapshot.num_bytes, snapshot.far_bytes
+        elif assignment.checkpoint:
+            load_checkpoint(step, assignment.checkpoint)
+        moved = torch.tensor([num_bytes, far_bytes])
+        dist.all_reduce(moved)
+        self._journal.write(
+            "taken up",
+            step=step.num_steps,
+            num_bytes=int(moved[0]),
+            far_bytes=int(moved[1]),
+        )
+
+    def _agree(self, number: int) -> bool:
+        """End a step on all ranks and begin a snapshot of it; whether all shall stop."""
+        is_asked = self._rank == 0 and self._told.stop.exists()
+        said = torch.tensor(
+            [int(self._sender.is_busy), int(self._sender.has_failed), int(is_asked)]
+        )
+        dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        is_busy, has_failed, is_wanted = (bool(each) for each in said.tolist())
+        if not is_busy:
+            if self._on_its_way is not None and not has_failed:
+                self._settled = self._on_its_way
+            self._begin_snapshot(number)
+        return is_wanted
+
+    def _begin_snapshot(self, number: int) -> None:
+        if not self._assignment.keepers:
+            return
+        begin = time.perf_counter()
+        entries, states = entries_of(self._step)
+        self._sender.send(number, entries, states, about(self._step), self._settled)
+        self._on_its_way = Moment(self._assignment.generation, number)
+        for why in self._sender.failed:
+            self._journal.write("keeper lost", why=why)
+        self._sender.failed.clear()
+        self._journal.write(
+            "snapshot",
+            step=number,
+            num_bytes=self._sender.num_bytes,
+            copy_s=time.perf_counter() - begin,
+        )
+
+    def _leave_all(self, number: int) -> None:
+        """See that the state after this step is in keepers everywhere."""
+        self._sender.wait()
+        is_other = self._on_its_way != Moment(self._assignment.generation, number)
+        said = torch.tensor([int(is_other or self._sender.has_failed)])
+        dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        if said.item():
+            self._begin_snapshot(number)
+            self._sender.wait()
+
+
+def _jsonable(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
+
+
+def main() -> None:
+    """Be a rank, as the command line says; errors are one line on stderr and exit code 2."""
+    parser = argparse.ArgumentParser(description="A rank of a job that heals; see the module.")
+    parser.add_argument("assignment", type=Path)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--source", action="append", default=[])
+    parser.add_argument("--timeout", type=float, default=300.0)
+    parser.add_argument("--journal", type=Path, required=True)
+    parser.add_argument("--stop", type=Path, required=True)
+    parser.add_argument("--save", default="")
+    parser.add_argument("--allow-nonfinite", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    told = Told(
+        model=given.model,
+        sources=tuple(given.source),
+        timeout_s=given.timeout,
+        journal=given.journal,
+        stop=given.stop,
+        save=given.save,
+        allow_nonfinite=given.allow_nonfinite,
+    )
+    with as_rank(int(os.environ.get("RANK", "0"))):
+        rank = HealingRank(wait_for_assignment(given.assignment, given.timeout), told)
+        rank.end(rank.train())
+    end_together()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Clusters of which devices are lost or slow."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from heterog.cluster.topology import Cluster, DeviceType
+from heterog.errors import ClusterError
+from heterog.graph.op_graph import OpGraph
+from heterog.simulator.cost_model import ChannelSeconds, CostModel
+from heterog.strategy.channels import Channel
+from heterog.strategy.program import FloatArray
+
+_SLOW = "_slow_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remaining:
+    """What is left of a cluster.
+
+    Attributes:
+        cluster: without the devices that are lost, and without hosts that have none left.
+        device_of: device of the whole cluster that each of its devices is.
+    """
+
+    cluster: Cluster
+    device_of: tuple[int, ...]
+
+
+def remaining(cluster: Cluster, lost: Collection[int]) -> Remaining:
+    """A cluster without some devices.
+
+    Raises:
+        ClusterError: no device is left.
+    """
+    left = [device for device in range(cluster.num_devices) if device not in lost]
+    if not left:
+        raise ClusterError(f"all {cluster.num_devices} devices of '{cluster.name}' are lost.")
+    hosts = sorted({cluster.host_of[device] for device in left})
+    place = {host: number for number, host in enumerate(hosts)}
+
+    def kept(members: Sequence[int]) -> tuple[int, ...]:
+        return tuple(place[host] for host in members if host in place)
+
+    pairs = [
+        replace(limit, sources=kept(limit.sources), targets=kept(limit.targets))
+        for limit in cluster.pairs
+        if kept(limit.sources) and kept(limit.targets)
+    ]
+    devices = [
+        replace(cluster.devices[device], host_index=place[cluster.host_of[device]])
+        for device in left
+    ]
+    return Remaining(
+        cluster=replace(
+            cluster,
+            hosts=tuple(cluster.hosts[host] for host in hosts),
+            devices=tuple(devices),
+            pairs=tuple(pairs),
+        ),
+        device_of=tuple(left),
+    )
+
+
+def slowed(cluster: Cluster, factors: Mapping[int, float]) -> Cluster:
+    """A cluster in which kernels of some devices take longer.
+
+    A slow device becomes one of a type of its own, whose name says how slow it is.
+
+    Args:
+        cluster: as planned.
+        factors: how many times as long kernels take, by device.
+    """
+    devices = list(cluster.devices)
+    for device, factor in factors.items():
+        kind = devices[device].type
+        name = f"{base_name(kind.name)}{_SLOW}{factor:.3g}"
+        devices[device] = replace(
+            devices[device],
+            type=replace(
+                kind,
+                name=name,
+                peak_flops_per_s={
+                    dtype: peak / factor for dtype, peak in kind.peak_flops_per_s.items()
+                },
+                memory_bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s / factor,
+                launch_overhead_s=kind.launch_overhead_s * factor,
+            ),
+        )
+    return replace(cluster, devices=tuple(devices))
+
+
+def base_name(name: str) -> str:
+    """The name of a device type without what ``slowed`` adds.
+
+    >>> base_name("T4_slow_1.5"), base_name("T4")
+    ('T4', 'T4')
+    """
+    return name.partition(_SLOW)[0]
+
+
+class SlowedCosts:
+    """A cost model's answers where some devices take longer than their type.
+
+    Args:
+        model: knows the types as they should be.
+        cluster: with those types.
+        factors: how many times as long kernels take, by device.
+    """
+
+    def __init__(self, model: CostModel, cluster: Cluster, factors: Mapping[int, float]) -> None:
+        self._model, self._cluster = model, cluster
+        changed = slowed(cluster, factors)
+        self._known: dict[str, tuple[DeviceType, float]] = {
+            changed.devices[device].type.name: (cluster.devices[device].type, factor)
+            for device, factor in factors.items()
+        }
+
+    @property
+    def name(self) -> str:
+        """That of the model."""
+        return self._model.name
+
+    def _as_planned(self, kind: DeviceType) -> tuple[DeviceType, float]:
+        return self._known.get(kind.name, (kind, 1.0))
+
+    def op_seconds(self, graph: OpGraph, device_type: DeviceType, samples: int) -> FloatArray:
+        """As the protocol says."""
+        kind, factor = self._as_planned(device_type)
+        return factor * self._model.op_seconds(graph, kind, samples)
+
+    def work_seconds(
+        self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
+    ) -> FloatArray:
+        """As the protocol says."""
+        kind, factor = self._as_planned(device_type)
+        return factor * self._model.work_seconds(graph, kind, flops, num_bytes)
+
+    def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
+        """As the protocol says."""
+        return self._model.spread(graph, self._as_planned(device_type)[0])
+
+    def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
+        """As the protocol says."""
+        kind, factor = self._as_planned(device_type)
+        fixed_s, per_byte_s = self._model.copy_seconds(kind)
+        return factor * fixed_s, factor * per_byte_s
+
+    def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
+        """What a channel costs between the devices as they should be."""
+        return self._model.channel_seconds(self._cluster, channel)

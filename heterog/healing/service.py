@@ -1,0 +1,137 @@
+"""A process beside a job that answers requests: a line of JSON each way.
+
+It ends when its standard input does, so it does not outlive who started it, however that ends.
+"""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from heterog.errors import HeterogError
+from heterog.healing.keepers import with_package
+
+_END_S = 3.0
+
+Message = dict[str, Any]
+
+
+class Service:
+    """Starts a module as such a process and talks to it.
+
+    Args:
+        module: that calls ``answer_requests``.
+        niceness: how far it stands back behind the ranks, as ``nice`` has it.
+    """
+
+    def __init__(self, module: str, *, niceness: int = 10) -> None:
+        self._replies: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._last_id = 0
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": with_package(), "HETEROG_NICENESS": str(niceness)},
+        )
+        self._module = module
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def ask(self, request: Mapping[str, Any]) -> int:
+        """Send a request; its number, which the reply has as ``id``.
+
+        Raises:
+            HeterogError: the process is gone.
+        """
+        self._last_id += 1
+        line = json.dumps({**request, "id": self._last_id}) + "\n"
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+        except OSError as error:
+            raise HeterogError(f"the process {self._module} has ended.") from error
+        return self._last_id
+
+    def replies(self) -> list[Message]:
+        """What it has said since this was asked last."""
+        found = []
+        while not self._replies.empty():
+            found.append(self._replies.get())
+        return found
+
+    def next_reply(self, timeout_s: float) -> Message | None:
+        """The next thing that it says; ``None`` if it says nothing in time or has ended."""
+        try:
+            reply = self._replies.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        return reply or None
+
+    def close(self) -> None:
+        """End it."""
+        with suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with suppress(ValueError, OSError):
+            for line in self._process.stdout:
+                with suppress(json.JSONDecodeError):  # what a library printed
+                    reply = json.loads(line)
+                    if isinstance(reply, dict):
+                        self._replies.put(reply)
+        self._replies.put({})  # nobody waits for more
+
+
+def answer_requests(
+    answer: Callable[[Message], Message], heard: Callable[[Message], None] = lambda request: None
+) -> None:
+    """Answer requests one after another until the input ends.
+
+    Args:
+        answer: the reply to a request; an error of it becomes ``error`` of the reply.
+        heard: called in another thread as soon as a request comes.
+    """
+    with suppress(OSError, ValueError):
+        os.nice(int(os.environ.get("HETEROG_NICENESS", "0")))
+    requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    # What libraries print goes nowhere; replies go where output went.
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+    def listen() -> None:
+        for line in sys.stdin:
+            request = json.loads(line)
+            heard(request)
+            requests.put(request)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        request = requests.get()
+        try:
+            reply = answer(request)
+        except (HeterogError, OSError, RuntimeError, ValueError) as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        out.write(json.dumps({**reply, "id": request["id"]}) + "\n")
+        out.flush()

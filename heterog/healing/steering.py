@@ -1,0 +1,347 @@
+"""Decides while a job trains whether it should go on with another plan.
+
+Every decision compares seconds until the job is done: with the plan that runs, and with another
+one plus what it costs to go there. Predicted seconds are scaled by what steps really take.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from heterog.cluster.topology import Cluster
+from heterog.errors import HeterogError
+from heterog.healing.options import HealOptions
+from heterog.healing.question import FIRST_METHODS, Answer, Question
+from heterog.healing.service import Message, Service
+from heterog.units import format_seconds
+
+_MOST_PREPARED = 8
+"""Losses of one device that are planned for before they happen."""
+_LOOKS = 2
+"""Looks at which a device has to be slow, one after the other."""
+_MOST_FACTOR = 100.0
+_AUTO = ("auto",)
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """What the ranks of the current generation run.
+
+    Attributes:
+        path: file of the plan.
+        method: that found it.
+        device_of: device of the whole cluster of each rank.
+        busy_s: predicted seconds that each of them computes in a step; empty if not yet known.
+        slow: how many times as long as planned kernels of devices take, as the plan knows it.
+    """
+
+    path: str
+    method: str
+    device_of: tuple[int, ...]
+    busy_s: tuple[float, ...] = ()
+    slow: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Going:
+    """A plan that was decided for.
+
+    Attributes:
+        answer: the plan.
+        kind: of the move.
+        why: in one line.
+    """
+
+    answer: Answer
+    kind: str
+    why: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Absence:
+    """A device that does not take part: since when, and how long it is left alone."""
+
+    since_s: float
+    wait_s: float
+
+
+class Steering:
+    """Talks to the process that plans, and decides.
+
+    Args:
+        whole: the cluster with all devices.
+        running: the first plan.
+        source: of the workload.
+        folder: for plans.
+        options: of the job.
+        say: gets a line about what was looked at and not done.
+
+    Attributes:
+        running: what the current generation runs.
+        absent: devices that do not take part.
+        steps_left: to be trained.
+        step_s: what steps really take; 0 where it is not yet known.
+        restart_s: what it takes until new ranks have done a step.
+    """
+
+    def __init__(
+        self,
+        whole: Cluster,
+        running: Running,
+        source: str,
+        folder: Path,
+        options: HealOptions,
+        say: Callable[[str], None],
+    ) -> None:
+        self.running = running
+        self.absent: dict[int, _Absence] = {}
+        self.steps_left = 0
+        self.step_s = 0.0
+        self.restart_s = 0.0
+        self._whole, self._folder, self._options, self._say = whole, folder, options, say
+        self._prepared: dict[frozenset[int], Answer] = {}
+        self._wishes: list[tuple[str, Question]] = []
+        self._asked: tuple[int, str, Question] | None = None
+        self._num_plans = 0
+        self._num_absences: dict[int, int] = {}
+        self._slow_looks: dict[int, list[float]] = {}
+        self._weighed: dict[int, float] = {}
+        self._rebalanced: Answer | None = None
+        self._service = Service("heterog.healing.planning")
+        self._setup_id = self._service.ask({"whole": running.path, "source": source})
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Devices that do not take part."""
+        return frozenset(self.absent)
+
+    def close(self) -> None:
+        """End the process that plans."""
+        self._service.close()
+
+    # --- a loss ----------------------------------------------------------------------------------
+
+    def leave_out(self, devices: Sequence[int]) -> None:
+        """These devices are gone; each further time they are left alone twice as long."""
+        for device in devices:
+            times = self._num_absences[device] = self._num_absences.get(device, 0) + 1
+            self.absent[device] = _Absence(
+                since_s=time.monotonic(),
+                wait_s=self._options.back_after_s * 2.0 ** (times - 1),
+            )
+
+    def plan_for_loss(self, timeout_s: float) -> Answer:
+        """The plan for what is left, the one that was prepared if there is one.
+
+        Raises:
+            HeterogError: nothing fits, or the process that plans does not answer.
+        """
+        self._wishes.clear()
+        prepared = self._prepared.get(self.lost)
+        if prepared is not None:
+            return prepared
+        try:
+            return self._first_answer(timeout_s, FIRST_METHODS)
+        except HeterogError:
+            return self._first_answer(timeout_s, _AUTO)
+
+    def _first_answer(self, timeout_s: float, methods: tuple[str, ...]) -> Answer:
+        question = self._question(self.lost, methods, self._options.first_budget)
+        number = self._service.ask(question.to_request())
+        self._asked = None
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            reply = self._service.next_reply(max(deadline_s - time.monotonic(), 0.0))
+            if reply is None:
+                raise HeterogError("the process that plans for what is left does not answer.")
+            self._note_setup(reply)
+            if reply["id"] == number:
+                if "error" in reply:
+                    raise HeterogError(str(reply["error"]))
+                return Answer.from_reply(question, reply)
+
+    # --- while all is well -----------------------------------------------------------------------
+
+    def begin_generation(self, answer: Answer | None, kind: str) -> None:
+        """The ranks run another plan now."""
+        if answer is not None:
+            lost = frozenset(answer.question.lost)
+            slow = {d: f for d, f in answer.question.slow.items() if d not in lost}
+            if slow != self.running.slow:
+                self._prepared.clear()
+            for device in self.lost - lost:
+                del self.absent[device]
+                self._weighed.pop(device, None)
+            self.leave_out(sorted(lost - self.lost))
+            self.running = Running(
+                path=answer.path,
+                method=answer.method,
+                device_of=tuple(d for d in range(self._whole.num_devices) if d not in lost),
+                busy_s=answer.busy_s,
+                slow=slow,
+            )
+        self._slow_looks.clear()
+        self._rebalanced = None
+        self.step_s = 0.0
+        self._wishes = []
+        for device in self.running.device_of[:_MOST_PREPARED]:
+            lost_too = self.lost | {device}
+            if len(self.running.device_of) > 1 and lost_too not in self._prepared:
+                question = self._question(lost_too, FIRST_METHODS, self._options.first_budget)
+                self._wishes.append(("prepared", question))
+        if kind == "lost" and self._options.search_budget:
+            question = self._question(self.lost, _AUTO, self._options.search_budget)
+            self._wishes.append(("better", question))
+
+    def look(self) -> Going | None:
+        """Whether to go to another plan now; called again and again."""
+        self._wish_for_who_is_back()
+        going = None
+        for reply in self._service.replies():
+            if not reply:
+                continue  # it has ended; the next loss will say so
+            self._note_setup(reply)
+            if self._asked is not None and reply["id"] == self._asked[0]:
+                _, kind, question = self._asked
+                self._asked = None
+                going = self._weigh(kind, question, reply) or going
+        if going is None and self._asked is None and self._wishes:
+            kind, question = self._wishes.pop(0)
+            self._asked = self._service.ask(question.to_request()), kind, question
+        return going
+
+    def hear_busy(self, busy_s: Sequence[float]) -> None:
+        """Seconds that each rank computed in a step."""
+        planned = self.running.busy_s
+        if not self._options.slow_factor or len(planned) != len(busy_s) or len(busy_s) < 2:
+            return
+        ratios = [
+            told / plan if plan > 0 else float("nan")
+            for told, plan in zip(busy_s, planned, strict=True)
+        ]
+        usual = statistics.median_low([each for each in ratios if each == each])
+        for rank, ratio in enumerate(ratios):
+            factor = min(ratio / usual, _MOST_FACTOR)
+            looks = self._slow_looks.setdefault(rank, [])
+            if factor < self._options.slow_factor:
+                looks.clear()
+                continue
+            looks.append(factor)
+            device = self.running.device_of[rank]
+            if len(looks) >= _LOOKS and min(looks) > 1.25 * self._weighed.get(device, 0.0):
+                self._weighed[device] = min(looks)
+                self._wish_about_slow(device, min(looks))
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _wish_about_slow(self, device: int, factor: float) -> None:
+        slow = dict(self.running.slow)
+        slow[device] = factor * slow.get(device, 1.0)
+        methods = FIRST_METHODS
+        budget = self._options.first_budget
+        self._wishes[:0] = [
+            ("rebalanced", self._question(self.lost, methods, budget, slow)),
+            ("left out", self._question(self.lost | {device}, methods, budget, slow)),
+        ]
+
+    def _wish_for_who_is_back(self) -> None:
+        if not self._options.back_after_s or self._asked is not None:
+            return
+        now_s = time.monotonic()
+        for device, absence in self.absent.items():
+            if now_s - absence.since_s > absence.wait_s:
+                absence.since_s, absence.wait_s = now_s, 2 * absence.wait_s
+                question = self._question(
+                    self.lost - {device}, FIRST_METHODS, self._options.first_budget
+                )
+                self._wishes.insert(0, ("back", question))
+                return
+
+    def _question(
+        self,
+        lost: frozenset[int],
+        methods: tuple[str, ...],
+        budget: str,
+        slow: dict[int, float] | None = None,
+    ) -> Question:
+        self._num_plans += 1
+        return Question(
+            lost=tuple(sorted(lost)),
+            slow=self.running.slow if slow is None else slow,
+            methods=methods,
+            budget=budget,
+            steps_left=self.steps_left,
+            restart_s=self.restart_s,
+            running=self.running.path,
+            running_on=self.running.device_of,
+            path=str(self._folder / f"plan{self._num_plans}.json"),
+        )
+
+    def _note_setup(self, reply: Message) -> None:
+        if reply["id"] == self._setup_id and "error" not in reply and not self.running.busy_s:
+            self.running.busy_s = tuple(reply["busy_s"])
+
+    def _weigh(self, kind: str, question: Question, reply: dict[str, Any]) -> Going | None:
+        """Whether an answer is worth going to."""
+        if "error" in reply:
+            self._rebalanced = None if kind == "left out" else self._rebalanced
+            return None
+        answer = Answer.from_reply(question, reply)
+        match kind:
+            case "prepared":
+                self._prepared[frozenset(question.lost)] = answer
+                return None
+            case "better":
+                return self._if_it_pays(answer, kind, f"{answer.method} found a better plan")
+            case "back":
+                (device,) = self.lost - set(question.lost)
+                why = f"{self._name(device)} is back"
+                if self._options.is_back_always:
+                    return Going(answer=answer, kind=kind, why=why)
+                return self._if_it_pays(answer, kind, why)
+            case "rebalanced":
+                self._rebalanced = answer
+                return None
+        return self._weigh_slow(answer)
+
+    def _weigh_slow(self, without: Answer) -> Going | None:
+        """A slow device: rebalanced, left out, or left as it is, whatever is done first."""
+        (device,) = set(without.question.lost) - self.lost
+        factor = without.question.slow[device]
+        name, scale = self._name(device), self._scale(without)
+        rebalanced, self._rebalanced = self._rebalanced, None
+        text = f"{name} takes {factor:.1f} times as long as planned: "
+        steps = f"steps {format_seconds(without.stay_step_s * scale)} as it is"
+        options: list[tuple[Answer, str]] = [(without, "left out")]
+        if rebalanced is not None:
+            options.append((rebalanced, "rebalanced"))
+        for answer, what in reversed(options):
+            steps += f", {format_seconds(answer.step_time_s * scale)} {what}"
+        best, what = max(options, key=lambda each: each[0].saved_s(self.steps_left, scale))
+        if best.saved_s(self.steps_left, scale) <= 0:
+            self._say(f"{text}left as it is, moving would take longer ({steps})")
+            return None
+        return Going(answer=best, kind="slow", why=f"{text}{what} ({steps})")
+
+    def _if_it_pays(self, answer: Answer, kind: str, why: str) -> Going | None:
+        scale = self._scale(answer)
+        saved_s = answer.saved_s(self.steps_left, scale)
+        steps = (
+            f"steps {format_seconds(answer.step_time_s * scale)} instead of "
+            f"{format_seconds(answer.stay_step_s * scale)}"
+        )
+        if saved_s <= 0 or not self.step_s:
+            if kind == "back":
+                moving = format_seconds(answer.moving_s)
+                self._say(f"{why} and not taken in: moving takes {moving} ({steps})")
+            return None
+        return Going(answer=answer, kind=kind, why=f"{why} ({steps})")
+
+    def _scale(self, answer: Answer) -> float:
+        return self.step_s / answer.stay_step_s if self.step_s else 1.0
+
+    def _name(self, device: int) -> str:
+        return self._whole.devices[device].name
