@@ -16,6 +16,7 @@ from heterog.cli.common import (
     progress_line,
     stage_progress,
 )
+from heterog.cli.healing import heal_options, run_healing
 from heterog.errors import HeterogError
 from heterog.units import format_seconds
 
@@ -68,6 +69,29 @@ def run(
         Path | None,
         typer.Option("--trace", help="trace.json with predicted and measured lanes"),
     ] = None,
+    heal: Annotated[
+        bool,
+        typer.Option("--heal", help="go on with another plan when a rank is lost or slow"),
+    ] = False,
+    redundancy: Annotated[
+        int | None,
+        typer.Option(
+            "--redundancy",
+            min=0,
+            help="with --heal: other hosts that hold a copy of each rank's state; 1 by default",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", help="with --heal: folder that is written beside training"),
+    ] = None,
+    checkpoint_every: Annotated[
+        str, typer.Option("--checkpoint-every", help="with --checkpoint: time between them; 60s")
+    ] = "",
+    back_after: Annotated[
+        str,
+        typer.Option("--back-after", help="with --heal: try a lost device again; 60s, 0s never"),
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Train with a plan on local processes or a testbed.
@@ -104,6 +128,33 @@ def run(
         trusted_source(loaded.graph.source, sources, str(plan))
     if loaded.background is not None:
         trusted_source(loaded.background.source, sources, str(plan))
+    healing = heal_options(
+        heal,
+        redundancy=redundancy,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        back_after=back_after,
+    )
+    if healing is not None:
+        if testbed or trace is not None or port or loaded.background is not None:
+            raise HeterogError(
+                "--heal does not go with --testbed, --trace, --port or a plan's background job; "
+                "leave one of them out."
+            )
+        run_healing(
+            plan,
+            healing,
+            as_json=as_json,
+            model=model,
+            sources=sources,
+            num_steps=steps,
+            timeout_s=parse_seconds(timeout),
+            step_timeout_s=parse_seconds(step_timeout),
+            save=save,
+            resume=resume,
+            allow_nonfinite=allow_nonfinite,
+        )
+        return
     with ExitStack() as stack:
         options: dict[str, Any] = {}
         if testbed:

@@ -60,6 +60,12 @@ class HealingJob:
         allow_nonfinite: go on when the loss is infinite or not a number.
         progress: told what rank 0 does, whenever that changes.
         say: gets a line about each change of plan.
+
+    Attributes:
+        options: as given.
+        trained: what was done so far.
+        last: step after which training is done.
+        generation: how often ranks were started before.
     """
 
     def __init__(
@@ -100,12 +106,17 @@ class HealingJob:
         self._progress, self._say = progress, say
         self._token = new_token()
         self._keepers: dict[int, tuple[Popen[bytes], KeeperPlace]] = {}
-        self._generation = 0
+        self.generation = 0
         self._begun_s = 0.0
         self._why_not = ""
         self._is_begun = self._is_restart_measured = False
         self._writing: Writing | None = None
         self._going: Going | None = None
+
+    @property
+    def running(self) -> Running:
+        """What the ranks run now."""
+        return self._steering.running
 
     def run(self) -> dict[str, Any]:
         """Train to the end; what was measured and what happened.
@@ -135,17 +146,17 @@ class HealingJob:
             self._start_keepers()
             while not self.trained.is_done:
                 self._run_generation()
-                self._generation += 1
+                self.generation += 1
         return self._measured()
 
     # --- generations -----------------------------------------------------------------------------
 
     def _run_generation(self) -> None:
         """Run ranks until they are done, stop, or one of them is lost."""
-        assignment = self._folder / f"assignment{self._generation}.json"
-        journal = self._folder / f"journal{self._generation}.jsonl"
+        assignment = self._folder / f"assignment{self.generation}.json"
+        journal = self._folder / f"journal{self.generation}.jsonl"
         self._reader = JournalReader(journal)
-        self._stop = self._folder / f"stop{self._generation}"
+        self._stop = self._folder / f"stop{self.generation}"
         self._begun_s = time.monotonic()
         # What is left after a loss, or what the plan that was gone for takes.
         lost = self._going.answer.question.lost if self._going else self._steering.lost
@@ -199,14 +210,14 @@ class HealingJob:
         """Say what the generation runs, while its ranks are being started."""
         moment = None
         try:
-            if self._generation:
+            if self.generation:
                 moment = self._newest()
                 self._choose()
         except HeterogError as error:
             self._why_not = str(error)
         steering = self._steering
         Assignment(
-            generation=self._generation,
+            generation=self.generation,
             plan=steering.running.path,
             last=self.last,
             moment=moment,
@@ -262,7 +273,7 @@ class HealingJob:
         steering.steps_left = self._steps_left()
         recent = list(self.trained.seconds.values())[-_RECENT_STEPS:]
         steering.step_s = statistics.median(recent) if len(recent) == _RECENT_STEPS else 0.0
-        if self._generation == 0 and not self._is_begun:
+        if self.generation == 0 and not self._is_begun:
             self._is_begun = True
             steering.begin_generation(None, "first")
         self._going = steering.look()

@@ -1,0 +1,89 @@
+"""``heterog run --heal``: train with a plan, and with others when that becomes necessary."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from heterog.cli.common import err, out, print_json, progress_line, stage_progress
+from heterog.errors import HeterogError
+from heterog.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from heterog.healing.options import HealOptions
+
+
+def heal_options(
+    heal: bool,
+    *,
+    redundancy: int | None,
+    checkpoint: Path | None,
+    checkpoint_every: str,
+    back_after: str,
+) -> "HealOptions | None":
+    """What the command line says about healing; ``None`` if the job shall not heal.
+
+    Raises:
+        HeterogError: an option would have no effect.
+    """
+    from heterog.healing.options import HealOptions
+    from heterog.units import parse_seconds
+
+    given = {
+        "--redundancy": redundancy is not None,
+        "--checkpoint": checkpoint is not None,
+        "--checkpoint-every": bool(checkpoint_every),
+        "--back-after": bool(back_after),
+    }
+    for name, is_given in given.items():
+        if is_given and not heal:
+            raise HeterogError(f"{name} without --heal has no effect; add --heal or leave it out.")
+    if checkpoint_every and checkpoint is None:
+        raise HeterogError("--checkpoint-every without --checkpoint; name a folder for them.")
+    if not heal:
+        return None
+    chosen = HealOptions()
+    return replace(
+        chosen,
+        redundancy=chosen.redundancy if redundancy is None else redundancy,
+        checkpoint="" if checkpoint is None else str(checkpoint),
+        checkpoint_s=parse_seconds(checkpoint_every) if checkpoint_every else chosen.checkpoint_s,
+        back_after_s=parse_seconds(back_after) if back_after else chosen.back_after_s,
+    )
+
+
+def run_healing(plan: Path, options: "HealOptions", *, as_json: bool, **given: Any) -> None:
+    """Run the job and print what became of it; what is given are arguments of ``HealingJob``."""
+    from heterog.healing.job import HealingJob
+
+    with progress_line(as_json) as show:
+        job = HealingJob(
+            plan,
+            options=options,
+            progress=lambda stage: show(*stage_progress(stage)),
+            say=lambda text: err.print(text, soft_wrap=True, highlight=False),
+            **given,
+        )
+        measured = job.run()
+    if as_json:
+        print_json(measured)
+        return
+    for move in measured["moves"]:
+        took_s = sum(move[part] for part in ("detect_s", "plan_s", "move_s", "first_step_s"))
+        out.print(
+            f"{move['why']}: on with {move['num_ranks']} ranks ({move['method']}) after step "
+            f"{move['step']}, {format_seconds(took_s)} later (noticed in "
+            f"{format_seconds(move['detect_s'])}, planned in {format_seconds(move['plan_s'])}, "
+            f"moved in {format_seconds(move['move_s'])}; {move['steps_done_again']} steps again)",
+            soft_wrap=True,
+        )
+    snapshots, losses = measured["snapshots"], measured["losses"]
+    first, last = (float("nan") if each is None else each for each in (losses[0], losses[-1]))
+    out.print(
+        f"{measured['model']} on {measured['num_ranks']} local ranks: "
+        f"{format_seconds(measured['step_time_s'])} a step (median of {len(losses)}); loss "
+        f"{first:.4f} -> {last:.4f}; {snapshots['number']} snapshots, "
+        f"{format_bytes(snapshots['bytes_of_rank_0'])} each from rank 0",
+        soft_wrap=True,
+    )
+    if given["save"] is not None:
+        out.print(f"checkpoint: {given['save']}", soft_wrap=True)
