@@ -170,11 +170,11 @@ def run_trial(folder: Path, chance: random.Random, wait: bool) -> Trial:
     """Kill one rank once."""
     plan = folder / "plan.json"
     before = things_of_jobs()
-    step, victim = chance.randint(3, 60), chance.randrange(NUM_RANKS)
-    killer = Killer(step + 400 * wait, victim, folder / "left.json")
+    step, victim = chance.randint(3, 1000), chance.randrange(NUM_RANKS)
+    killer = Killer(step + 1000 * wait, victim, folder / "left.json")
     job = HealingJob(
         plan,
-        num_steps=step + 400 * wait + 20,
+        num_steps=step + 1000 * wait + 20,
         sources=[str(folder / "model.py")],
         options=HealOptions(search_budget="", back_after_s=0.0, slow_factor=0.0),
         progress=killer,

@@ -55,7 +55,8 @@ class Writing:
                         "folder": str(self._folder),
                         "keepers": places_to_json(places),
                         "token": self._token,
-                    }
+                    },
+                    niceness=10,
                 )
         return written
 

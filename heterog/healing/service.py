@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -26,10 +27,9 @@ class Service:
 
     Args:
         module: that calls ``answer_requests``.
-        niceness: how far it stands back behind the ranks, as ``nice`` has it.
     """
 
-    def __init__(self, module: str, *, niceness: int = 10) -> None:
+    def __init__(self, module: str) -> None:
         self._replies: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._last_id = 0
         self._process = subprocess.Popen(
@@ -38,7 +38,7 @@ class Service:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": with_package(), "HETEROG_NICENESS": str(niceness)},
+            env={**os.environ, "PYTHONPATH": with_package()},
         )
         self._module = module
         threading.Thread(target=self._read, daemon=True).start()
@@ -48,14 +48,18 @@ class Service:
         """Whether it still runs."""
         return self._process.poll() is None
 
-    def ask(self, request: Mapping[str, Any]) -> int:
+    def ask(self, request: Mapping[str, Any], *, niceness: int = 0) -> int:
         """Send a request; its number, which the reply has as ``id``.
+
+        Args:
+            request: what ``answer_requests`` gets.
+            niceness: how far its work stands back behind the ranks, as ``nice`` has it.
 
         Raises:
             HeterogError: the process is gone.
         """
         self._last_id += 1
-        line = json.dumps({**request, "id": self._last_id}) + "\n"
+        line = json.dumps({**request, "id": self._last_id, "niceness": niceness}) + "\n"
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line.encode())
@@ -112,8 +116,6 @@ def answer_requests(
         answer: the reply to a request; an error of it becomes ``error`` of the reply.
         heard: called in another thread as soon as a request comes.
     """
-    with suppress(OSError, ValueError):
-        os.nice(int(os.environ.get("HETEROG_NICENESS", "0")))
     requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
     # What libraries print goes nowhere; replies go where output went.
     out = os.fdopen(os.dup(1), "w", buffering=1)
@@ -129,9 +131,17 @@ def answer_requests(
     threading.Thread(target=listen, daemon=True).start()
     while True:
         request = requests.get()
-        try:
-            reply = answer(request)
-        except (HeterogError, OSError, RuntimeError, ValueError) as error:
-            reply = {"error": f"{type(error).__name__}: {error}"}
+        # A thread cannot become less nice again, so each request has one of its own.
+        with ThreadPoolExecutor(1) as thread:
+            reply = thread.submit(_answer, answer, request).result()
         out.write(json.dumps({**reply, "id": request["id"]}) + "\n")
         out.flush()
+
+
+def _answer(answer: Callable[[Message], Message], request: Message) -> Message:
+    if request["niceness"] and sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), int(request["niceness"]))
+    try:
+        return answer(request)
+    except (HeterogError, OSError, RuntimeError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}

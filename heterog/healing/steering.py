@@ -24,6 +24,8 @@ _LOOKS = 2
 """Looks at which a device has to be slow, one after the other."""
 _MOST_FACTOR = 100.0
 _AUTO = ("auto",)
+_NICENESS = {"prepared": 5, "better": 10}
+"""Of questions that nobody waits for; ranks need the cores."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,7 +212,8 @@ class Steering:
                 going = self._weigh(kind, question, reply) or going
         if going is None and self._asked is None and self._wishes:
             kind, question = self._wishes.pop(0)
-            self._asked = self._service.ask(question.to_request()), kind, question
+            number = self._service.ask(question.to_request(), niceness=_NICENESS.get(kind, 0))
+            self._asked = number, kind, question
         return going
 
     def hear_busy(self, busy_s: Sequence[float]) -> None:
