@@ -6,7 +6,7 @@ torch.distributed.checkpoint. Any plan resumes from it.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from heterog.files import check_writable
@@ -21,14 +21,14 @@ class Writing:
     Args:
         folder: for them; a new one replaces the one before.
         every_s: seconds between them.
-        token: of the job's keepers.
+        token: of the job's keepers, or of each host's.
 
     Attributes:
         failed: why the last one was not written, if so.
         num_written: checkpoints so far.
     """
 
-    def __init__(self, folder: Path, every_s: float, token: str) -> None:
+    def __init__(self, folder: Path, every_s: float, token: str | Mapping[int, str]) -> None:
         check_writable(folder / CHECKPOINT_INDEX if folder.is_dir() else folder)
         self.failed = ""
         self.num_written = 0
@@ -54,7 +54,8 @@ class Writing:
                     {
                         "folder": str(self._folder),
                         "keepers": places_to_json(places),
-                        "token": self._token,
+                        "token": self._token if isinstance(self._token, str) else "",
+                        "tokens": {} if isinstance(self._token, str) else dict(self._token),
                     },
                     niceness=10,
                 )

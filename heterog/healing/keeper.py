@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import os
 import select
+import shutil
 import socket
 import sys
 import threading
@@ -211,6 +212,7 @@ def main() -> None:
     parser.add_argument("--pid", type=int, required=True, help="process to end with")
     parser.add_argument("--address", default="127.0.0.1")
     parser.add_argument("--most-bytes", type=int, default=0)
+    parser.add_argument("--folder", default="", help="to remove at the end")
     arguments = parser.parse_args()
     token = sys.stdin.readline().strip()
     listening, _ = listen(arguments.address, token, Shelf(arguments.most_bytes))
@@ -218,6 +220,8 @@ def main() -> None:
     # Whoever started this may read until the end of what it prints.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     wait_for_end(arguments.pid)
+    if arguments.folder:
+        shutil.rmtree(arguments.folder, ignore_errors=True)
     os._exit(0)
 
 

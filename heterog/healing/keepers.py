@@ -121,18 +121,18 @@ class Keepers:
 
     Args:
         places: of all; those that do not answer are left out.
-        token: of the job.
+        token: of the job, or of each host's keeper.
 
     Attributes:
         reached: connections, by host.
     """
 
-    def __init__(self, places: Sequence[KeeperPlace], token: str) -> None:
+    def __init__(self, places: Sequence[KeeperPlace], token: str | Mapping[int, str]) -> None:
         self.reached: dict[int, Keeper] = {}
-        self._token = token
         for place in places:
+            own = token if isinstance(token, str) else token[place.host]
             with suppress(WireError, OSError):
-                self.reached[place.host] = Keeper(place, token)
+                self.reached[place.host] = Keeper(place, own)
 
     def parts(self) -> dict[int, list[Part]]:
         """What each of them holds, by host; one that is lost meanwhile is left out."""
@@ -173,6 +173,7 @@ def start_keeper(
     pid: int,
     address: str = "127.0.0.1",
     most_bytes: int = 0,
+    folder: str = "",
 ) -> tuple["subprocess.Popen[bytes]", KeeperPlace]:
     """Start a keeper that ends with a process.
 
@@ -182,6 +183,7 @@ def start_keeper(
         pid: the process.
         address: to listen on.
         most_bytes: that it may hold; 0 is not limited.
+        folder: that it removes when it ends; empty for none.
 
     Raises:
         HeterogError: it does not start.
@@ -190,9 +192,11 @@ def start_keeper(
         [
             *(sys.executable, "-m", "heterog.healing.keeper", "--pid", str(pid)),
             *("--address", address, "--most-bytes", str(most_bytes)),
+            *("--folder", folder),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # a pipe that others read to its end must not stay open
         start_new_session=True,  # signals to the job's group are not for it
         env={**os.environ, "PYTHONPATH": with_package()},
     )

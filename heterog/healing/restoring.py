@@ -139,7 +139,7 @@ def _contents(indices: Sequence[Mapping[str, Any]]) -> Contents:
             for index in indices
             for name, state in states_from_json(index["states"]).items()
         },
-        extra={},
+        extra=dict(first.get("extra", {})),
     )
     for whole, names in contents.parts.items():
         check_tiling(

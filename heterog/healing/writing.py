@@ -59,7 +59,8 @@ def _entry(name: str, saved: SavedTensor, value: Tensor) -> Entry:
 def answer(request: Message) -> Message:
     """Write the newest complete snapshot."""
     places = places_from(json.loads(request["keepers"]))
-    with Keepers(places, request["token"]) as keepers:
+    tokens = {int(host): str(token) for host, token in request["tokens"].items()}
+    with Keepers(places, tokens or str(request["token"])) as keepers:
         moment = keepers.newest()
         if moment is None:
             return {"error": "no snapshot is complete yet"}
