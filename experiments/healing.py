@@ -119,8 +119,9 @@ def ranks_of_this_process() -> dict[int, int]:
 
 
 def things_of_jobs() -> set[str]:
-    """Processes of this package, its temporary folders, and shared memory."""
-    found = {str(path) for path in Path(tempfile.gettempdir()).glob("heterog-*")}
+    """Processes that this process has started, temporary folders, and shared memory."""
+    folders = Path(tempfile.gettempdir()).glob("heterog-*")
+    found = {str(path) for path in folders if not path.name.startswith("heterog-keeper-")}
     found |= {str(path) for path in Path("/dev/shm").glob("*")}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -128,7 +129,9 @@ def things_of_jobs() -> set[str]:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if "heterog.healing" in words and parent in (1, os.getpid()):
+        # Not those of other jobs on this machine.
+        is_own = parent == os.getpid() or f"--pid {os.getpid()}" in words
+        if "heterog.healing" in words and is_own:
             found.add(f"{folder.name} {words[:80]}")
     return found
 
@@ -170,7 +173,7 @@ def run_trial(folder: Path, chance: random.Random, wait: bool) -> Trial:
     """Kill one rank once."""
     plan = folder / "plan.json"
     before = things_of_jobs()
-    step, victim = chance.randint(3, 1000), chance.randrange(NUM_RANKS)
+    step, victim = chance.randint(3, 300), chance.randrange(NUM_RANKS)
     killer = Killer(step + 1000 * wait, victim, folder / "left.json")
     job = HealingJob(
         plan,

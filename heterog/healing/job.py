@@ -118,6 +118,11 @@ class HealingJob:
         """What the ranks run now."""
         return self._steering.running
 
+    @property
+    def keeper_pids(self) -> dict[int, int]:
+        """Process of each host's keeper."""
+        return {host: process.pid for host, (process, _) in self._keepers.items()}
+
     def run(self) -> dict[str, Any]:
         """Train to the end; what was measured and what happened.
 

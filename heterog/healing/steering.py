@@ -6,10 +6,10 @@ one plus what it costs to go there. Predicted seconds are scaled by what steps r
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
@@ -70,6 +70,22 @@ class _Absence:
     wait_s: float
 
 
+class Answering(Protocol):
+    """What is used of a ``Service``."""
+
+    def ask(self, request: Mapping[str, Any], *, niceness: int = 0) -> int:
+        """Send a request; its number."""
+
+    def replies(self) -> list[Message]:
+        """What was said since."""
+
+    def next_reply(self, timeout_s: float) -> Message | None:
+        """The next thing that is said, if it is in time."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 class Steering:
     """Talks to the process that plans, and decides.
 
@@ -80,6 +96,7 @@ class Steering:
         folder: for plans.
         options: of the job.
         say: gets a line about what was looked at and not done.
+        service: answers the questions; by default the process of ``heterog.healing.planning``.
 
     Attributes:
         running: what the current generation runs.
@@ -97,6 +114,7 @@ class Steering:
         folder: Path,
         options: HealOptions,
         say: Callable[[str], None],
+        service: Answering | None = None,
     ) -> None:
         self.running = running
         self.absent: dict[int, _Absence] = {}
@@ -112,7 +130,7 @@ class Steering:
         self._slow_looks: dict[int, list[float]] = {}
         self._weighed: dict[int, float] = {}
         self._rebalanced: Answer | None = None
-        self._service = Service("heterog.healing.planning")
+        self._service = service or Service("heterog.healing.planning")
         self._setup_id = self._service.ask({"whole": running.path, "source": source})
 
     @property

@@ -1,0 +1,78 @@
+"""A loop as people write it, for torchrun: ``elastic_loop.py LOG NUM_EPOCHS``."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from heterog.balance import Balancer
+from heterog.healing.loop import HealingLoop
+from heterog.runtime.collectives import gather_texts
+from heterog.runtime.rank import end_together
+
+NUM_SAMPLES, BATCH_SIZE = 50, 8
+
+
+class Numbers(Dataset[tuple[Tensor, Tensor, int]]):
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        value = torch.randn(6, generator=generator, dtype=torch.float64)
+        return value, value[:2].sin(), index
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+
+
+def main(log: Path, num_epochs: int) -> None:
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.8, 0.99))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    balancer = Balancer(model, batch_size=BATCH_SIZE, interval=0)
+    loader = balancer.loader(Numbers())
+    healing = HealingLoop(model, optimizer, balancer, others={"scheduler": scheduler})
+    healing.restore()
+    sampler = balancer.share_sampler
+    while sampler.epoch < num_epochs:
+        for inputs, targets, indices in loader:
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            optimizer.zero_grad()
+            balancer.weigh(loss).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            scheduler.step()
+            own = indices.tolist() if balancer.deal.samples[dist.get_rank()] else []
+            told = gather_texts(json.dumps(own))
+            mean = balancer.mean_loss()
+            healing.end_step()
+            if dist.get_rank() == 0:
+                dealt = sorted(index for each in told for index in json.loads(each))
+                line = {
+                    "step": healing.num_steps,
+                    "epoch": balancer.deal.epoch,
+                    "indices": dealt,
+                    "loss": mean,
+                    "ranks": len(told),
+                    "shares": list(balancer.shares),
+                    "from": healing.resumed_from,
+                    "at_s": time.monotonic(),
+                }
+                with log.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            time.sleep(0.02)
+    healing.close()
+    end_together()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,249 @@
+"""Jobs of real processes that lose a rank: training goes on, and nothing is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.capture import capture
+from heterog.healing.job import HealingJob
+from heterog.healing.options import HealOptions
+from heterog.healing.planning import Planning
+from heterog.healing.question import FIRST_METHODS, Question
+from heterog.planners.plan import load_plan, make_plan
+from heterog.zoo import load_workload
+from tests.healing.elastic_loop import BATCH_SIZE, NUM_SAMPLES, Numbers, make_model
+from tests.runtime.test_failures import pid_of_ranks
+from tests.simulator.builders import cluster_of
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+MODEL = """
+import torch, heterog
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 4))
+
+def workload(batch_size: int = 12):
+    generator = torch.Generator().manual_seed(1)
+    batch = (
+        torch.randn(batch_size, 6, generator=generator),
+        torch.randn(batch_size, 4, generator=generator),
+    )
+    return heterog.Workload(make, batch, nn.functional.mse_loss, torch.optim.Adam, {"lr": 1e-3})
+"""
+TYPES = (1e6, ["T4"])  # a NIC so fast that data parallelism is what pays
+
+
+def three() -> Cluster:
+    return cluster_of(TYPES, TYPES, TYPES, latency_s=1e-9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "model.py").write_text(MODEL)
+    graph = capture(load_workload(f"{folder}/model.py:workload", None))
+    make_plan(graph, three(), methods=["cp_ar"], budget="1e").save(folder / "plan.json")
+    return folder
+
+
+def losses_of_one_process(folder: Path, num_steps: int) -> list[float]:
+    workload = load_workload(f"{folder}/model.py:workload", None)
+    model = workload.make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    inputs, targets = workload.make_batch()
+    assert isinstance(targets, torch.Tensor)
+    losses = []
+    for _ in range(num_steps):
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def processes_of(pid: int) -> list[str]:
+    """Keepers and others that were started for a process."""
+    found = subprocess.run(
+        ["pgrep", "-af", "heterog.healing"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [line for line in found.stdout.splitlines() if f"--pid {pid}" in line]
+
+
+def test_a_host_is_lost_with_its_keeper_and_comes_back(folder: Path) -> None:
+    """Killed with 9, rank and keeper; on with two ranks; then with three again, to the end."""
+    killed: list[int] = []
+
+    class Enough(Exception):
+        """Some steps were done after the device was back."""
+
+    def watch(stage: str) -> None:
+        words = stage.split()
+        if words[0] != "step":
+            return
+        number, moves = int(words[1]), job.trained.moves
+        if number >= 20 and not killed:
+            (keeper,) = [
+                int(line.split()[0])
+                for line in processes_of(os.getpid())
+                if int(line.split()[0]) == job.keeper_pids[1]
+            ]
+            killed.extend([pid_of_ranks()[1], keeper])
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+        if moves and moves[-1].kind == "back" and job.generation == 2:
+            if number > moves[-1].step + 5 > 5:
+                raise Enough
+
+    job = HealingJob(
+        folder / "plan.json",
+        num_steps=10**6,
+        sources=[str(folder / "model.py")],
+        options=HealOptions(search_budget="", back_after_s=1.0, is_back_always=True),
+        timeout_s=100,
+        progress=watch,
+    )
+    with pytest.raises(Enough):
+        job.run()
+    lost, back = job.trained.moves
+    assert (lost.kind, lost.num_ranks, lost.why[:13]) == ("lost", 2, "B:0 was lost ")
+    assert lost.step >= 10, "some steps were in memory elsewhere"
+    assert (back.kind, back.num_ranks, back.steps_done_again) == ("back", 3, 0)
+    steps = sorted(job.trained.losses)
+    assert steps == list(range(1, steps[-1] + 1)), "none twice, none missing"
+    expected = losses_of_one_process(folder, steps[-1])
+    assert [job.trained.losses[step] for step in steps] == pytest.approx(expected, rel=1e-3)
+    assert processes_of(os.getpid()) == []
+    assert not pid_of_ranks()
+
+
+def test_planning_for_a_slow_device_gives_it_less(folder: Path) -> None:
+    """The process that plans, asked in this process: what is slow gets fewer samples."""
+    planning = Planning()
+    plan = folder / "plan.json"
+    source = f"{folder}/model.py:workload"
+    said = planning.answer({"whole": str(plan), "source": source})
+    assert len(said["busy_s"]) == 3
+
+    def ask(lost: tuple[int, ...], slow: dict[int, float]) -> tuple[dict[str, float], list[int]]:
+        question = Question(
+            lost=lost, slow=slow, methods=FIRST_METHODS, budget="2s", steps_left=10**9,
+            restart_s=1.0, running=str(plan), running_on=(0, 1, 2),
+            path=str(folder / "next.json"),
+        )  # fmt: skip
+        reply = planning.answer(Question.from_request(question.to_request()).to_request())
+        devices = [0] * (3 - len(lost))
+        made = load_plan(folder / "next.json")
+        for decision in made.strategy.decisions:
+            for device, share in zip(decision.devices, decision.shares, strict=True):
+                devices[device] += share
+        return reply, devices
+
+    nominal, _ = ask((), {})
+    slow, shares = ask((), {1: 4.0})
+    assert slow["stay_step_s"] > nominal["stay_step_s"]
+    assert slow["step_time_s"] <= slow["stay_step_s"]
+    assert shares[1] <= min(shares[0], shares[2])
+    without, _ = ask((1,), {1: 4.0})
+    assert without["stay_step_s"] == pytest.approx(slow["stay_step_s"])
+    assert without["step_time_s"] > 0
+
+
+def start_agent(number: int, port: int, log: Path) -> "subprocess.Popen[bytes]":
+    """One of torchrun's agents; on one machine each stands for a host."""
+    root = Path(__file__).parents[2]
+    settings = (
+        f"is_host={'true' if number == 0 else 'false'},last_call_timeout=1,"
+        "keep_alive_interval=1,keep_alive_max_attempt=2"
+    )
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:3"),
+            *("--nproc-per-node", "1", "--max-restarts", "20", "--monitor-interval", "0.1"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+            *("--rdzv-id", "healing", "--rdzv-conf", settings, "--local-addr", "127.0.0.1"),
+            *(str(root / "tests/healing/elastic_loop.py"), str(log), "12"),
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(root),
+            "TMPDIR": str(log.parent),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def test_a_loop_under_torchrun_deals_every_sample_once(tmp_path: Path) -> None:
+    """One of three hosts is lost: two go on in the middle of an epoch, with the same losses."""
+    from heterog.runtime.launch import free_port
+
+    log, port = tmp_path / "log.jsonl", free_port()
+    agents = [start_agent(number, port, log) for number in range(3)]
+    try:
+        deadline_s = time.monotonic() + 90
+        while not log.exists() or len(log.read_text().splitlines()) < 12:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        worker = subprocess.run(
+            ["pgrep", "-P", str(agents[2].pid)], capture_output=True, text=True, check=True
+        )
+        for pid in (agents[2].pid, *map(int, worker.stdout.split())):
+            os.kill(pid, signal.SIGKILL)
+        assert [agent.wait(120) for agent in agents[:2]] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    told = [json.loads(line) for line in log.read_text().splitlines()]
+    last = {each["step"]: each for each in told}
+    assert list(last) == list(range(1, len(last) + 1))
+    assert {each["ranks"] for each in last.values()} == {2, 3}
+    (found,) = {each["from"] for each in told if each["ranks"] == 2}
+    assert found.endswith("in memory")
+    steps = -(-NUM_SAMPLES // BATCH_SIZE)
+    for epoch in range(12):
+        dealt = [i for each in last.values() if each["epoch"] == epoch for i in each["indices"]]
+        assert sorted(dealt) == list(range(NUM_SAMPLES))
+    assert len(last) == 12 * steps
+    assert [each["loss"] for each in last.values()] == pytest.approx(
+        losses_over([each["indices"] for each in last.values()]), rel=1e-9
+    )
+    assert not [path for path in tmp_path.iterdir() if "keeper" in path.name]
+
+
+def losses_over(batches: list[list[int]]) -> list[float]:
+    """One process that trains on the same batches."""
+    data, model, losses = Numbers(), make_model(), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.8, 0.99))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    for indices in batches:
+        samples = [data[index] for index in indices]
+        inputs = torch.stack([each[0] for each in samples])
+        targets = torch.stack([each[1] for each in samples])
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,209 @@
+"""What is left of clusters, what it costs to move, and what is decided."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heterog.cluster.topology import PairLimit
+from heterog.envs.toy import chain_graph
+from heterog.errors import ClusterError, HeterogError
+from heterog.graph.grouping import group_ops
+from heterog.healing.moving import held, transfer_s
+from heterog.healing.options import HealOptions, Move, Trained
+from heterog.healing.question import Answer, Question
+from heterog.healing.remaining import remaining, slowed
+from heterog.healing.steering import Running, Steering
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
+from tests.simulator.builders import cluster_of
+
+
+def test_hosts_without_devices_go_and_the_others_keep_what_lies_between_them() -> None:
+    whole = cluster_of((1.0, ["T4", "T4"]), (1.0, ["T4"]), (1.0, ["V100-16GB"]))
+    line = PairLimit(sources=(0, 1), targets=(2,), bandwidth_bytes_per_s=1e6)
+    gone = PairLimit(sources=(1,), targets=(0,), bandwidth_bytes_per_s=1e6)
+    whole = replace(whole, pairs=(line, gone))
+    left = remaining(whole, {0, 2})
+    assert left.device_of == (1, 3)
+    assert [host.name for host in left.cluster.hosts] == ["A", "C"]
+    assert left.cluster.host_of == (0, 1)
+    assert left.cluster.pairs == (replace(line, sources=(0,), targets=(1,)),)
+    with pytest.raises(ClusterError, match="all 4 devices of 'tiny' are lost"):
+        remaining(whole, range(4))
+
+
+def test_a_slow_device_has_a_type_of_its_own() -> None:
+    whole = cluster_of((1.0, ["T4"]), (1.0, ["T4"]))
+    slow = slowed(slowed(whole, {1: 2.0}), {0: 3.0})
+    assert [device.type.name for device in slow.devices] == ["T4_slow_3", "T4_slow_2"]
+    assert slow.devices[0].type.memory_bytes == whole.devices[0].type.memory_bytes
+
+
+def test_moving_costs_what_is_not_on_the_same_host() -> None:
+    graph = chain_graph()
+    whole = cluster_of((8.0, ["T4"]), (8.0, ["T4"]))
+
+    def strategy(sync: Sync, devices: tuple[int, ...]) -> Strategy:
+        shares = (graph.batch_size, *(0 for _ in devices[1:]))
+        decision = Decision(devices=devices, shares=shares, sync=sync)
+        return Strategy(
+            graph=graph.fingerprint,
+            cluster=whole.fingerprint(),
+            decisions=(decision,) * (int(group_ops(graph).group.max()) + 1),
+            homes=(REPLICATED,) * len(graph.updates),
+        )
+
+    both, one = strategy(Sync.RING, (0, 1)), strategy(Sync.RING, (0,))
+    sizes = sum(graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates)
+    state = sizes * (1 + graph.optimizer_state_ratio)
+    # Device 0 owns everything: to stay there is free, the other host reads all of it at 1 GB/s.
+    assert transfer_s(graph, whole, (both, (0, 1)), (one, (0,))) == 0.0
+    assert transfer_s(graph, whole, (both, (0, 1)), (one, (1,))) == pytest.approx(state / 1e9)
+    sharded = held(graph, strategy(Sync.ZERO3, (0, 1)), 2)
+    assert np.allclose(sharded.value, 0.5)
+    assert np.allclose(sharded.state, 0.5)
+    assert np.allclose(sharded.owned, 0.5)
+
+
+def test_steps_that_are_done_again_count_once() -> None:
+    trained = Trained()
+
+    def hear(event: str, **said: Any) -> None:
+        trained.hear({"event": event, "at_s": float(len(trained.losses)), **said})
+
+    for step in (1, 2, 3):
+        hear("step", step=step, loss=float(step), seconds=1.0)
+    trained.moves.append(Move(kind="lost", why=""))
+    hear("taken up", step=2, num_bytes=5, far_bytes=1)
+    hear("step", step=3, loss=30.0, seconds=1.0)
+    assert trained.losses == {1: 1.0, 2: 2.0, 3: 30.0}
+    assert trained.moves[0].steps_done_again == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"redundancy": -1}, "the redundancy is -1; 0 is the least"),
+        ({"slow_factor": 0.5}, "slow from 0.5 times the planned time on; give more than 1"),
+        ({"checkpoint_s": 0.0}, "between checkpoints not 0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(change: Mapping[str, Any], text: str) -> None:
+    with pytest.raises(HeterogError, match=text):
+        HealOptions(**change)
+
+
+class Prompt:
+    """Answers questions at once, with step times by (devices that are lost, whether slow)."""
+
+    def __init__(self, step_s: Mapping[tuple[int, ...], float], stay_step_s: float) -> None:
+        self._step_s, self._stay_step_s = step_s, stay_step_s
+        self._said: deque[dict[str, Any]] = deque()
+        self._asked = 0
+
+    def ask(self, request: Mapping[str, Any], *, niceness: int = 0) -> int:
+        self._asked += 1
+        if "whole" in request:
+            self._said.append({"id": self._asked, "busy_s": [1.0, 1.0, 1.0]})
+            return self._asked
+        question = Question.from_request(dict(request))
+        self._said.append(
+            {
+                "id": self._asked,
+                "path": question.path,
+                "method": "some",
+                "step_time_s": self._step_s.get(question.lost, 1.0),
+                "moving_s": 10.0,
+                "stay_step_s": self._stay_step_s,
+                "busy_s": [1.0] * (3 - len(question.lost)),
+            }
+        )
+        return self._asked
+
+    def replies(self) -> list[dict[str, Any]]:
+        said, self._said = list(self._said), deque()
+        return said
+
+    def next_reply(self, timeout_s: float) -> dict[str, Any] | None:
+        return self._said.popleft() if self._said else None
+
+    def close(self) -> None:
+        pass
+
+
+def steered(prompt: Prompt, said: list[str], **options: Any) -> Steering:
+    whole = cluster_of((1.0, ["T4"]), (1.0, ["T4"]), (1.0, ["T4"]))
+    running = Running(path="first.json", method="given", device_of=(0, 1, 2))
+    steering = Steering(
+        whole, running, "", Path(), HealOptions(**options), said.append, service=prompt
+    )
+    steering.look()
+    steering.steps_left, steering.step_s = 1000, 2.0
+    return steering
+
+
+@pytest.mark.parametrize(
+    ("rebalanced_s", "left_out_s", "steps_left", "what"),
+    [
+        (1.0, 1.5, 1000, "rebalanced"),
+        (1.5, 1.0, 1000, "left out"),
+        (1.0, 1.5, 5, "left as it is"),
+    ],
+)
+def test_a_slow_device_is_rebalanced_left_out_or_left_as_it_is(
+    rebalanced_s: float, left_out_s: float, steps_left: int, what: str
+) -> None:
+    said: list[str] = []
+    prompt = Prompt({(): rebalanced_s, (1,): left_out_s}, stay_step_s=2.0)
+    steering = steered(prompt, said)
+    steering.steps_left = steps_left
+    for _ in range(2):
+        steering.hear_busy([1.0, 3.0, 1.0])
+    looks = [steering.look() for _ in range(4)]
+    goings = [each for each in looks if each is not None]
+    if what == "left as it is":
+        assert not goings
+        (text,) = said
+    else:
+        (going,) = goings
+        text = going.why
+        steering.begin_generation(going.answer, going.kind)
+        assert steering.lost == (frozenset({1}) if what == "left out" else frozenset())
+        assert steering.running.slow == ({} if what == "left out" else {1: 3.0})
+    assert text.startswith(f"B:0 takes 3.0 times as long as planned: {what}")
+    assert "steps 2.00 s as it is, " in text
+    assert f"{left_out_s:.2f} s left out" in text
+
+
+def test_a_device_that_is_back_is_taken_in_if_it_pays() -> None:
+    for steps_left, is_taken in ((1000, True), (5, False)):
+        said: list[str] = []
+        prompt = Prompt({(2,): 2.0, (): 1.0}, stay_step_s=2.0)
+        steering = steered(prompt, said, back_after_s=1e-9, search_budget="")
+        steering.leave_out([2])
+        steering.begin_generation(steering.plan_for_loss(1.0), "lost")
+        assert steering.running.device_of == (0, 1)
+        steering.steps_left, steering.step_s = steps_left, 2.0
+        looks = [steering.look() for _ in range(3)]
+        goings = [each for each in looks if each is not None]
+        assert [each.why for each in goings[:1]] == (
+            ["C:0 is back (steps 1.00 s instead of 2.00 s)"] if is_taken else []
+        )
+        if not is_taken:
+            assert said[0].startswith("C:0 is back and not taken in: moving takes 10.00 s")
+
+
+def test_an_answer_saves_what_steps_save_less_the_move() -> None:
+    question = Question(
+        lost=(), slow={}, methods=(), budget="1s", steps_left=0, restart_s=0.0, running="",
+        running_on=(), path="",
+    )  # fmt: skip
+    answer = Answer(
+        question=question, path="", method="", step_time_s=1.0, moving_s=5.0, stay_step_s=2.0,
+        busy_s=(),
+    )  # fmt: skip
+    assert answer.saved_s(10, 3.0) == 10 * 1.0 * 3.0 - 5.0
