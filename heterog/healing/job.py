@@ -9,6 +9,7 @@ import os
 import statistics
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-from heterog.errors import HeterogError
+from heterog.errors import HeterogError, HeterogWarning
 from heterog.files import check_writable, read_json
 from heterog.healing.assignment import Assignment
 from heterog.healing.checkpoints import Writing
@@ -105,6 +106,14 @@ class HealingJob:
         self._timeout_s, self._step_timeout_s = timeout_s, step_timeout_s
         self._progress, self._say = progress, say
         self._token = new_token()
+        hosts = self._whole.num_hosts
+        if self.options.redundancy > max(hosts - 1, 1):
+            warnings.warn(
+                f"a redundancy of {self.options.redundancy} needs as many other hosts; the plan's "
+                f"cluster has {hosts}, so each part is held {hosts} times.",
+                HeterogWarning,
+                stacklevel=2,
+            )
         self._keepers: dict[int, tuple[Popen[bytes], KeeperPlace]] = {}
         self.generation = 0
         self._begun_s = 0.0
@@ -218,8 +227,8 @@ class HealingJob:
             if self.generation:
                 moment = self._newest()
                 self._choose()
-        except HeterogError as error:
-            self._why_not = str(error)
+        except (HeterogError, OSError, RuntimeError, ValueError) as error:
+            self._why_not = str(error)  # the ranks wait: they have to be told, whatever it is
         steering = self._steering
         Assignment(
             generation=self.generation,
@@ -246,11 +255,14 @@ class HealingJob:
         Raises:
             HeterogError: there is neither.
         """
+        all_alive = all(process.poll() is None for process, _ in self._keepers.values())
         self._start_keepers()
         with Keepers(self._places(), self._token) as keepers:
             moment = keepers.newest()
-        if moment is not None or self._resume or not self.trained.losses:
+        if moment is not None or self._resume:
             return moment
+        if all_alive:  # it was too early for a snapshot: what is done again is a step or two
+            return None
         raise HeterogError(
             "the state is lost: no complete snapshot is left in memory, and no checkpoint was "
             "written. A larger redundancy survives more, and so do checkpoints beside training "

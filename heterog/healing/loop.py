@@ -11,7 +11,7 @@
             healing.end_step()
     healing.close()
 
-    torchrun --nnodes 2:4 --nproc-per-node 1 --max-restarts 100 --rdzv-backend c10d ... train.py
+    torchrun --nnodes 2:4 --rdzv-backend c10d --max-restarts 100 -m examples.balance.elastic_ddp
 
 torchrun ends all ranks when one is lost and starts those that are left. They read the newest
 complete snapshot from the keepers of the hosts that are left and go on with the step after it.
