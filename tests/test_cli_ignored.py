@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 import heterog
 from heterog.agents.planners import use_policy
 from heterog.cli import app
+from heterog.cli.healing import heal_options
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, HeterogWarning
 
@@ -33,6 +35,20 @@ def test_options_without_effect_are_refused(asked: list[str], text: str) -> None
     done = CliRunner().invoke(app, asked)
     assert isinstance(done.exception, HeterogError)
     assert text in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"redundancy": 2}, "--redundancy without --heal has no effect"),
+        ({"back_after": "5s"}, "--back-after without --heal has no effect"),
+        ({"heal": True, "checkpoint_every": "5s"}, "--checkpoint-every without --checkpoint"),
+    ],
+)
+def test_options_of_healing_need_it(options: dict[str, Any], text: str) -> None:
+    nothing = {"heal": False, "redundancy": None, "checkpoint": None}
+    with pytest.raises(HeterogError, match=text):
+        heal_options(**{**nothing, "checkpoint_every": "", "back_after": "", **options})
 
 
 def test_a_policy_that_no_method_asks_warns() -> None:
