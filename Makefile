@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs_installed
 KERNELS := $(VENV)/.kernels
 TORCH ?= torch==2.13.0
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
@@ -13,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Packages, or parts of them, of which little or nothing is ever imported.
 RARE := tests|testing|_inductor|transformers|ray|plotly|selenium|networkx|pip|setuptools|pygments|mypyc?
 
-.PHONY: setup demo browser test lint types check format clean
+.PHONY: setup demo browser test lint types docs docs-serve check format clean
 
 setup: $(KERNELS)
 
@@ -55,9 +56,22 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -e ".[docs]" "$(TORCH)"
+	touch $@
+
+# Stops at a broken link or anchor, a page that nothing leads to, and a public name without a
+# docstring. The site is build/website/site/index.html; nothing in it comes from other servers.
+docs: $(DOCS_STAMP)
+	$(BIN)/python -m website.stage
+	$(BIN)/zensical build --strict --clean
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/website/site 8000
+
 # The tests want both cores to themselves; what comes before them does not.
 check:
-	$(MAKE) --jobs 2 setup browser lint types
+	$(MAKE) --jobs 2 setup browser lint types docs
 	$(MAKE) test
 
 format: $(STAMP)

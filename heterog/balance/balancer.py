@@ -69,6 +69,7 @@ class Balancer:
     """
 
     loader_type: type[BalancedLoader] = BalancedLoader
+    """Class of the loaders that ``loader`` makes; adapters for frameworks replace it."""
 
     def __init__(
         self,

@@ -26,6 +26,12 @@ _ROUNDING = 1e-6
 class Budget:
     """How much a search may spend: seconds, or evaluations (then the result is reproducible).
 
+    Exactly one of the two is given.
+
+    Attributes:
+        seconds: Wall-clock seconds, if the budget is one of time.
+        evaluations: Number of simulated strategies, if the budget is one of evaluations.
+
     >>> Budget.parse("30s"), Budget.parse("5000e")
     (Budget(seconds=30.0, evaluations=None), Budget(seconds=None, evaluations=5000))
     """
@@ -400,6 +406,7 @@ class Planner(Protocol):
     """A method: turns a problem into candidate strategies."""
 
     name: str
+    """What the command line, tables and plans call the method."""
     stage: str
     """``"baseline"`` for methods without search, ``"zero_shot"`` for a policy alone, ``"search"``
     for others."""

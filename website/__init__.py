@@ -1,0 +1,1 @@
+"""What makes the documentation site: staged pages, pictures, claims and checks."""
