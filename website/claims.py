@@ -116,7 +116,8 @@ def index(claims: tuple[Claim, ...]) -> str:
     lines = [
         *("# What is claimed", "", MADE, ""),
         "Each claim has its numbers, the commit, seed and hardware they were made with, the",
-        "command that makes them again, and what they do not say. The [lab notebook](../results.md) keeps",
+        "command that makes them again, and what they do not say.",
+        "The [lab notebook](../results.md) keeps",
         "everything that was measured, with its history.",
     ]
     for key, (title, _) in PAGES.items():

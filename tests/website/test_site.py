@@ -1,13 +1,14 @@
 """Pages that are made from claims, commands and simulated steps, and how pages are staged."""
 
 import re
+import runpy
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 import heterog
-from website import command_pages, reference, stage
+from website import command_pages, gallery, reference, stage
 from website.claims import FOLDER, PAGES, Claim, anchor, load_claims, made_pages
 from website.pictures import FOLDER as PICTURES
 from website.pictures import PICTURES as DRAWN
@@ -67,6 +68,24 @@ def test_a_picture_is_drawn_from_the_data_and_tells_what_it_shows(name: str) -> 
     assert labels == [title.attrib["id"], about.attrib["id"]]
     assert "prefers-color-scheme:dark" in written
     assert "http" not in written.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_gallery_shows_the_scripts() -> None:
+    assert gallery.PAGE.read_text() == gallery.page(), "python -m website.gallery"
+
+
+@pytest.mark.parametrize("path", gallery.scripts(), ids=lambda path: path.stem)
+def test_an_example_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(path), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    found = [float(word) for line in lines for word in re.findall(r": ([\d.]+) ?(?:ms|of)", line)]
+    if path.stem == "faster_network":
+        assert found == sorted(found, reverse=True), "a faster network is never slower"
+    elif path.stem == "plan_two_cards":
+        assert sum(found) == 64
+        assert found[0] > found[1]
+    else:
+        assert lines
 
 
 # --- the reference -------------------------------------------------------------------------------

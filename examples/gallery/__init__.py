@@ -1,0 +1,1 @@
+"""Small scripts, one for each question; the tests run them."""
