@@ -56,7 +56,7 @@ from tests.test_architecture import LAYERS, ROOMS
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
-] + sorted((ROOT / "docs").glob("*.md"))
+] + sorted((ROOT / "docs").rglob("*.md"))
 CODE = [
     path for folder in ("heterog", "experiments", "benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
@@ -119,7 +119,7 @@ MENTIONED = sorted(
     {
         (path.name, " ".join(line.split()))
         for path in PAGES
-        for line in re.findall(r"`((?:heterog|python|make|torchrun) [^`]+)`", path.read_text())
+        for line in re.findall(r"(?<!`)`((?:heterog|python|make|torchrun) [^`]+)`(?!`)", path.read_text())
     }
 )
 

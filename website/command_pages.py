@@ -14,7 +14,7 @@ from heterog.cli import app
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "command-line.md"
 HEAD = """# Command line
 
-`heterog COMMAND --help` prints the same. Errors in what you give are one line and exit code 2.
+`--help` after a command prints the same. Errors in what you give are one line and exit code 2.
 """
 
 

@@ -12,7 +12,7 @@ LAB = """
 schema_version: 1
 name: lab
 hosts:
-  - {name: box, devices: [{type: RTX-4090}, {type: RTX-3060}], intra: pcie3}
+  - {name: box, devices: [{type: RTX-4090}, {type: RTX-3070}], intra: pcie3}
 """
 
 
