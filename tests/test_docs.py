@@ -119,7 +119,9 @@ MENTIONED = sorted(
     {
         (path.name, " ".join(line.split()))
         for path in PAGES
-        for line in re.findall(r"(?<!`)`((?:heterog|python|make|torchrun) [^`]+)`(?!`)", path.read_text())
+        for line in re.findall(
+            r"(?<!`)`((?:heterog|python|make|torchrun) [^`]+)`(?!`)", path.read_text()
+        )
     }
 )
 
