@@ -70,7 +70,7 @@ def inline_picture(alt: str, link: str, page: Path) -> str:
     svg = in_repository(page, link).read_text()
     svg = re.sub(r"<style>.*?</style>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<\?xml.*?\?>\s*|\n\s*\n", "", svg).strip()
-    return f'<figure class="picture" markdown="0">\n{svg}\n<figcaption>{alt}</figcaption></figure>'
+    return f'<figure class="picture" tabindex="0">\n{svg}\n<figcaption>{alt}</figcaption></figure>'
 
 
 def nested_lists(text: str) -> str:
