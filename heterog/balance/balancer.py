@@ -47,13 +47,14 @@ class Balancer:
     ranks alike.
 
     Args:
-        model: what is trained, as wrapped; needed for ``parts`` and ``average_gradients``. Where
+        model: Wrapped model that is trained; needed for ``parts`` and ``average_gradients``. Where
             a framework wraps it later, ``watch`` takes it then.
-        batch_size: samples of the global batch: of all ranks together.
-        shares: samples of each rank to begin with.
-        speeds: or what shares are in proportion to, in any unit, one number for each rank.
-        plan: or a file of a data-parallel plan, whose device ``i`` is rank ``i``. With none of
-            these three, ranks begin alike.
+        batch_size: Samples of the global batch, of all ranks together.
+        shares: Samples of each rank in the first steps.
+        speeds: Instead of ``shares``: one speed for each rank, in any unit. First shares are in
+            proportion to them.
+        plan: Instead of these: file of a data-parallel plan, whose device ``i`` is rank ``i``.
+            Without all three, ranks begin with equal shares.
         fits: samples that a rank can hold at once: one number, which may differ between ranks,
             or one for each. A rank gets no more.
         micro_batches: a rank may get more than ``fits``, and ``parts`` cuts it into what fits.
@@ -61,7 +62,8 @@ class Balancer:
             the first shares.
         dead_band: least predicted gain of a change.
         writer: TensorBoard's, for shares and seconds of all ranks.
-        tell: gets a line about each change of shares; by default rank 0 logs it as a warning,
+        tell: Function that gets a line about each change of shares. By default rank 0 logs it as a
+            warning,
             which Python shows on standard error.
 
     Raises:

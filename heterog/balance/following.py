@@ -31,7 +31,7 @@ class SpeedFollower:
         rebalancer: decides.
         clock: measures this rank.
         interval: steps between exchanges.
-        writer: of TensorBoard, on any rank; it gets shares and seconds of every rank.
+        writer: TensorBoard writer, on any rank, for the shares and seconds of every rank.
         tell: what to do with the line about a change; by default rank 0 logs it.
     """
 

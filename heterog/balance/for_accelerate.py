@@ -47,8 +47,8 @@ class AcceleratedBalancer(Balancer):
     """A balancer of a job that Accelerate runs.
 
     Args:
-        accelerator: of the job.
-        options: of ``Balancer``.
+        accelerator: The job's ``Accelerator``.
+        options: Keyword arguments of ``Balancer``.
     """
 
     loader_type = AcceleratedLoader

@@ -40,7 +40,7 @@ class LightningBalancer(Callback):
     """Gives ranks shares of each batch and weighs the losses of a module.
 
     Args:
-        options: of ``Balancer``.
+        options: Keyword arguments of ``Balancer``.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -30,9 +30,9 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """A Trainer whose ranks have shares of each batch.
 
     Args:
-        arguments: of ``Trainer``, in order.
+        arguments: Positional arguments of ``Trainer``.
         balance: options of ``Balancer``, but ``batch_size``.
-        options: of ``Trainer``, by name.
+        options: Keyword arguments of ``Trainer``.
 
     Raises:
         BalanceError: ``average_tokens_across_devices`` is off, so that each rank would have a mean

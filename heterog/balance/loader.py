@@ -29,10 +29,10 @@ class BalancedLoader(DataLoader[Any]):
     belongs to.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__``.
+        dataset: Data set with ``__len__`` and ``__getitem__``.
         shares: the sampler.
         follower: the balancer.
-        options: of ``DataLoader``.
+        options: Keyword arguments of ``DataLoader``.
     """
 
     def __init__(
