@@ -68,9 +68,9 @@ class Plan:
     """A strategy with its order and everything needed to trust, show and run it.
 
     Attributes:
-        graph: the step it was made for.
-        cluster: the cluster it was made for.
-        strategy: the decisions.
+        graph: Operator graph of the training step that the plan is for.
+        cluster: Cluster that the plan is for.
+        strategy: All decisions of the plan.
         order: name of the order in which tasks run.
         task_order: every task of the program in the order in which ranks take them up; see
             ``issue_order``. Empty for a step of too many tasks (``is_written``).
@@ -79,19 +79,19 @@ class Plan:
         program_hash: hash of the program that ``task_order`` belongs to.
         outcome: ``"ok"`` or why the best strategy cannot run.
         step_time_s: predicted seconds per step; ``None`` unless ``ok``.
-        interval_s: where the measured seconds lie, four times out of five; ``None`` unless ``ok``,
-            and in plans of earlier versions.
-        peak_memory_bytes: predicted, of each device.
-        method: the method that found it.
-        rows: what every method tried reached.
-        lower_bound_s: no strategy can be faster (with a step barrier).
-        budget: as given.
-        seed: as given.
-        calibration: name of the cost model.
-        search_seconds: of all methods together.
-        num_evaluations: of all methods together.
-        shortage: what is missing, unless ``ok``.
-        background: a job in the idle part of the devices, if one was planned.
+        interval_s: Range in which four of five measured step times are expected to lie; ``None``
+            unless ``ok``, and in plans of earlier versions.
+        peak_memory_bytes: Predicted peak memory of each device.
+        method: Name of the method that found the plan.
+        rows: Result of every method that was tried.
+        lower_bound_s: Step time that no strategy can beat (with a step barrier).
+        budget: Budget of the search, as it was given.
+        seed: Seed of the search, as it was given.
+        calibration: Name of the cost model.
+        search_seconds: Seconds that all methods took together.
+        num_evaluations: Strategies that all methods simulated together.
+        shortage: Reason in words, unless ``ok``: which device lacks how much memory, for example.
+        background: Second job in the idle time of the devices, if one was planned.
         history: the best step of each method while the search went on; empty in plans of earlier
             versions.
         objective: what the plan is best at, and for how many steps.

@@ -122,7 +122,7 @@ class Spending:
     ``check`` in long loops without evaluations. ``stop`` does the same under every budget.
 
     Args:
-        budget: what may be spent from now on.
+        budget: Time or evaluations that may be spent from now on.
         evaluator: whose evaluations count.
         stop: ends the search early.
         clock: seconds of some clock.
@@ -261,7 +261,7 @@ class Candidate:
         strategy: the decisions.
         orders: that the method allows. Of a baseline the best of them counts; a search's
             candidates are judged in all orders of its problem.
-        judged: what the referee says about the first order, if it was asked already.
+        judged: The referee's result for the first order, if it was asked already.
     """
 
     strategy: Strategy
@@ -279,7 +279,7 @@ class PlanResult:
         num_evaluations: simulations it asked for.
         search_seconds: seconds it searched.
         reason: why there is no candidate.
-        note: what else to know about the search: that a beam cut it, say.
+        note: Remark about the search, for example that a beam cut it short.
     """
 
     candidates: tuple[Candidate, ...]
@@ -299,8 +299,8 @@ class Problem:
 
     Attributes:
         evaluator: scores strategies; holds graph, cluster and cost model.
-        budget: what the search may spend.
-        seed: of everything random.
+        budget: Time or evaluations that the search may spend.
+        seed: Seed of all random choices.
         step_barrier: whether a step ends with all updates.
         orders: the orders that a searching method may choose from.
         seeds: strategies of other methods to start from.
@@ -309,7 +309,8 @@ class Problem:
         report: called with (fraction of the budget spent, best seconds so far).
         stop: asks the search to hand over its best so far.
         clock: seconds, by which a budget in seconds is kept.
-        memory: what a method ``resumes`` from; its own, the same whenever it is asked again.
+        memory: Storage of one method, handed back whenever it is asked again, so that it can
+            resume.
     """
 
     evaluator: Evaluator
@@ -360,7 +361,7 @@ class MethodRow:
         outcome: one of ``OUTCOMES``.
         step_time_s: seconds per step; ``None`` unless ``ok``.
         order: name of the order it ran in.
-        peak_memory_bytes: of each device.
+        peak_memory_bytes: Predicted peak memory of each device.
         num_evaluations: simulations spent.
         search_seconds: seconds spent.
         shortage: why it is not ``ok``, in words.
@@ -371,7 +372,7 @@ class MethodRow:
             rows that no gain is quoted between.
         is_rehearsed: the strategy was played through on all ranks without data; where it was not,
             ``ok`` is what the simulator says.
-        note: what else to know: that it was starved, or that a beam cut its search.
+        note: Remark, for example that the method was starved or that a beam cut its search.
         is_starved: whether its part of the budget was over after a few evaluations: another budget
             would let it find better ones.
     """

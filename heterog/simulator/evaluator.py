@@ -93,7 +93,7 @@ class Evaluation:
     Attributes:
         outcome: ``ok`` or why it cannot run.
         step_time_s: seconds per training step, also where memory does not suffice.
-        peak_memory_bytes: of each device.
+        peak_memory_bytes: Predicted peak memory of each device.
         order: the order in which waiting tasks ran.
         shortage: for ``out_of_memory``, the device and the missing bytes in words.
         overflow_bytes: bytes missing on the worst device, 0 if none; infinite for what cannot run.
