@@ -37,11 +37,13 @@ def plan(
         workload: model, example batch, loss and optimizer class; or a captured graph.
         cluster: devices and links.
         method: name or names of planners; ``"auto"`` runs all of them.
-        budget: of the search, ``"30s"`` or ``"5000e"`` (then the result is reproducible).
-        seed: of everything random.
+        budget: Limit of the search: ``"30s"`` of time, or ``"5000e"`` for 5,000 evaluations, with
+            which the result is reproducible.
+        seed: Seed of all random choices.
         order: ``"best"``, or the one order that searching methods may use.
         step_barrier: whether a step ends with all updates.
-        policy: what ``agent`` and ``agent+search`` ask: ``"default"``, ``"heldout"`` or a file.
+        policy: Trained network for ``agent`` and ``agent+search``: ``"default"``, ``"heldout"`` or
+            the path of a file.
         objective: what the plan is to be best at: the shortest step, or the least money before a
             deadline; see ``heterog.planners.objective``.
 
@@ -111,9 +113,9 @@ def layout(
         num_micro: micro-batches of a replica, instead of ``micro_batch``.
         zero: stage of ZeRO, 0 to 3.
         recompute: ``"none"`` or ``"full"``.
-        schedule: of the pipeline, ``"1f1b"`` if empty.
+        schedule: Name of the pipeline's schedule; ``"1f1b"`` if empty.
         chunks: stages on each rank.
-        layers: repeated layers of each stage.
+        layers: Number of repeated layers in each stage.
         split: modules at which stages begin, instead of ``layers``.
         step_barrier: whether a step ends with all updates.
 

@@ -32,16 +32,17 @@ class Workload:
             A plan depends on shapes and dtypes only; ``heterog run`` trains on the values.
         loss: ``loss(output, target) -> scalar``; a mean over the batch or a sum.
         optimizer: the ``torch.optim`` class that updates the parameters.
-        optimizer_options: its keyword arguments.
-        name: shown in tables and stored in plans.
-        source: how to make this workload again: a zoo name or ``path/to/file.py:function``.
+        optimizer_options: Keyword arguments of the optimizer.
+        name: Name of the workload in tables and plans.
+        source: Where the workload comes from, so that ranks can make it again: the name of a
+            built-in model or ``path/to/file.py:function``.
         batch_dims: for tensors of the batch whose batch dimension is not the first one: index (or
             key) to dimension, ``None`` for a tensor that has no batch dimension. By default every
             tensor whose first dimension has the batch size is split there.
-        master_dtype: of the copies of the parameters that the optimizer steps; the model gets them
-            rounded after each step. By default it steps the parameters themselves.
-        reduce_dtype: in which gradients are added up, over devices and micro-batches; by default
-            that of their parameters.
+        master_dtype: Type of the master copies that the optimizer updates. The model gets them
+            rounded after each step. By default the optimizer updates the parameters themselves.
+        reduce_dtype: Type in which gradients are added up over devices and micro-batches; by
+            default that of their parameters.
     """
 
     model: nn.Module | Callable[[], nn.Module]

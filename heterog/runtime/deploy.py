@@ -50,10 +50,10 @@ class DeployedStep:
     called on every rank. End with one of them before the process group is destroyed.
 
     Attributes:
-        rank: this rank.
-        plan: that is run.
-        captured: the step, captured on this rank.
-        part: what of the model lies on this rank.
+        rank: Number of this process.
+        plan: Plan that is run.
+        captured: Training step as it was captured on this rank.
+        part: Part of the model that this rank holds.
         optimizer: of the parameters that this rank updates; where there are none it is there all
             the same, so that every rank can make the same scheduler. Its options may be changed at
             any time: an update uses those that held when its own step was called. Its state is up
@@ -421,7 +421,8 @@ def deploy(
         plan: its cluster's device ``i`` is rank ``i``.
         max_grad_norm: scale the gradients down to this norm over all parameters, as
             ``torch.nn.utils.clip_grad_norm_`` does; updates then wait for all gradients.
-        seed: of dropout and other random ops; the same on all ranks, which draw different masks.
+        seed: Seed of dropout and other random ops. Give all ranks the same; they draw different
+            masks.
 
     Returns:
         A callable that trains one step.

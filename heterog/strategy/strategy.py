@@ -39,7 +39,7 @@ class Decision:
         devices: device indices that hold the group's parameters, ascending.
         shares: samples of the global batch for each of ``devices``; 0 is allowed. One device with
             the whole batch is model parallelism.
-        sync: how gradients are aggregated (no meaning on a single device).
+        sync: Way in which gradients are summed; unused on a single device.
         slices: for ``REDUCE_SCATTER_ALL_GATHER`` and ZeRO, relative slice of each of ``devices``;
             empty means equal slices. Under ZeRO it is the device's part of the optimizer's state
             (2, 3: and of the gradients; 3: and of the parameters), 0 is allowed.
