@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-DOCS_STAMP := $(VENV)/.docs_installed
 KERNELS := $(VENV)/.kernels
 TORCH ?= torch==2.13.0
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
@@ -26,7 +25,7 @@ setup: $(KERNELS)
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) "$(TORCH)"
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -e ".[zoo,dev]" "$(TORCH)"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -e ".[zoo,dev,docs]" "$(TORCH)"
 	$(BIN)/python -m compileall -qq -j 0 -x '/($(RARE))/' $(VENV)/lib || true
 	touch $@
 
@@ -56,13 +55,9 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -e ".[docs]" "$(TORCH)"
-	touch $@
-
 # Stops at a broken link or anchor, a page that nothing leads to, and a public name without a
 # docstring. The site is build/website/site/index.html; nothing in it comes from other servers.
-docs: $(DOCS_STAMP)
+docs: $(STAMP)
 	$(BIN)/python -m website.stage
 	$(BIN)/zensical build --strict --clean
 
