@@ -10,7 +10,7 @@ Under a budget in evaluations the whole cluster is searched exactly as for the s
 all of the budget, and all other sets together get as much again. So the cheapest plan never costs
 more than the fastest one of the same seed; and as nothing but the choice at the end knows the
 deadline, a later one never makes a plan dearer. A budget in seconds is divided: the rest of it
-goes on with the set of the best plan.
+goes on with the set of the best plan. While no plan ends in time, the whole cluster gets more.
 """
 
 import math
@@ -106,6 +106,7 @@ class CheapestSearch:
         sets = [
             each.hosts for each in ranked_host_sets(self._evaluator) if each.hosts != everything
         ][:MOST_SEARCHED]
+        each_s = 0.0
         if budget.seconds is None:
             parts = [budget, *[budget.part(1.0 / max(len(sets), 1))] * len(sets)]
         else:
@@ -114,10 +115,15 @@ class CheapestSearch:
             each_s = SETS_PART * whole_s / max(len(sets), 1)
             first_s = WHOLE_PART * whole_s if sets else whole_s
             parts = [Budget(seconds=first_s), *[Budget(seconds=each_s)] * len(sets)]
-        for hosts, part in zip([everything, *sets], parts, strict=True):
-            if self._found and (self._asked.stop.is_requested or self._is_hopeless(hosts)):
-                continue
-            self._search(hosts, part)
+        self._search(everything, parts.pop(0))
+        if budget.seconds is not None and sets and self._is_late():
+            # Fewer hosts are hardly faster: half of their time goes to meeting the deadline.
+            kept = (len(sets) + 1) // 2
+            self._search(everything, Budget(seconds=each_s * (len(sets) - kept) or 0.5 * each_s))
+            sets = sets[:kept]
+        for hosts, part in zip(sets, parts, strict=False):
+            if not (self._asked.stop.is_requested or self._is_hopeless(hosts)):
+                self._search(hosts, part)
         if budget.seconds is not None and sets:
             self._go_on(promise, LEAST_SET_S)
         return self._rows()
@@ -202,6 +208,11 @@ class CheapestSearch:
             made = Evaluator(whole.graph, subset.part, whole.cost_model)
             self._evaluators[subset.hosts] = made
         return self._evaluators[subset.hosts]
+
+    def _is_late(self) -> bool:
+        """Whether even the fastest plan so far ends after the deadline."""
+        times = [row.step_time_s for _, row in self._found if row.step_time_s is not None]
+        return self._objective.missed_s(min(times, default=0.0)) > 0.0
 
     def _is_hopeless(self, hosts: tuple[int, ...]) -> bool:
         """Whether no plan that needs all of these hosts can be the best one.
