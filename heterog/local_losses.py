@@ -32,6 +32,7 @@ def local_blocks(
 ) -> "LocalBlocks":
     """Cut a model into blocks that train by losses of their own.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> blocks = local_blocks(
     ...     net, ["1"], head=lambda name: nn.Linear(8, 2), loss=nn.functional.mse_loss

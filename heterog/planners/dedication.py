@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import even_shares, uniform_strategy
 from heterog.planners.host_kinds import hosts_by_kind
 from heterog.planners.host_order import HostTraffic, annealed_order, on_hosts
@@ -47,7 +48,7 @@ class Dedication:
     comes_last = True
 
     @staticmethod
-    def joins_auto(cluster: Cluster) -> bool:
+    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
         """Whether ``auto`` gives it a part: where alike hosts have unlike pairs."""
         if not cluster.pairs:
             return False
@@ -62,7 +63,7 @@ class Dedication:
         search.problem, search.spending = problem, spending
         starts = _starts(problem)
         with spending.limits():
-            if self.joins_auto(problem.evaluator.cluster):
+            if self.joins_auto(problem.evaluator.graph, problem.evaluator.cluster):
                 search.run(starts)
                 search.judge()
         best = search.best_of(starts[0])

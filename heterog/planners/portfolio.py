@@ -32,6 +32,7 @@ import heterog.planners.dedication
 import heterog.planners.local_search  # noqa: F401
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
+from heterog.graph.op_graph import OpGraph
 from heterog.planners.given import GIVEN
 from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.planners.planner import (
@@ -139,9 +140,7 @@ def run_methods(
     Raises:
         UnknownNameError: a method does not exist.
     """
-    chosen = [
-        planner for planner in _chosen(methods, evaluator.cluster) if planner.name not in without
-    ]
+    chosen = [planner for planner in _chosen(methods, evaluator) if planner.name not in without]
     searching = any(planner.stage != "baseline" for planner in chosen)
     running = [
         planner
@@ -595,20 +594,20 @@ def assert_not_below(rows: Sequence[MethodRow], bound_s: float) -> None:
         )
 
 
-def _chosen(methods: Sequence[str], cluster: Cluster) -> list[Planner]:
+def _chosen(methods: Sequence[str], evaluator: Evaluator) -> list[Planner]:
     if AUTO in methods:
         return [
             planner
             for planner in planners()
-            if planner.name in methods or _joins_auto(planner, cluster)
+            if planner.name in methods or _joins_auto(planner, evaluator)
         ]
     return [planner_by_name(name) for name in methods]
 
 
-def _joins_auto(planner: Planner, cluster: Cluster) -> bool:
+def _joins_auto(planner: Planner, evaluator: Evaluator) -> bool:
     """Whether ``auto`` runs a method here; all but those that say otherwise."""
-    joins: Callable[[Cluster], bool] = getattr(planner, "joins_auto", lambda cluster: True)
-    return joins(cluster)
+    joins: Callable[[OpGraph, Cluster], bool] | None = getattr(planner, "joins_auto", None)
+    return joins is None or joins(evaluator.graph, evaluator.cluster)
 
 
 def _comes_last(planner: Planner) -> bool:

@@ -14,8 +14,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
-from heterog.graph.op_graph import TensorKind
+from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.planner import Candidate, PlanResult, Problem, Spending, register
 from heterog.simulator.engine import Order
@@ -61,12 +62,18 @@ class Spatial:
     name = "spatial"
     stage = "baseline"
 
+    @staticmethod
+    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
+        """Where there are convolutions, and samples that have to be cut."""
+        has_convolution = any(op.kind.startswith("convolution") for op in graph.ops)
+        return has_convolution and not why_needless(graph, cluster)
+
     def plan(self, problem: Problem) -> PlanResult:
         """Try every way to cut, then move rows between the devices of the best."""
         begin = time.perf_counter()
         spending = problem.spend()
         search = _Search(problem, spending)
-        reason = search.refused()
+        reason = why_needless(search.graph, search.cluster)
         if not reason:
             with spending.limits():
                 search.run()
@@ -84,6 +91,25 @@ class Spatial:
         )
 
 
+def why_needless(graph: OpGraph, cluster: Cluster) -> str:
+    """Why samples need not be cut; empty if they should be."""
+    devices = cluster.devices
+    if len(devices) < 2:
+        return "there is one device only"
+    kept = sum(
+        int(graph.tensor_bytes[tensor])
+        for tensor in range(graph.num_inputs, len(graph.tensors))
+        if graph.storage[tensor] == tensor and graph.tensors[tensor].kind != TensorKind.PARAMETER
+    )
+    room = max(device.usable_memory_bytes for device in devices)
+    if graph.batch_size >= len(devices) and kept / graph.batch_size <= LARGE_PART * room:
+        return (
+            f"{graph.batch_size} samples are enough for {len(devices)} devices and a sample "
+            "fits; the batch is cut instead"
+        )
+    return ""
+
+
 class _Search:
     def __init__(self, problem: Problem, spending: Spending) -> None:
         self.problem = problem
@@ -91,25 +117,6 @@ class _Search:
         self.graph = problem.evaluator.graph
         self.cluster = problem.evaluator.cluster
         self.found: dict[_Point, tuple[Evaluation, Strategy]] = {}
-
-    def refused(self) -> str:
-        """Why samples need not be cut; empty if they should be."""
-        graph, devices = self.graph, self.cluster.devices
-        if len(devices) < 2:
-            return "there is one device only"
-        kept = sum(
-            int(graph.tensor_bytes[tensor])
-            for tensor in range(graph.num_inputs, len(graph.tensors))
-            if graph.storage[tensor] == tensor
-            and graph.tensors[tensor].kind != TensorKind.PARAMETER
-        )
-        room = max(device.usable_memory_bytes for device in devices)
-        if graph.batch_size >= len(devices) and kept / graph.batch_size <= LARGE_PART * room:
-            return (
-                f"{graph.batch_size} samples are enough for {len(devices)} devices and a sample "
-                "fits; the batch is cut instead"
-            )
-        return ""
 
     def run(self) -> None:
         """All ways in their proportions first, then rows of the best."""

@@ -1,6 +1,7 @@
 """Hosts in other places: the same plan, and a better one where a slow pair is in the way."""
 
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -162,12 +163,12 @@ def test_kinds_are_devices_and_nics_and_not_lines() -> None:
     line = PairLimit(sources=(0, 1), targets=(2, 3), bandwidth_bytes_per_s=RATE)
     sites = replace(cluster_of(*[(10.0, ["T4"])] * 4), pairs=(line,))
     assert (sites.host_kind, hosts_by_kind(sites)) == ((0, 0, 1, 1), ((0, 1, 2, 3),))
-    assert Dedication.joins_auto(sites)
+    assert Dedication.joins_auto(graph(), sites)
 
 
 def test_auto_asks_only_where_places_of_alike_hosts_differ() -> None:
     """Two sites of unlike hosts: whoever is at one site is as far from the other."""
-    joins = Dedication.joins_auto
+    joins = partial(Dedication.joins_auto, graph())
     assert not joins(Cluster.load("two_sites_32"))
     assert not joins(rows_of_hosts())
     assert not joins(cluster_of((10.0, ["T4"]), (25.0, ["T4"])))
@@ -203,7 +204,7 @@ def test_where_pairs_are_alike_the_plan_stays_as_it_was() -> None:
     result = Dedication().plan(problem)
     assert result.candidates == (seed,)
     assert result.num_evaluations == 0
-    assert not Dedication.joins_auto(cluster)
+    assert not Dedication.joins_auto(graph(), cluster)
 
 
 def test_it_goes_on_with_what_is_new() -> None:

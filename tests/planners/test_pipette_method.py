@@ -139,7 +139,11 @@ def test_auto_asks_it_only_where_pairs_differ() -> None:
     plain = rows_of_hosts(2)
     alike = with_rates(rows_of_hosts(), np.full((NUM_HOSTS, NUM_HOSTS), RATE))
     unlike = with_rates(rows_of_hosts(), slow_between([(0, 1)]))
-    assert [Pipette.joins_auto(each) for each in (plain, alike, unlike)] == [False, False, True]
+    assert [Pipette.joins_auto(graph(), each) for each in (plain, alike, unlike)] == [
+        False,
+        False,
+        True,
+    ]
     assert HostRates.of_cluster(unlike).differ
     rows = run_methods(Evaluator(graph(), plain), ["auto"], budget=Budget(evaluations=20))
     assert "pipette" not in {row.method for row in rows}

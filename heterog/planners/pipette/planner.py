@@ -17,6 +17,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
+from heterog.graph.op_graph import OpGraph
 from heterog.planners.host_order import HostTraffic, annealed_order
 from heterog.planners.model_parallel import activation_bytes, parameter_bytes
 from heterog.planners.pipette.annealing import COOLED, anneal
@@ -72,7 +73,7 @@ class Pipette:
     resumes = True
 
     @staticmethod
-    def joins_auto(cluster: Cluster) -> bool:
+    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
         """Whether ``auto`` gives it a part: where pairs differ; elsewhere the grid has it all."""
         return bool(cluster.pairs) and HostRates.of_cluster(cluster).differ
 
