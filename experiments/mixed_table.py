@@ -48,7 +48,8 @@ def asked(method: str, other: str, graph: OpGraph, cluster: Cluster, budget: str
         problem = Problem(evaluator=evaluator, budget=spending)
         return portfolio.run_method(planner_by_name(method), problem)
     rows = portfolio.run_methods(evaluator, [method], budget=spending, without=(other,))
-    return min(rows, key=lambda row: row.preference)
+    able = [row for row in rows if row.candidate is not None]
+    return min(able or rows, key=lambda row: row.preference)
 
 
 def row_of(
