@@ -27,6 +27,7 @@ from heterog.cli import (
     profile,
     report,
     run,
+    schedule,
     train,
 )
 from heterog.errors import HeterogError, HeterogWarning
@@ -49,6 +50,7 @@ app.command()(compare.compare)
 app.command()(train.train)
 app.command()(evaluate.evaluate)
 app.command()(run.run)
+app.command()(schedule.schedule)
 app.command()(profile.profile)
 app.command()(calibrate.calibrate)
 app.command()(fidelity.fidelity)

@@ -8,10 +8,15 @@ import gymnasium as gym
 
 ONE_SHOT = "heterog/StrategyOneShot-v1"
 STEP_BY_STEP = "heterog/Strategy-v1"
+JOB_PARTITION = "heterog/JobPartition-v0"
 
 
 def register_envs() -> None:
-    """Register both environments; again is no harm."""
-    for name, where in ((ONE_SHOT, "StrategyOneShotEnv"), (STEP_BY_STEP, "StrategyEnv")):
+    """Register all environments; again is no harm."""
+    for name, where in (
+        (ONE_SHOT, "strategy_env:StrategyOneShotEnv"),
+        (STEP_BY_STEP, "strategy_env:StrategyEnv"),
+        (JOB_PARTITION, "job_partition:JobPartitionEnv"),
+    ):
         if name not in gym.registry:
-            gym.register(id=name, entry_point=f"heterog.envs.strategy_env:{where}")
+            gym.register(id=name, entry_point=f"heterog.envs.{where}")

@@ -12,6 +12,7 @@ from rich.text import Text
 from heterog.cluster.catalog import ListedType
 from heterog.cluster.links import LinkKind, NetworkKind
 from heterog.cluster.topology import Cluster
+from heterog.planners.arrivals.queueing import Verdict
 from heterog.planners.methods import MethodNote
 from heterog.planners.plan import cost_per_step
 from heterog.planners.planner import MethodRow
@@ -251,3 +252,28 @@ def _reasons(rows: Iterable[MethodRow]) -> Text | None:
     lines = [f"{row.method}: {row.shortage}" for row in rows if row.shortage]
     lines += [f"{row.method}: {row.note}" for row in rows if row.is_starved]
     return Text("\n".join(lines)) if lines else None
+
+
+def jobs_table(verdicts: Sequence[Verdict], *, title: str = "") -> Table:
+    """What each arriving job got: devices, start and end, or why it was blocked."""
+    table = _table(title)
+    table.add_column("job", overflow="fold")
+    for header in ("arrives", "starts", "ends"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("outcome", no_wrap=True)
+    table.add_column("runs", overflow="fold")
+    for verdict in verdicts:
+        times = [verdict.starts_s, verdict.ends_s] if verdict.is_accepted else []
+        table.add_row(
+            escape(verdict.request.name),
+            _clock(verdict.request.arrives_s),
+            *([_clock(time_s) for time_s in times] or ["-", "-"]),
+            str(verdict.outcome),
+            escape(verdict.detail) or "-",
+        )
+    return table
+
+
+def _clock(time_s: float) -> str:
+    """Seconds since the first moment: ``0 s`` is no measurement in microseconds."""
+    return format_seconds(time_s) if time_s else "0 s"

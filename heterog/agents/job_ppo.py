@@ -1,0 +1,126 @@
+"""PPO through stable-baselines3 for ``heterog/JobPartition-v0``, with actions masked.
+
+The policy sees the job, the cluster and which degrees have room, through two small layers. Degrees
+that have no room are masked, not only those that are illegal: they would be blocked.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.distributions import CategoricalDistribution, Distribution
+from stable_baselines3.common.policies import MultiInputActorCriticPolicy
+from stable_baselines3.common.vec_env import DummyVecEnv
+from torch import Tensor
+
+from heterog.envs.job_partition import JobPartitionEnv
+from heterog.planners.arrivals.queueing import blocking_rate, causes
+
+NUM_ENVS = 8
+STEPS_PER_ROLLOUT = 256
+"""Decisions of each environment between two updates."""
+_REFUSED = -1e9
+MAY_REJECT = False
+"""Whether the policy may reject a job that has room: its own loss is certain, the gain is not."""
+
+
+class MaskedPolicy(MultiInputActorCriticPolicy):
+    """Actor and critic whose actor gives actions without room no probability."""
+
+    def forward(self, obs: Any, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw actions; their values and log-probabilities."""
+        drawn = self._masked(obs)
+        actions = drawn.get_actions(deterministic=deterministic)
+        return actions, self.predict_values(obs), drawn.log_prob(actions)
+
+    def evaluate_actions(self, obs: Any, actions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Values, log-probabilities and entropies of actions drawn before."""
+        drawn = self._masked(obs)
+        return self.predict_values(obs), drawn.log_prob(actions), drawn.entropy()
+
+    def get_distribution(self, obs: Any) -> Distribution:
+        """Of the actions; stable-baselines3 predicts by it."""
+        return self._masked(obs)
+
+    def _predict(self, observation: Any, deterministic: bool = False) -> Tensor:
+        return self._masked(observation).get_actions(deterministic=deterministic)
+
+    def _masked(self, obs: Any) -> CategoricalDistribution:
+        features = self.extract_features(obs, self.pi_features_extractor)
+        assert isinstance(features, Tensor)
+        scores = self.action_net(self.mlp_extractor.forward_actor(features))
+        allowed = obs["has_room"] > 0.5
+        if not MAY_REJECT:
+            only_rejects = ~allowed[:, 1:].any(dim=1)
+            allowed = torch.cat((only_rejects[:, None], allowed[:, 1:]), dim=1)
+        assert isinstance(self.action_dist, CategoricalDistribution)
+        return self.action_dist.proba_distribution(scores.masked_fill(~allowed, _REFUSED))
+
+
+def train_jobs(
+    make_env: Callable[[], JobPartitionEnv],
+    num_decisions: int,
+    *,
+    seed: int = 0,
+    gamma: float = 0.99,
+    report: Callable[[int, float], None] = lambda decisions, accepted: None,
+) -> PPO:
+    """Learn to share a cluster among arriving jobs.
+
+    Args:
+        make_env: of the environments that play side by side.
+        num_decisions: arrivals to learn from.
+        seed: of everything random.
+        gamma: discount of a reward by each arrival until then. Jobs overlap few arrivals, so 0.99
+            looks far enough; the paper's is 0.997 to 0.999.
+        report: called after each rollout with decisions so far and the part that was accepted.
+    """
+    envs = DummyVecEnv([make_env] * NUM_ENVS)
+    envs.seed(seed)
+    total = float(max(num_decisions, 1))
+    model = PPO(
+        MaskedPolicy,
+        envs,
+        learning_rate=lambda left: 1e-3 * max(left, 0.05),
+        n_steps=STEPS_PER_ROLLOUT,
+        batch_size=256,
+        n_epochs=6,
+        gamma=gamma,
+        gae_lambda=0.95,
+        ent_coef=3e-3,
+        policy_kwargs={"net_arch": [64, 64]},
+        seed=seed,
+        device="cpu",
+    )
+    model.learn(int(total), callback=_Report(report))
+    envs.close()
+    return model
+
+
+class _Report(BaseCallback):
+    """Tells how much was accepted in each rollout."""
+
+    def __init__(self, report: Callable[[int, float], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        rewards = self.locals["rollout_buffer"].rewards
+        self._report(self.num_timesteps, float((np.asarray(rewards) > 0).mean()))
+
+
+def play(model: PPO, env: JobPartitionEnv, episode: int) -> tuple[float, dict[str, float]]:
+    """Blocking rate and causes of one whole episode, by the policy's most likely degrees."""
+    seen, _ = env.reset(options={"episode": episode})
+    is_over = False
+    while not is_over:
+        action, _ = model.predict(seen, deterministic=True)
+        seen, _, is_over, _, _ = env.step(int(action))
+    final = env.queueing.final()
+    return blocking_rate(final), causes(final)
