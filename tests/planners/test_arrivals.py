@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -134,6 +135,12 @@ def test_accepted_share_of_alike_jobs(seconds: float, degree: int, share: float)
     assert busy == pytest.approx(degree * seconds * sum(v.is_accepted for v in verdicts))
 
 
+@cache
+def episode(deadlines: str, seed: int) -> list[JobRequest]:
+    """Drawn once: every baseline gets the same."""
+    return draw_requests(RampCluster(), deadlines, seed)
+
+
 @pytest.mark.parametrize("rule", list(RECORDED))
 def test_baselines_block_as_recorded(rule: str) -> None:
     cluster = RampCluster()
@@ -142,7 +149,7 @@ def test_baselines_block_as_recorded(rule: str) -> None:
             blocking_rate(
                 run_rule(
                     cluster,
-                    draw_requests(cluster, deadlines, seed),
+                    episode(deadlines, seed),
                     rule_named(rule, seed),
                     end_s=EPISODE_S,
                 )

@@ -14,8 +14,7 @@ from heterog.planners.arrivals.ramp import MOST_PARTS, RampNetwork
 
 NUM_STEPS = 50
 _QUANTUM = 0.01
-"""Cost of a forward op, as the profile has it, that is worth a part of its own (the paper's
-``min_op_run_time_quantum``)."""
+"""Cost of a forward op, as the profile has it, that is worth a part of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
