@@ -37,7 +37,7 @@ def schedule(
         typer.Option(
             "--rule",
             help="how many devices a job gets: fit (the fewest that end in time), fastest, most, "
-            "fewest (by arithmetic), one, random",
+            "fewest (by arithmetic), one, random, at_most_4 (or another number)",
         ),
     ] = "fit",
     wait: Annotated[

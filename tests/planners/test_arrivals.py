@@ -223,3 +223,12 @@ def test_deadlines_are_named_and_bounded() -> None:
         draw_requests(RampCluster(), "A", 0, spacing_s=0.0)
     with pytest.raises(UnknownNameError, match="unknown rule 'mots'; did you mean 'most'"):
         rule_named("mots")
+    for name in ("at_most_", "at_most_-1", "at_most_²"):
+        with pytest.raises(UnknownNameError):
+            rule_named(name)
+
+
+def test_four_parts_at_most_block_fewer_than_any_recorded_rule_on_medium_deadlines() -> None:
+    """As few as the paper's learned policy (0.1247): a rule to compare with."""
+    verdicts = run_rule(RampCluster(), episode("C", 0), rule_named("at_most_4"), end_s=EPISODE_S)
+    assert blocking_rate(verdicts) == pytest.approx(0.124653, abs=TOLERANCE)

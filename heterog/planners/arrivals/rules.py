@@ -84,7 +84,10 @@ RULES: dict[str, Rule] = {
     "fit": fewest_that_fit,
     "fastest": fastest,
 }
-"""By the names of the command line, which also knows ``random``."""
+"""By the names of the command line, which also knows ``random`` and ``at_most_4`` (any number)."""
+
+
+_AT_MOST = "at_most_"
 
 
 def rule_named(name: str, seed: int = 0) -> Rule:
@@ -95,8 +98,11 @@ def rule_named(name: str, seed: int = 0) -> Rule:
     """
     if name == "random":
         return random_degree(seed)
+    limit = name.removeprefix(_AT_MOST)
+    if limit != name and limit.isascii() and limit.isdigit() and 0 < len(limit) < 10:
+        return at_most(int(limit))
     if name not in RULES:
-        raise UnknownNameError("rule", name, [*RULES, "random"])
+        raise UnknownNameError("rule", name, [*RULES, "random", f"{_AT_MOST}4"])
     return RULES[name]
 
 
