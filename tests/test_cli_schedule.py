@@ -74,3 +74,19 @@ def test_bad_input_is_one_line(
     assert (code, out) == (2, "")
     assert told in err
     assert err.count("\n") == 1
+
+
+def test_a_job_that_fits_nowhere_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_graph(chain_graph(num_layers=1, width=131072, batch_size=2), tmp_path / "wide.json")
+    path = tmp_path / "jobs.yaml"
+    path.write_text(
+        f"schema_version: 1\njobs: [{{name: a, model: {tmp_path / 'wide.json'}, steps: 1}}]"
+    )
+    code, out, err = call(
+        monkeypatch, capsys, str(path), "--cluster", "paper_8gpu", "--methods", "cp_ar"
+    )
+    assert (code, out) == (2, "")
+    assert "does not fit into the memory of cluster 'paper_8gpu'" in err
+    assert len([line for line in err.splitlines() if line.startswith("heterog:")]) == 1

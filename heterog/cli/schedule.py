@@ -68,10 +68,12 @@ def schedule(
     with progress_line(as_json) as progress:
         kinds = _captured(records, lambda model: progress(f"capture {model}", 0.0, float("inf")))
         where = EvaluatedCluster(target, kinds, names)
+        for kind in kinds:
+            where.alone_s(kind)  # what fits nowhere is told before anything is scheduled
         state = JobQueueing(where, requests_of(records, where), waits=wait)
         while state.request is not None:
             part = len(state.verdicts) / len(state.requests)
-            progress(f"schedule {state.request.name}", part, float("inf"))
+            progress("schedule", part, float("inf"))
             state.decide(chosen(state))
     _tell(state.final(), where, as_json)
 

@@ -25,6 +25,7 @@ from heterog.names import shown
 from heterog.planners.arrivals.queueing import JobCluster, JobRequest
 from heterog.records import Count, Many, Name, PositiveSeconds, Record, Text, parse_record
 from heterog.units import parse_seconds
+from heterog.user_code import is_from_file
 from heterog.yaml_files import parse_yaml
 
 _MOST_BYTES = 1024**2
@@ -109,7 +110,7 @@ def read_jobs(path: Path) -> list[JobRecord]:
 
 
 def _check(job: JobRecord, where: str) -> None:
-    if ".py" in job.model:
+    if is_from_file(job.model):
         raise InputFileError(
             f"{where}: {shown(job.model)} is Python code, which a file of jobs does not get to "
             "run; capture it with 'heterog capture' and name the graph."
