@@ -2,9 +2,12 @@
 
     python experiments/job_arrivals.py --json
     python experiments/job_arrivals.py --learn 60000 --deadlines C --seeds 3 --json
+    python experiments/job_arrivals.py --cluster mixed_16 --models resnet50,bert_base --json
 
-Blocking rates are means over seeds; ``--learn`` trains a policy of PPO for each seed on episodes
-of its own and tests it on the episodes of the baselines.
+With ``--cluster`` jobs run on unequal GPUs, as fast as the evaluator says, and come 1.2 times as
+often as that many of the fastest device could serve them one by one. Blocking rates are means over
+seeds; ``--learn`` trains a policy of PPO for each seed on episodes of its own and tests it on the
+episodes of the baselines.
 """
 
 import argparse
@@ -12,13 +15,19 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from heterog.agents.job_ppo import play, train_jobs
+from heterog.cluster import Cluster
 from heterog.envs.job_partition import JobPartitionEnv
-from heterog.planners.arrivals.deadlines import DEADLINES, EPISODE_S, draw_requests
+from heterog.graph.capture import capture
+from heterog.planners.arrivals.deadlines import DEADLINES, EPISODE_S, SPACING_S, draw_requests
+from heterog.planners.arrivals.evaluated import EvaluatedCluster, TrainingJob
 from heterog.planners.arrivals.profiled import RampCluster
-from heterog.planners.arrivals.queueing import JobCluster, blocking_rate
+from heterog.planners.arrivals.queueing import JobCluster, JobRequest, blocking_rate
 from heterog.planners.arrivals.rules import RULES, Rule, at_most, rule_named, run_rule
+from heterog.zoo import load_workload
 
 # Mean of three seeds, deadlines A to D: notebooks of cwfparsonson/ddls, commit 9e0b5ba.
 RECORDED = {
@@ -28,6 +37,8 @@ RECORDED = {
     "random": (0.517150, 0.601066, 0.505495, 0.465201),
 }
 LIMITS = (2, 4, 6, 8)
+LOAD, NUM_ARRIVALS = 1.2, 300
+"""Work that comes over work that could be done, with ``--cluster``, and jobs of an episode."""
 
 
 def rules(seed: int) -> dict[str, Rule]:
@@ -36,13 +47,52 @@ def rules(seed: int) -> dict[str, Rule]:
     return found | {f"at_most_{limit}": at_most(limit) for limit in LIMITS}
 
 
-def baseline_rows(cluster: JobCluster, deadlines: str, num_seeds: int) -> list[dict[str, object]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Where jobs run and how often they come.
+
+    Attributes:
+        cluster: where.
+        spacing_s: Seconds between arrivals.
+        episode_s: Time of the last one.
+    """
+
+    cluster: JobCluster
+    spacing_s: float
+    episode_s: float
+
+    def requests(self, deadlines: str, seed: int) -> list[JobRequest]:
+        """The arrivals of an episode."""
+        return draw_requests(
+            self.cluster, deadlines, seed, spacing_s=self.spacing_s, episode_s=self.episode_s
+        )
+
+    def make_env(self, deadlines: str) -> JobPartitionEnv:
+        """The same as an environment."""
+        return JobPartitionEnv(
+            self.cluster, deadlines, spacing_s=self.spacing_s, episode_s=self.episode_s
+        )
+
+
+def unequal(cluster: str, models: str) -> Setting:
+    """Jobs of 2000 steps of some zoo models on a preset or a cluster file."""
+    jobs = {
+        name: TrainingJob(graph=capture(load_workload(name)), num_steps=2000)
+        for name in models.split(",")
+    }
+    where = EvaluatedCluster(Cluster.load(cluster), jobs)
+    mean_s = statistics.fmean(where.alone_s(kind) for kind in jobs)
+    spacing_s = mean_s / where.num_devices / LOAD
+    return Setting(cluster=where, spacing_s=spacing_s, episode_s=NUM_ARRIVALS * spacing_s)
+
+
+def baseline_rows(setting: Setting, deadlines: str, num_seeds: int) -> list[dict[str, object]]:
     """Blocking of each rule over the same episodes."""
     rates: dict[str, list[float]] = {}
     for seed in range(num_seeds):
-        requests = draw_requests(cluster, deadlines, seed)
+        requests = setting.requests(deadlines, seed)
         for name, rule in rules(seed).items():
-            verdicts = run_rule(cluster, requests, rule, end_s=EPISODE_S)
+            verdicts = run_rule(setting.cluster, requests, rule, end_s=setting.episode_s)
             rates.setdefault(name, []).append(blocking_rate(verdicts))
     return [_row(name, deadlines, found) for name, found in rates.items()]
 
@@ -84,17 +134,20 @@ def main() -> None:
     parser.add_argument("--deadlines", default=",".join(DEADLINES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--learn", type=int, default=0, help="decisions to learn from; 0: none")
+    parser.add_argument("--cluster", default="", help="preset or file; RAMP by default")
+    parser.add_argument("--models", default="resnet50,bert_base")
     arguments = parser.parse_args()
-    cluster = RampCluster()
+    setting = Setting(cluster=RampCluster(), spacing_s=SPACING_S, episode_s=EPISODE_S)
+    if arguments.cluster:
+        setting = unequal(arguments.cluster, arguments.models)
     rows: list[dict[str, object]] = []
     for deadlines in arguments.deadlines.split(","):
-        rows += baseline_rows(cluster, deadlines, arguments.seeds)
+        rows += baseline_rows(setting, deadlines, arguments.seeds)
         if arguments.learn:
-
-            def make(deadlines: str = deadlines) -> JobPartitionEnv:
-                return JobPartitionEnv(cluster, deadlines)
-
+            make = partial(setting.make_env, deadlines)
             rows.append(learned_row(make, deadlines, arguments.seeds, arguments.learn))
+    if arguments.cluster:  # nothing was recorded there
+        rows = [{**row, "recorded": None} for row in rows]
     if arguments.json:
         print(json.dumps({"rows": rows, "recorded": RECORDED}, indent=2))
         return
