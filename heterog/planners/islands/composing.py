@@ -148,7 +148,7 @@ class Estimator:
             samples: of the batch.
             point: micro-batches and manner.
         """
-        others = tuple(island.kind for other in point.pools if other != pool for island in other)
+        others = _kinds_beside(pool, point)
         manner = point.recompute, point.zero, point.hides_messages
         key = pool, samples, point.num_micro, manner, others
         if key not in self._pool_seconds:
@@ -227,9 +227,8 @@ class Estimator:
             messages = self._message_seconds(stages, micro)
             longest = float(each.max())
             longest = max(longest, messages) if point.hides_messages else longest + messages
-            others = [island.kind for other in point.pools if other != pool for island in other]
             parts = np.array(counts) / self.slices.num_layers
-            gradients = self._gradient_seconds(stages, parts, others)
+            gradients = self._gradient_seconds(stages, parts, _kinds_beside(pool, point))
             took = (point.num_micro - 1) * longest + float(each.sum()) + gradients
             slowest = max(slowest, took)
             layers.append(counts)
@@ -302,6 +301,11 @@ class Estimator:
             )
             slowest = max(slowest, 2.0 * size * float(part) / min(rate, *between, np.inf))
         return slowest
+
+
+def _kinds_beside(pool: Pool, point: Composition) -> tuple[int, ...]:
+    """Kinds of machines in the other pools, with which gradients are added up."""
+    return tuple(island.kind for other in point.pools if other != pool for island in other)
 
 
 def _every_stage_has_one(placement: npt.NDArray[np.int64], count: int) -> tuple[int, ...]:
