@@ -11,7 +11,7 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from heterog.graph.op_graph import GraphOp, OpGraph, Phase
 
@@ -41,7 +41,8 @@ def add_ops_of_more_samples(traced: fx.Graph, planned: OpGraph) -> None:
     for node in list(traced.nodes):
         if node.op == "call_function" and node.target is operator.getitem:
             maker, output = node.args
-            made_by[first_output[maker] + int(output)] = node
+            if maker in first_output:
+                made_by[first_output[maker] + int(output)] = node
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         kind = str(node.target).removeprefix("aten.")
@@ -89,8 +90,10 @@ class _Walk:
 
 
 def _added(graph: fx.Graph, op: GraphOp, source: fx.Node, before: fx.Node) -> fx.Node | None:
-    """A copy or a sum of what a node makes; ``None`` where the sum is of more than one element."""
-    value = source.meta["val"]
+    """A copy or a sum of what a node makes; ``None`` where that would be another value."""
+    value = source.meta["val"] if source.op != "get_attr" else None
+    if not isinstance(value, Tensor):
+        return None  # the steps have other ops before this one
     args: tuple[Any, ...] = (source,)
     options: dict[str, Any] = {"memory_format": torch.contiguous_format}
     target = torch.ops.aten.clone.default
@@ -98,7 +101,9 @@ def _added(graph: fx.Graph, op: GraphOp, source: fx.Node, before: fx.Node) -> fx
         dims = op.args["dim"]
         if not isinstance(dims, tuple) or not op.args["keepdim"] or op.args["dtype"] is not None:
             return None
-        if any(value.shape[dim] != 1 for dim in dims):
+        if any(dim not in range(-value.dim(), value.dim()) for dim in dims):
+            return None
+        if any(value.shape[int(dim)] != 1 for dim in dims if isinstance(dim, int)):
             return None
         target, args, options = torch.ops.aten.sum.dim_IntList, (source, list(dims), True), {}
     with graph.inserting_before(before):

@@ -90,6 +90,32 @@ def test_one_sample_is_copied_and_summed_as_several_are(make: Callable[[], nn.Mo
     assert values(same) == pytest.approx(values(alone))
 
 
+class ByBatch(nn.Module):
+    """Other ops for one sample than for several: nothing that a copy or a sum makes up for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(LENGTH), nn.Linear(LENGTH, LENGTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            x = self.norm(torch.cat(x.chunk(2, dim=1), dim=1)).sum(0, keepdim=True)
+        y = self.layer(x).transpose(0, 1).contiguous().view(-1)
+        loss: Tensor = (y + x.sum(0, keepdim=True).sum()).square().mean()
+        return loss
+
+
+def test_other_ops_stay_other_ops() -> None:
+    def step(samples: int, planned: OpGraph | None = None) -> OpGraph:
+        x = torch.zeros(samples, LENGTH)
+        workload = Workload(ByBatch, lambda: (x,), None, torch.optim.SGD, {"lr": 0.1})
+        return capture_step(workload, planned).graph
+
+    for one, other in ((3, 1), (1, 3)):
+        planned = step(one)
+        assert not same_ops(planned, step(other, planned))
+
+
 def values(step: CapturedStep) -> list[float]:
     """The loss and the sum of each gradient, on numbers made up from each input's shape."""
     inputs: list[Tensor] = []
