@@ -62,10 +62,12 @@ class Composition:
         recompute: whether layers recompute.
         zero: stage of ZeRO: 0, 1 or 3.
         samples: of the batch for each pool.
-        layers: of each stage of each pool.
+        layers: of each stage of each pool; in a V there are two stages on the same devices.
         hides_messages: whether stages may hold about twice as many micro-batches as under 1F1B,
             whose caps make stages wait where forward and backward passes are not alike.
         splits_backward: whether weight gradients wait until a device has nothing else to do.
+        in_a_v: whether a pool's layers go through its islands forth and back: each has two stages,
+            in the turns of ``zero_bubble_v``.
     """
 
     pools: tuple[Pool, ...]
@@ -76,6 +78,7 @@ class Composition:
     layers: tuple[tuple[int, ...], ...] = ()
     hides_messages: bool = True
     splits_backward: bool = False
+    in_a_v: bool = False
 
 
 @dataclass(frozen=True, slots=True)

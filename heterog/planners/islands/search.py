@@ -12,7 +12,7 @@ and micro-batches of the very best are moved for as long as that helps.
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -282,12 +282,14 @@ class _Search:
         manner = Manner(
             zero=point.zero,
             recompute=Recompute.FULL if point.recompute else Recompute.NONE,
-            keeps_turns=False,
+            schedule="zero_bubble_v" if point.in_a_v else "1f1b",
+            num_chunks=2 if point.in_a_v else 1,
+            keeps_turns=point.in_a_v,
             sequence_parallel=in_teams,
             step_barrier=self.problem.step_barrier,
         )
         strategy = strategy_of_pipelines(graph, cluster, pipelines, manner)
-        if strategy.num_micro_batches < 2:
+        if strategy.num_micro_batches < 2 or point.in_a_v:
             return strategy
         hidden = int(point.hides_messages)
         caps = [
@@ -352,13 +354,14 @@ class _Search:
                         others = list(point.layers)
                         others[pool] = tuple(moved)
                         yield replace(point, layers=tuple(others))
-        for hides, splits in product((True, False), (True, False)):
-            yield replace(point, hides_messages=hides, splits_backward=splits)
+        if not point.in_a_v:
+            for hides, splits in product((True, False), (True, False)):
+                yield replace(point, hides_messages=hides, splits_backward=splits)
+            if min(min(layers) for layers in point.layers) > 1:
+                yield from map(in_a_v, self._with_micro(point, (1, 2)))
         for recompute, zero in self.manners:
             yield replace(point, recompute=recompute, zero=zero)
-        for num_micro in (2 * point.num_micro, point.num_micro // 2):
-            if num_micro and num_micro == self._bounded(num_micro):
-                yield replace(point, num_micro=num_micro)
+        yield from self._with_micro(point, (2, 0.5))
         unit = point.num_micro
         for giver in range(len(point.samples)):
             for taker in range(len(point.samples)):
@@ -367,6 +370,13 @@ class _Search:
                     samples[giver] -= unit
                     samples[taker] += unit
                     yield replace(point, samples=tuple(samples))
+
+    def _with_micro(self, point: Composition, times: Iterable[float]) -> Iterator[Composition]:
+        """So many times the micro-batches, where the model can be cut into them."""
+        for factor in times:
+            num_micro = int(factor * point.num_micro)
+            if num_micro and num_micro == self._bounded(num_micro):
+                yield replace(point, num_micro=num_micro)
 
 
 class _Vary:
@@ -405,6 +415,20 @@ class _ByIsland(_Vary):
             yield replace(point, pools=tuple(map(tuple, pools)))
 
 
+def in_a_v(point: Composition) -> Composition:
+    """The same devices with two stages each, forth and back, of as many layers together.
+
+    >>> point = Composition((), 2, recompute=False, zero=0, layers=((5, 3),))
+    >>> in_a_v(point).layers
+    ((2, 1, 2, 3),)
+    """
+    layers = tuple(
+        (*(count // 2 for count in own), *(count - count // 2 for count in reversed(own)))
+        for own in point.layers
+    )
+    return replace(point, layers=layers, in_a_v=True, hides_messages=True, splits_backward=False)
+
+
 def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
     """A composition in words: ``A100 tp8 x 2 (5-5 layers) | T4 ...; 16 micro-batches``."""
     parts = []
@@ -412,7 +436,10 @@ def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
         stage, islands = 0, []
         for island in pool:
             kind = slices.kinds[island.kind]
-            own = layers[stage : stage + island.stages]
+            own: list[object] = list(layers[stage : stage + island.stages])
+            if point.in_a_v:
+                back = layers[::-1][stage : stage + island.stages]
+                own = [f"{forth}+{more}" for forth, more in zip(own, back, strict=True)]
             stage += island.stages
             teams = stages_of((island,), slices)[0].teams
             name = cluster.device_types[kind.device_type].name
@@ -422,6 +449,7 @@ def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
         parts.append(f"{' > '.join(islands)} ({samples} samples)")
     manner = ", recompute" * point.recompute + f", zero {point.zero}" * bool(point.zero)
     manner += ", 1F1B" * (not point.hides_messages) + ", split backward" * point.splits_backward
+    manner += ", zero_bubble_v" * point.in_a_v
     return f"{' | '.join(parts)}; {point.num_micro} micro-batches{manner}"
 
 
