@@ -35,11 +35,11 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import load_graph
 from heterog.planners.dedication import Dedication
 from heterog.planners.host_order import on_hosts
+from heterog.planners.judging import run_method
 from heterog.planners.pipette import HostRates, Pricing, anneal
 from heterog.planners.pipette.annealing import COOLED
 from heterog.planners.pipette.layouts import LayoutCosts, Point, stage_by_stage
 from heterog.planners.planner import Budget, Candidate, Problem
-from heterog.planners.portfolio import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout

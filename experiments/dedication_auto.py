@@ -21,8 +21,9 @@ from heterog.cluster import Cluster, PairLimit
 from heterog.cluster.spec import parse_cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
+from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem, planner_by_name
-from heterog.planners.portfolio import best_row, run_method, run_methods
+from heterog.planners.portfolio import best_row, run_methods
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 

@@ -15,11 +15,12 @@ import sys
 import time
 from typing import Any
 
+import heterog.planners.portfolio  # noqa: F401  registers the baselines
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.hap import Hap, Ingredients
+from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, MethodRow, Planner, Problem, planner_by_name
-from heterog.planners.portfolio import run_method
 from heterog.planners.spmd.prices import PADDED_ONLY
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build

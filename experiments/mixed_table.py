@@ -6,13 +6,18 @@
 
 For every model and cluster both methods search on their own, and the referee judges what they
 found. ``gain`` is the step of the other method over that of the method; the last line has the
-geometric mean. ``auto`` is asked without the other method, so that nothing starts from its plans.
+geometric mean. ``auto`` is asked without the other method, so that nothing starts from its plans,
+or with it (``--with-row``). ``--cpu-seconds`` counts budgets in seconds of this process, so that
+other work on the machine does not shorten searches.
 """
 
 import argparse
 import json
 import math
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import load_graph
+from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, MethodRow, Problem, planner_by_name
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
@@ -39,33 +45,50 @@ def graph_of(model: str) -> OpGraph:
     return capture(build(model))
 
 
-def asked(method: str, other: str, graph: OpGraph, cluster: Cluster, budget: str) -> MethodRow:
-    """What a method finds on its own; ``auto`` asks all methods but the other one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How methods are asked.
+
+    Attributes:
+        budget: of each method on each case.
+        pair: the other method, and the method.
+        with_row: whether ``auto`` asks the other method, too.
+        clock: seconds by which budgets are kept.
+    """
+
+    budget: Budget
+    pair: tuple[str, str]
+    with_row: bool
+    clock: Callable[[], float]
+
+
+def asked(method: str, setting: Setting, graph: OpGraph, cluster: Cluster) -> MethodRow:
+    """What a method finds on its own; ``auto`` asks all methods, as a rule but the other one."""
     evaluator = Evaluator(graph, cluster)
-    spending = Budget.parse(budget)
     if method != portfolio.AUTO:
         evaluator.warm_up()
-        problem = Problem(evaluator=evaluator, budget=spending)
-        return portfolio.run_method(planner_by_name(method), problem)
-    rows = portfolio.run_methods(evaluator, [method], budget=spending, without=(other,))
+        problem = Problem(evaluator=evaluator, budget=setting.budget, clock=setting.clock)
+        return run_method(planner_by_name(method), problem)
+    without = () if setting.with_row else setting.pair[:1]
+    rows = portfolio.run_methods(
+        evaluator, [method], budget=setting.budget, without=without, clock=setting.clock
+    )
     able = [row for row in rows if row.candidate is not None]
     return min(able or rows, key=lambda row: row.preference)
 
 
-def row_of(
-    name: str, graph: OpGraph, cluster: Cluster, budget: str, pair: tuple[str, str]
-) -> dict[str, Any]:
+def row_of(graph: OpGraph, cluster: Cluster, setting: Setting) -> dict[str, Any]:
     """Both methods on one case."""
-    row: dict[str, Any] = {"model": name, "cluster": cluster.name}
+    row: dict[str, Any] = {"model": graph.name, "cluster": cluster.name}
     seconds: list[float] = []
-    for method in pair:
-        found = asked(method, pair[0], graph, cluster, budget)
+    for method in setting.pair:
+        found = asked(method, setting, graph, cluster)
         row[method] = found.step_time_s
         row[f"{method}_by"] = found.method
         row[f"{method}_evaluations"] = found.num_evaluations
         row[f"{method}_note"] = found.note
         seconds += [] if found.step_time_s is None else [found.step_time_s]
-    row["gain"] = seconds[0] / seconds[1] if len(seconds) == len(pair) else None
+    row["gain"] = seconds[0] / seconds[1] if len(seconds) == len(setting.pair) else None
     return row
 
 
@@ -77,13 +100,23 @@ def main() -> None:
     parser.add_argument("--method", default=portfolio.AUTO)
     parser.add_argument("--against", default="megatron_grid")
     parser.add_argument("--budget", default="20s", help="of each method on each case")
+    parser.add_argument("--with-row", action="store_true", help="auto asks the other one, too")
+    parser.add_argument(
+        "--cpu-seconds", action="store_true", help="budgets in this process's time"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows, pair = [], (options.against, options.method)
+    setting = Setting(
+        budget=Budget.parse(options.budget),
+        pair=pair,
+        with_row=options.with_row,
+        clock=time.process_time if options.cpu_seconds else time.perf_counter,
+    )
     for model in options.models.split(","):
         graph = graph_of(model)
         for cluster in options.clusters.split(","):
-            row = row_of(graph.name, graph, Cluster.load(cluster), options.budget, pair)
+            row = row_of(graph, Cluster.load(cluster), setting)
             rows.append(row)
             print(
                 f"{row['model']} on {cluster}: {row[pair[0]]} by {pair[0]}, {row[pair[1]]} by "

@@ -15,9 +15,9 @@ from functools import cache
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
+from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, MethodRow, Planner, Problem
 from heterog.planners.poplar import STAGES, EvenZero, Poplar
-from heterog.planners.portfolio import run_method
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 

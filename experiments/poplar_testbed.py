@@ -28,10 +28,10 @@ from testbed_rounds import report, results_of_ranks, seconds_in_turn
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
+from heterog.planners.judging import run_method
 from heterog.planners.plan import Plan, load_plan, plan_from_rows
 from heterog.planners.planner import Budget, Planner, Problem
 from heterog.planners.poplar import STAGES, EvenZero, Poplar
-from heterog.planners.portfolio import run_method
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rank import end_together, join
 from heterog.simulator.evaluator import Evaluator

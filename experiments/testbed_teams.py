@@ -32,9 +32,10 @@ import heterog.agents.planners  # noqa: F401
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
 from heterog.planners import hap, pipeline, teams
+from heterog.planners.judging import run_method
 from heterog.planners.plan import Plan, load_plan, plan_from_rows
 from heterog.planners.planner import Budget, Candidate, MethodRow, PlanResult, Problem, planners
-from heterog.planners.portfolio import best_row, run_method, run_methods
+from heterog.planners.portfolio import best_row, run_methods
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.peak_memory import peak_bytes
 from heterog.runtime.rank import end_together, join

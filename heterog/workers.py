@@ -3,6 +3,9 @@
 A job is ``work(shared, job)``: a function of a module, one large value that all jobs need and that
 is sent to each worker once, and a small value of its own. Results come in the order of the jobs,
 so what is computed from them does not depend on where, or beside how many others, a job ran.
+
+``Seats`` are workers that remember: job ``i`` always runs on seat ``i``, so a job may go on where
+the one before it on the same seat ended.
 """
 
 import atexit
@@ -15,10 +18,10 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -59,6 +62,15 @@ class Workers(ABC):
         """
         raise KeyboardInterrupt
 
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Jobs that run at a time."""
+
+    @abstractmethod
+    def seats(self) -> "Seats":
+        """As many workers that remember; they end with these."""
+
     @abstractmethod
     def close(self) -> None:
         """End what was started, and at once what still runs."""
@@ -84,6 +96,15 @@ class Here(Workers):
         """Run each job when its result is asked for."""
         for job in jobs:
             yield work(shared, job)
+
+    @property
+    def count(self) -> int:
+        """One."""
+        return 1
+
+    def seats(self) -> "Seats":
+        """One more process: what remembers must be nobody else's."""
+        return Seats([Processes(1)])
 
     def close(self) -> None:
         """Nothing was started."""
@@ -142,6 +163,70 @@ class _Remote(Workers):
         outcome: _Outcome = future.result()
         return outcome
 
+    def begin(
+        self, work: Callable[[Any, Any], Any], shared: Any, job: Any
+    ) -> Callable[[], list[Any]]:
+        """Hand one job out; what is returned waits for its result, none if it was left out."""
+        if self._is_stopped:
+            return list
+        self._open(shared)
+        future = self._submit(work, job)
+        return lambda: list(self._results(future))
+
+
+class Seats:
+    """Workers that remember: each is a process of its own, or an actor on Ray.
+
+    What a job leaves in variables of its module, the next job on the same seat finds there.
+
+    Args:
+        crews: one for each seat.
+    """
+
+    def __init__(self, crews: Sequence[_Remote]) -> None:
+        self._crews = crews
+
+    def __len__(self) -> int:
+        return len(self._crews)
+
+    def run(
+        self, work: Callable[[Shared, Job], Result], shared: Shared, jobs: Sequence[Job]
+    ) -> list[Result | None]:
+        """Run ``work(shared, jobs[i])`` on seat ``i``, all at the same time.
+
+        Returns:
+            Results in the order of the jobs; ``None`` for one that was asked to stop before it
+            began.
+
+        Raises:
+            HeterogError: a job raised one, or a worker was lost.
+        """
+        pairs = zip(self._crews, jobs, strict=False)
+        waiting = [crew.begin(work, shared, job) for crew, job in pairs]
+        results = [wait_for() for wait_for in waiting]
+        return [result[0] if result else None for result in results]
+
+    def stop(self) -> None:
+        """Ask running jobs for what they have; see ``Workers.stop``."""
+        for crew in self._crews:
+            crew.stop()
+
+    def close(self) -> None:
+        """End the workers, and at once what still runs."""
+        for crew in self._crews:
+            crew.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
 
 class Processes(_Remote):
     """Processes of this machine.
@@ -161,6 +246,15 @@ class Processes(_Remote):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._file = ""
         self._shared: Any = None
+
+    @property
+    def count(self) -> int:
+        """Processes."""
+        return self._count
+
+    def seats(self) -> Seats:
+        """A process for each."""
+        return Seats([Processes(1) for _ in range(self._count)])
 
     def _open(self, shared: Any) -> int:
         if self._pool is None or self._folder is None:
@@ -263,13 +357,22 @@ class RayWorkers(_Remote):
                 ) from error
         self._run = ray.remote(_on_ray)
 
+    @property
+    def count(self) -> int:
+        """Jobs at a time: as asked for, or the CPUs that the cluster has now."""
+        if self._count is not None:
+            return self._count
+        return max(int(self._ray.cluster_resources().get("CPU", 1)), 1)
+
+    def seats(self) -> Seats:
+        """An actor for each; Ray does not start a lost one again."""
+        return Seats([_RaySeat() for _ in range(self.count)])
+
     def _open(self, shared: Any) -> int:
         if not self._box or self._shared is not shared:
             # In a list, Ray hands over the reference and not the value.
             self._box, self._shared = [self._ray.put(shared)], shared
-        if self._count is not None:
-            return self._count
-        return max(int(self._ray.cluster_resources().get("CPU", 1)), 1)
+        return self.count
 
     def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]":
         future: Future[Any] = self._run.remote(work, self._box, job).future()
@@ -297,6 +400,39 @@ class RayWorkers(_Remote):
             self._ray.shutdown()
 
 
+class _RaySeat(RayWorkers):
+    """One actor of the Ray cluster that is open already."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        # Two calls at a time: one that works, and one that asks it to stop.
+        self._actor = self._ray.remote(max_concurrency=2)(_Remembering).remote()
+
+    def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]":
+        future: Future[Any] = self._actor.run.remote(work, self._box, job).future()
+        return future
+
+    def stop(self) -> None:
+        """See ``Workers``: the running job is asked, those that follow are not begun."""
+        self._is_stopped = True
+        self._actor.stop.remote()
+
+    def close(self) -> None:
+        """End the actor; the cluster is somebody else's."""
+        self._ray.kill(self._actor)
+        super().close()
+
+
+class _Remembering:
+    """What an actor runs: one process, so variables of modules stay."""
+
+    def run(self, work: Callable[[Any, Any], Any], box: list[Any], job: Any) -> "_Outcome":
+        return _Outcome(is_left_out=True) if is_asked_to_stop() else _on_ray(work, box, job)
+
+    def stop(self) -> None:
+        _asked.set()
+
+
 def open_workers(text: str) -> Workers:
     """The workers of ``"1"`` (this process), ``"4"`` (processes), ``"ray"`` or ``"ray:4"``.
 
@@ -313,6 +449,17 @@ def open_workers(text: str) -> Workers:
     if kind == RAY:
         return RayWorkers(int(number))
     return HERE if int(number) == 1 else Processes(int(number))
+
+
+@contextmanager
+def open_seats(text: str) -> Iterator[Seats | None]:
+    """Workers that remember, of the same texts; ``None`` for ``"1"``: this process suffices."""
+    with open_workers(text) as crew:
+        if crew is HERE:
+            yield None
+            return
+        with crew.seats() as seats:
+            yield seats
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,8 @@ from heterog.explain.explanation import SUFFICES
 from heterog.export import TARGETS
 from heterog.graph import serialize
 from heterog.graph.sharding_rules.table import RULES
+from heterog.planners.judging import EQUALLY_GOOD, NUM_DRAWS
 from heterog.planners.planner import planners
-from heterog.planners.portfolio import EQUALLY_GOOD, NUM_DRAWS
 from heterog.runtime.launch import ALONE_STEPS
 from heterog.runtime.profiler import SHARES
 from heterog.runtime.testbed import shipped_testbeds

@@ -19,9 +19,9 @@ from heterog.agents.sources import PairSource
 from heterog.agents.training import Trainer, TrainingResult
 from heterog.cli import app, main
 from heterog.errors import HeterogError
-from heterog.workers import HERE, Processes, Workers, open_workers
+from heterog.workers import HERE, Processes, Workers, open_seats, open_workers
 from tests.envs.cases import language_graph, mixed_cluster
-from tests.jobs import die, refuse_name, who
+from tests.jobs import die, refuse_name, remember, who
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,25 @@ def test_a_process_serves_many_shared_values_and_leaves_nothing(
         assert [first, *(value for value, _ in more)] == [1001, 1002]
         assert list(crew.map(who, 2000, [1])) == [(2001, process)]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["2", "ray:2"])
+def test_seats_remember_their_own_jobs(kind: str, request: pytest.FixtureRequest) -> None:
+    if kind.startswith("ray"):
+        request.getfixturevalue("ray_cluster")
+    with open_seats(kind) as seats:
+        assert seats is not None
+        assert len(seats) == 2
+        assert seats.run(remember, 7, [1, 2]) == [(7, [1]), (7, [2])]
+        assert seats.run(remember, 8, [3, 4]) == [(8, [1, 3]), (8, [2, 4])]
+        assert seats.run(remember, 8, [5]) == [(8, [1, 3, 5])]
+        with pytest.raises(HeterogError, match="unknown fruit 'aple'"):
+            seats.run(refuse_name, "aple", [["apple"]])
+        seats.stop()
+        assert seats.run(remember, 8, [6, 7]) == [None, None]
+    with open_seats("1") as alone:
+        assert alone is None
 
 
 @pytest.mark.distributed

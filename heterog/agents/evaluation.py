@@ -14,8 +14,9 @@ from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.compare import Comparison
 from heterog.planners.given import GIVEN
+from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, MethodRow, Planner, Problem, planners
-from heterog.planners.portfolio import AUTO, best_row, run_method, run_methods
+from heterog.planners.portfolio import AUTO, best_row, run_methods
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 

@@ -15,9 +15,9 @@ import numpy as np
 from heterog.agents.planners import AgentSearch
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
+from heterog.planners.judging import run_method
 from heterog.planners.local_search import LocalSearch
 from heterog.planners.planner import Budget, Planner, PlanResult, Problem
-from heterog.planners.portfolio import run_method
 from heterog.planners.two_segment import TwoSegment
 from heterog.simulator.evaluator import Evaluator
 

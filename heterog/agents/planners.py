@@ -131,6 +131,7 @@ class AgentSearch:
 
     stage = "search"
     resumes = True
+    is_random = True
 
     def __init__(self, policy: str = DEFAULT_POLICY, *, name: str = "agent+search") -> None:
         self.name = name

@@ -18,6 +18,7 @@ from heterog.cli.common import (
     OrderOption,
     PolicyOption,
     SeedOption,
+    WorkersOption,
     load_cluster,
     load_layout,
     load_model,
@@ -45,6 +46,7 @@ from heterog.cli.objective import (
 )
 from heterog.errors import HeterogError
 from heterog.units import format_seconds
+from heterog.workers import open_seats
 
 if TYPE_CHECKING:
     from heterog.explain.explanation import Explanation
@@ -92,6 +94,7 @@ def plan(
     ] = None,
     policy: PolicyOption = "",
     encoder: EncoderOption = "",
+    workers: WorkersOption = "1",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="plan.json")] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="trace.json for ui.perfetto.dev")
@@ -158,7 +161,12 @@ def plan(
         lookup = library.look_up(evaluator, step_barrier=not no_step_barrier)
         warn(lookup.warning)
     promise = Promise(parsed, is_explained=True, with_changes=not no_changes)
-    with settled(), stop_when_interrupted() as stop, progress_line(as_json) as progress:
+    with (
+        settled(),
+        open_seats(workers) as seats,
+        stop_when_interrupted(seats.stop if seats else lambda: None) as stop,
+        progress_line(as_json) as progress,
+    ):
         found = make_plan(
             graph,
             target,
@@ -175,6 +183,7 @@ def plan(
             stop=stop,
             objective=best_at,
             seeds=None if lookup is None else lookup.seeds,
+            seats=seats,
         )
         if library is not None:
             warn(library.keep(found, evaluator))

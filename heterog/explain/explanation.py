@@ -15,9 +15,10 @@ from heterog.explain.differences import Difference, differences
 from heterog.explain.fit import Remedy, remedies
 from heterog.explain.what_if import EVALUATIONS, Change, value_of_changes, with_idle_devices
 from heterog.planners.given import GIVEN
+from heterog.planners.judging import run_method
 from heterog.planners.plan import Plan
 from heterog.planners.planner import Budget, MethodRow, Problem, Spending, Stop, planner_by_name
-from heterog.planners.portfolio import Progress, run_method
+from heterog.planners.sharing import Progress
 from heterog.planners.stability import DATA_PARALLEL, TUNED_UNIFORM, Gain
 from heterog.simulator.critical_path import PathPiece, critical_pieces, totals
 from heterog.simulator.engine import Order

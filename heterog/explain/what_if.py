@@ -21,7 +21,7 @@ from heterog.explain.changed_cluster import (
 )
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.planner import Budget, Problem, Spending, planner_by_name
-from heterog.planners.portfolio import Progress
+from heterog.planners.sharing import Progress
 from heterog.planners.stability import TUNED_UNIFORM
 from heterog.planners.tuned_uniform import machine_subsets, tuned_decision
 from heterog.simulator.engine import Order

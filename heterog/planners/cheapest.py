@@ -22,12 +22,14 @@ from heterog.planners.host_sets import ranked_host_sets
 from heterog.planners.host_subset import HostSubset
 from heterog.planners.objective import Objective, hosts_used, rent_per_s
 from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, Stop, planners
-from heterog.planners.portfolio import AUTO, Progress, prepare, run_methods
+from heterog.planners.portfolio import AUTO, prepare, run_methods
 from heterog.planners.promise import Promise
 from heterog.planners.seeds import SeedPlanner
+from heterog.planners.sharing import Progress
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
+from heterog.workers import Seats
 
 MOST_SEARCHED = 8
 """Sets of hosts beside the whole cluster that are searched in."""
@@ -51,6 +53,7 @@ class Asked:
         seeds: strategies for the whole cluster to start from.
         progress: told about every method's progress.
         stop: ends the searches early.
+        seats: workers that search at the same time, if any.
     """
 
     methods: Sequence[str]
@@ -61,6 +64,7 @@ class Asked:
     seeds: SeedPlanner | None
     progress: Progress
     stop: Stop
+    seats: Seats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +175,7 @@ class CheapestSearch:
             progress=progress,
             stop=asked.stop,
             promise=None if part.seconds is None else Promise(part),
+            seats=asked.seats,
         )
         self._found += [(subset, row) for row in rows]
 

@@ -11,7 +11,6 @@ from heterog.planners.plan import cost_per_step, row_to_dict
 from heterog.planners.planner import Budget, MethodRow, Planner, Spending, Stop, planners
 from heterog.planners.portfolio import (
     AUTO,
-    Progress,
     assert_not_below,
     best_row,
     rehearsed,
@@ -20,6 +19,7 @@ from heterog.planners.portfolio import (
     with_noise,
 )
 from heterog.planners.promise import NOISE_PART
+from heterog.planners.sharing import Progress
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

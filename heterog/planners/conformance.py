@@ -9,6 +9,7 @@ from dataclasses import replace
 from heterog.cluster import Cluster
 from heterog.errors import ConformanceError, HeterogError
 from heterog.names import name_fault
+from heterog.planners.judging import run_method
 from heterog.planners.planner import (
     STAGES,
     Budget,
@@ -18,7 +19,7 @@ from heterog.planners.planner import (
     planners,
     register,
 )
-from heterog.planners.portfolio import AUTO, run_method
+from heterog.planners.portfolio import AUTO
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s

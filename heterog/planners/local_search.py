@@ -63,6 +63,7 @@ class LocalSearch:
     name = "local_search"
     stage = "search"
     resumes = True
+    is_random = True
 
     def plan(self, problem: Problem) -> PlanResult:
         """Search until the budget is over; the best few different strategies come back."""

@@ -33,7 +33,6 @@ from heterog.planners.objective import FASTEST, Aim, Objective, cost_per_s
 from heterog.planners.plan_file import BackgroundRecord, PlanRecord, RowRecord, read_plan_record
 from heterog.planners.planner import Budget, MethodRow, Planner, Spending, Stop
 from heterog.planners.portfolio import (
-    Progress,
     Rank,
     assert_not_below,
     best_row,
@@ -45,6 +44,7 @@ from heterog.planners.portfolio import (
 )
 from heterog.planners.promise import Promise
 from heterog.planners.seeds import SeedPlanner
+from heterog.planners.sharing import Progress
 from heterog.planners.stability import TUNED_UNIFORM, Gain, best_data_parallel, gain
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
@@ -56,6 +56,7 @@ from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Strategy
+from heterog.workers import Seats
 
 SCHEMA_VERSION = 1
 BEST = "best"
@@ -436,6 +437,7 @@ def make_plan(
     promise: Promise | None = None,
     objective: Objective = FASTEST,
     seeds: SeedPlanner | None = None,
+    seats: Seats | None = None,
 ) -> Plan:
     """Plan one training step on a cluster.
 
@@ -459,6 +461,7 @@ def make_plan(
         promise: keeps a part of the same budget for what the caller does with the plan.
         objective: what the plan is to be best at; the shortest step by default.
         seeds: strategies that are known already, for searches to start from.
+        seats: workers that search at the same time; see ``planners.together``.
 
     Raises:
         StrategyError: no method has a strategy at all.
@@ -482,6 +485,7 @@ def make_plan(
         seeds=seeds,
         progress=history.tell,
         stop=stop or Stop(),
+        seats=seats,
     )
     rows, offers = _searched(evaluator, objective, asked, parsed, promise)
     search_seconds = time.perf_counter() - begin
@@ -528,6 +532,7 @@ def _searched(
         progress=asked.progress,
         stop=asked.stop,
         promise=promise,
+        seats=asked.seats,
     )
     has_prices = evaluator.cluster.prices is not None
     return rows, offers_of_rows(rows, evaluator.cluster) if has_prices else ()

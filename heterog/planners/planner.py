@@ -418,8 +418,9 @@ class Planner(Protocol):
         A planner with a method ``prepare(evaluator)`` does there what no budget counts: imports,
         reading a policy. One with an attribute ``resumes`` that is true goes on where it was when
         it is asked about a problem with the same ``memory`` again. One with a method
-        ``joins_auto(graph, cluster)`` says where ``auto`` need not ask it, and one whose
-        ``comes_last`` is true runs after all others.
+        ``joins_auto(graph, cluster)`` says where ``auto`` need not ask it, one whose
+        ``comes_last`` is true runs after all others, and one whose ``is_random`` is true finds
+        other strategies with another seed, so that several workers may ask it.
         """
 
 

@@ -29,8 +29,9 @@ from heterog.envs.pair import Pair
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import uniform_strategy
+from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem, planner_by_name
-from heterog.planners.portfolio import run_method, run_methods
+from heterog.planners.portfolio import run_methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.strategy import Decision, Sync

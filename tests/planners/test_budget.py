@@ -19,6 +19,7 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.hap import Hap, Synthesis
+from heterog.planners.judging import run_method
 from heterog.planners.local_search import LocalSearch
 from heterog.planners.planner import (
     Budget,
@@ -34,7 +35,7 @@ from heterog.planners.planner import (
     planner_by_name,
     planners,
 )
-from heterog.planners.portfolio import run_method, run_methods, with_noise
+from heterog.planners.portfolio import run_methods, with_noise
 from heterog.planners.spmd.a_star import Search
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator

@@ -13,10 +13,11 @@ from heterog.planners.dedication import Dedication
 from heterog.planners.given import GivenLayout
 from heterog.planners.host_kinds import hosts_by_kind
 from heterog.planners.host_order import HostTraffic, on_hosts
+from heterog.planners.judging import run_method
 from heterog.planners.pipette.communication import HostRates
 from heterog.planners.pipette.planner import Pipette
 from heterog.planners.planner import Budget, Candidate, Planner, Problem, Stop
-from heterog.planners.portfolio import best_row, run_method, run_methods
+from heterog.planners.portfolio import best_row, run_methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout

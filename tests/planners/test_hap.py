@@ -16,8 +16,8 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.hap import Hap, Ingredients, Synthesis, _Ranking
+from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
-from heterog.planners.portfolio import run_method
 from heterog.planners.spmd.prices import PADDED_ONLY, SpmdPrices, Work
 from heterog.planners.spmd.programs import data_parallel, op_rules, program_cost
 from heterog.planners.spmd.ratios import best_ratios

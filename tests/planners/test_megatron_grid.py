@@ -5,9 +5,9 @@ import pytest
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.given import GivenLayout
+from heterog.planners.judging import run_method
 from heterog.planners.megatron_grid import MegatronGrid, _Grid
 from heterog.planners.planner import Budget, Problem
-from heterog.planners.portfolio import run_method
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.zoo import build

@@ -25,6 +25,7 @@ from heterog.graph.workload import Workload
 from heterog.planners import conformance, planner
 from heterog.planners.conformance import CHECKS, Check, check_planner, load_planner
 from heterog.planners.data_parallel import balanced_homes, device_speeds, even_shares
+from heterog.planners.judging import run_method
 from heterog.planners.local_search import LocalSearch
 from heterog.planners.model_parallel import balanced_chain
 from heterog.planners.planner import (
@@ -37,7 +38,7 @@ from heterog.planners.planner import (
     planner_by_name,
     planners,
 )
-from heterog.planners.portfolio import best_row, run_method, run_methods
+from heterog.planners.portfolio import best_row, run_methods
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

@@ -17,6 +17,7 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.graph.workload import Workload
+from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.poplar import EvenZero, Poplar, even_allocation, zero_strategy
 from heterog.planners.poplar.allocation import Allocation, common_steps, own_micro_batches
@@ -26,7 +27,6 @@ from heterog.planners.poplar.curves import (
     seconds_over_samples,
     slices_by_memory,
 )
-from heterog.planners.portfolio import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.strategy.division import split_evenly

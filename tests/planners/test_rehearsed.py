@@ -11,9 +11,10 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture_step
 from heterog.planners.compare import compare_methods
 from heterog.planners.issue_order import IssuedStep
+from heterog.planners.judging import run_method
 from heterog.planners.plan import make_plan
 from heterog.planners.planner import Budget, Problem, planner_by_name, planners
-from heterog.planners.portfolio import AUTO, run_method
+from heterog.planners.portfolio import AUTO
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.roofline import Roofline

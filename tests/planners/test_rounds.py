@@ -15,9 +15,10 @@ from heterog.errors import StrategyError
 from heterog.explain.explanation import explain
 from heterog.export import make_export
 from heterog.planners.issue_order import sends_by_op
+from heterog.planners.judging import run_method
 from heterog.planners.plan import load_plan, make_plan
 from heterog.planners.planner import Budget, Problem, planner_by_name
-from heterog.planners.portfolio import run_method, run_methods
+from heterog.planners.portfolio import run_methods
 from heterog.planners.rounds import Contender, next_of
 from heterog.report.answer import brief_answer
 from heterog.simulator.engine import Order

@@ -79,7 +79,7 @@ class DeviceModels(Roofline):
         self.host = host_of(execution)
         if host_s is not None:
             self.host = replace(self.host, issue_s=host_s)
-        self.own_factors = in_training
+        self.own_factors = dict(in_training)  # a proxy cannot be sent to workers
 
     def in_training(self, type_name: str) -> InTraining:
         """The factors of a type."""

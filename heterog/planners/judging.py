@@ -1,0 +1,151 @@
+"""Runs one method and judges what it found, in the same way for all methods.
+
+The referee scores each of a method's candidates again, a baseline's in the orders of its
+definition, a search's in all orders that are allowed, and the best counts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from heterog.planners.planner import (
+    Candidate,
+    MethodRow,
+    Planner,
+    PlanResult,
+    Problem,
+    Spending,
+)
+from heterog.planners.rounds import STARVED
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.noise import draw_noise
+from heterog.strategy.strategy import Strategy
+
+NUM_DRAWS = 20
+"""Draws of noise that every method's best strategy goes through."""
+EQUALLY_GOOD = 0.005
+"""Relative difference of two step times that no simulator can vouch for."""
+MOST_COMPARED = 3
+"""Candidates of one search that go through the draws."""
+JUDGED_PART = 0.15
+"""Of a method's budget in seconds, for the referee to judge what it found."""
+
+
+def run_method(planner: Planner, problem: Problem) -> MethodRow:
+    """Run one method and judge its candidates by the referee, all within its budget.
+
+    Of a search's candidates that are equally good, the one that stays good under noise is taken;
+    of a baseline's, by their definition, the fastest.
+    """
+    evaluator = problem.evaluator
+    spending = problem.spend()
+    result = PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0)
+    # Whoever does not watch its own limits is ended by these, a little later, with empty hands.
+    whole = problem.budget if problem.budget.seconds is None else problem.budget.part(1.1)
+    with replace(problem, budget=whole).spend().limits():
+        searching = problem.budget
+        if searching.seconds is not None:
+            searching = searching.part(1.0 - JUDGED_PART)
+        result = planner.plan(replace(problem, budget=searching))
+    is_cut = spending.seconds >= (1.0 - JUDGED_PART) * (problem.budget.seconds or math.inf)
+    judged = _judged(planner, problem, result, spending)
+    is_starved = is_cut and result.num_evaluations < STARVED
+    notes = [result.note] * bool(result.note)
+    if is_starved:
+        notes.append(
+            f"starved: {result.num_evaluations} evaluations in {spending.seconds:.1f} s; "
+            "a larger --budget lets it search"
+        )
+    row = MethodRow(
+        method=planner.name,
+        stage=planner.stage,
+        outcome="not_applicable",
+        step_time_s=None,
+        order="",
+        peak_memory_bytes=(),
+        num_evaluations=result.num_evaluations,
+        search_seconds=spending.seconds if problem.budget.seconds else result.search_seconds,
+        shortage=result.reason or _OUT_OF_TIME * is_cut,
+        note="; ".join(notes),
+        is_starved=is_starved,
+    )
+    if not judged:
+        return row
+    judged.sort(key=lambda pair: pair[0].preference)
+    chosen = 0
+    with spending.limits():
+        chosen = 0 if planner.stage == "baseline" else _most_robust(evaluator, judged)
+    best, strategy = judged[chosen]
+    return replace(
+        row,
+        outcome=str(best.outcome),
+        step_time_s=best.step_time_s if best.is_ok else None,
+        order=best.order.name.lower(),
+        peak_memory_bytes=best.peak_memory_bytes,
+        shortage=best.shortage,
+        overflow_bytes=best.overflow_bytes,
+        candidate=Candidate(strategy=strategy, orders=(best.order,), judged=best),
+        search_seconds=spending.seconds if problem.budget.seconds else result.search_seconds,
+    )
+
+
+_OUT_OF_TIME = "its part of the budget was over before it had a strategy"
+
+
+def _judged(
+    planner: Planner, problem: Problem, result: PlanResult, spending: Spending
+) -> list[tuple[Evaluation, Strategy]]:
+    """What the referee says about a method's candidates, at least about the first one.
+
+    Every candidate in its own first order, then in the others: a search may have tried one only.
+    """
+    evaluator = problem.evaluator
+    judged: list[tuple[Evaluation, Strategy]] = []
+    turns: list[tuple[Strategy, Order]] = []
+    for candidate in result.candidates:
+        if candidate.judged is not None:
+            judged.append((candidate.judged, candidate.strategy))
+        else:
+            turns.append((candidate.strategy, candidate.orders[0]))
+    for candidate in result.candidates:
+        own = candidate.orders if planner.stage == "baseline" else problem.orders
+        done = candidate.judged.order if candidate.judged is not None else candidate.orders[0]
+        turns += [(candidate.strategy, order) for order in own if order != done]
+    if turns and not judged:
+        strategy, order = turns.pop(0)
+        judged.append((evaluator.referee(strategy, order), strategy))
+    with spending.limits():
+        for strategy, order in turns:
+            judged.append((evaluator.referee(strategy, order), strategy))
+    return judged
+
+
+def _most_robust(evaluator: Evaluator, judged: Sequence[tuple[Evaluation, Strategy]]) -> int:
+    """Index of the candidate to take, of candidates sorted best first.
+
+    Those within ``EQUALLY_GOOD`` of the shortest step are equal by what a simulator can know;
+    among them the shortest mean step under noise decides.
+    """
+    shortest = judged[0][0]
+    equal = [
+        index
+        for index, (evaluation, _) in enumerate(judged[:MOST_COMPARED])
+        if evaluation.overflow_bytes == shortest.overflow_bytes
+        and evaluation.step_time_s <= shortest.step_time_s * (1.0 + EQUALLY_GOOD)
+    ]
+    if len(equal) == 1:
+        return 0
+
+    def total(index: int) -> float:
+        evaluation, strategy = judged[index]
+        return sum(under_noise(evaluator, strategy, evaluation.order))
+
+    return min(equal, key=total)
+
+
+def under_noise(evaluator: Evaluator, strategy: Strategy, order: Order) -> tuple[float, ...]:
+    """Seconds per step in every draw; the draws are the same for all strategies."""
+    noise = draw_noise(evaluator.cluster, NUM_DRAWS, evaluator.spreads)
+    choice = evaluator.encode(strategy)
+    return tuple(evaluator.seconds_under_noise(choice, order, noise).tolist())

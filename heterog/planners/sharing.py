@@ -1,0 +1,306 @@
+"""Who gets which part of a budget, when several methods run; see ``portfolio.run_methods``."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from heterog.planners.given import GIVEN
+from heterog.planners.judging import run_method
+from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, Problem, Purse, Stop
+from heterog.planners.promise import Promise
+from heterog.planners.rounds import STARVED, Contender, next_of
+from heterog.planners.together import Ran, Together, Turn, can_be_sent, deal, is_random
+
+BASELINE_PART = 0.25
+"""Of a budget in seconds, for all baselines of ``auto`` together."""
+LEAST_SEARCHED = 0.25
+"""Of a budget in seconds, for all searches of ``auto`` together, whatever else there is to do."""
+FIRST_ROUND = 0.4
+"""Of the searches' seconds, in equal parts; the rest goes to whom it pays."""
+ROUND = 0.3
+"""Of the seconds that are left, for the next round."""
+LEAST_ROUND = 0.03
+"""Of a budget in seconds: a shorter round is not begun."""
+LAST_PART = 0.05
+"""Of a budget in seconds, kept for each method that comes last: to improve the winner."""
+_TASKS_PER_S = 50_000
+_LEAST_TASKS = 200_000
+"""Tasks of the largest program for each second of a budget: to lower and simulate it takes two or
+three percent of the time."""
+Progress = Callable[[str, float, float], None]
+"""Called with (method, fraction of its budget spent, best seconds so far)."""
+
+
+class Shares:
+    """Runs methods, each on its share of a budget, and keeps their rows.
+
+    Args:
+        asked: what all are asked, with the budget of all.
+        running: methods, those first that run first.
+        promise: what else the budget is for.
+        progress: told about every method's progress.
+    """
+
+    def __init__(
+        self, asked: Problem, running: Sequence[Planner], promise: Promise, progress: Progress
+    ) -> None:
+        self.rows: dict[str, MethodRow] = {}
+        self._asked = asked
+        self._running = running
+        self._promise = promise
+        self._progress = progress
+        self._contenders = {planner.name: Contender(planner=planner) for planner in running}
+
+    def give_each(self) -> None:
+        """Every method may spend the whole budget."""
+        for planner in self._running:
+            if not self._is_stopped:
+                self._run(planner, self._asked.budget)
+
+    def divide(self) -> None:
+        """Baselines share one part equally, searches another; see ``Purse``."""
+        budget = self._asked.budget
+        for is_baseline in (True, False):
+            stage = [each for each in self._running if (each.stage == "baseline") == is_baseline]
+            part = 1.0 if is_baseline or budget.seconds is None else FIRST_ROUND
+            whole = _whole(budget, is_baseline, self._left_s)
+            purse = Purse(whole.part(part), len(stage))
+            for planner in stage:
+                if self._is_stopped:
+                    return
+                left_s = math.inf if is_baseline else part * self._left_s
+                seconds = self._run(planner, purse.next_part(left_s))
+                evaluations = self.rows[planner.name].num_evaluations
+                purse.settle(evaluations if budget.seconds is None else seconds)
+
+    def go_on(self, planners: Sequence[Planner]) -> None:
+        """Some methods go on with the seconds that are left; see ``rounds``.
+
+        Those that come last have their turn after the others, on what these have found.
+        """
+        last = [planner for planner in planners if comes_last(planner)]
+        contenders = [self._contenders[each.name] for each in planners if each not in last]
+        budget_s = self._asked.budget.seconds or 0.0
+        least_s, kept_s = LEAST_ROUND * budget_s, LAST_PART * budget_s * len(last)
+        while not self._is_stopped and (left_s := self._left_s - kept_s) >= least_s:
+            contender = next_of(contenders)
+            if contender is None:
+                break
+            self._run(contender.planner, Budget(seconds=max(ROUND * left_s, least_s)))
+        for planner in last:
+            if not self._is_stopped:
+                self._run(planner, Budget(seconds=max(self._left_s, least_s)))
+
+    @property
+    def _candidates(self) -> list[Candidate]:
+        return [row.candidate for row in self.rows.values() if row.candidate is not None]
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether somebody asked to stop, and there is something to hand over."""
+        return self._asked.stop.is_requested and bool(self._candidates)
+
+    @property
+    def _left_s(self) -> float:
+        return self._promise.search_s(self._candidates)
+
+    def _run(self, planner: Planner, part: Budget) -> float:
+        """Let a method spend a part; returns the seconds that it took."""
+        contender, seeds = self._contenders[planner.name], tuple(self._candidates)
+        self._progress(planner.name, 0.0, math.inf)
+        problem = replace(
+            self._asked,
+            budget=part,
+            seeds=seeds,
+            report=_named(planner, self._progress),
+            stop=self._asked.stop if seeds else Stop(),
+            memory=contender.memory,
+        )
+        spending = problem.spend()
+        if planner.name != GIVEN:  # a person's own layout is always told
+            self._asked.evaluator.most_tasks = self._most_tasks
+        try:
+            row = run_method(planner, problem)
+        finally:
+            self._asked.evaluator.most_tasks = math.inf
+        self._keep(contender, part, (row, spending.seconds))
+        return spending.seconds
+
+    @property
+    def _most_tasks(self) -> float:
+        """Of a program that is simulated: no single evaluation may eat up what all have."""
+        if self._asked.budget.seconds is None:
+            return math.inf
+        return max(_TASKS_PER_S * self._asked.budget.seconds, _LEAST_TASKS)
+
+    def _keep(self, contender: Contender, part: Budget, ran: Ran) -> None:
+        """A method has run: its row, and what its contender is told."""
+        row, seconds = ran
+        self.rows[row.method] = _joined(self.rows.get(row.method), row)
+        contender.tell(
+            given_s=part.seconds or 0.0,
+            seconds=seconds,
+            evaluations=row.num_evaluations,
+            step_time_s=_best_s([self.rows[row.method]]),
+            best_s=_best_s(self.rows.values()),
+        )
+        self._progress(row.method, 1.0, row.step_time_s or math.inf)
+
+
+class SharesTogether(Shares):
+    """The same with several methods at a time; see ``together``.
+
+    Methods of a user's file, a given layout and seeds run in this process, before the others of
+    their stage.
+
+    Args:
+        asked: what all are asked, with the budget of all.
+        running: methods, those first that run first.
+        promise: what else the budget is for.
+        progress: told about every method's progress.
+        together: runs them.
+    """
+
+    def __init__(
+        self,
+        asked: Problem,
+        running: Sequence[Planner],
+        promise: Promise,
+        progress: Progress,
+        together: Together,
+    ) -> None:
+        super().__init__(asked, running, promise, progress)
+        self._together = together
+        dealt = deal([each for each in running if can_be_sent(each)], together.num_seats)
+        self._seats = [
+            {planner.name: Contender(planner=planner) for planner in seat} for seat in dealt
+        ]
+
+    def divide(self) -> None:
+        """Stage by stage, as alone: what is dealt out may take as much longer as there are seats.
+
+        Of evaluations, a method that runs on every seat gets one method's part on all together.
+        """
+        budget, num_seats = self._asked.budget, self._together.num_seats
+        for is_baseline in (True, False):
+            stage = [each for each in self._running if (each.stage == "baseline") == is_baseline]
+            part = 1.0 if is_baseline or budget.seconds is None else FIRST_ROUND
+            whole = _whole(budget, is_baseline, self._left_s).part(part)
+            here = [planner for planner in stage if not can_be_sent(planner)]
+            for planner in here:
+                if not self._is_stopped:
+                    self._run(planner, whole.part(1.0 / len(stage)))
+            if self._is_stopped:
+                return
+            parts: list[list[tuple[Planner, Budget]]] = []
+            for seat in self._seats:
+                on_seat = [planner for planner in stage if planner.name in seat]
+                share = (1.0 - len(here) / max(len(stage), 1)) / max(len(on_seat), 1)
+                if budget.seconds is None:
+                    share = 1.0 / len(stage)
+                parts.append(
+                    [
+                        (planner, whole.part(share / self._times(planner, num_seats)))
+                        for planner in on_seat
+                    ]
+                )
+            self._take(parts)
+        if self._asked.stop.is_requested and not self._candidates:
+            super().divide()  # seats that are asked to stop begin nothing more
+
+    def go_on(self, planners: Sequence[Planner]) -> None:
+        """Every seat goes on with its own methods; after each round all know the best plans."""
+        last = [planner for planner in planners if comes_last(planner)]
+        rest = {planner.name for planner in planners if planner not in last}
+        budget_s = self._asked.budget.seconds or 0.0
+        least_s, kept_s = LEAST_ROUND * budget_s, LAST_PART * budget_s * len(last)
+        stop = self._asked.stop
+        while not stop.is_requested and (left_s := self._left_s - kept_s) >= least_s:
+            part = Budget(seconds=max(ROUND * left_s, least_s))
+            parts = [self._next(seat, rest, part) for seat in self._seats]
+            if not any(parts):
+                break
+            self._take(parts)
+        if last and not stop.is_requested:
+            part = Budget(seconds=max(self._left_s, least_s))
+            parts = [self._next(seat, rest, part) for seat in self._seats]
+            each = part.part(1.0 / len(last))
+            parts[0] = [(planner, each) for planner in last if can_be_sent(planner)]
+            self._take(parts)
+
+    def _times(self, planner: Planner, num_seats: int) -> int:
+        """Seats that divide a method's evaluations among them."""
+        is_divided = is_random(planner) and self._asked.budget.seconds is None
+        return num_seats if is_divided else 1
+
+    def _next(
+        self, seat: dict[str, Contender], names: set[str], part: Budget
+    ) -> list[tuple[Planner, Budget]]:
+        """What a seat goes on with."""
+        contender = next_of([each for name, each in seat.items() if name in names])
+        return [] if contender is None else [(contender.planner, part)]
+
+    def _take(self, parts: Sequence[Sequence[tuple[Planner, Budget]]]) -> None:
+        """A turn of all seats; rows are joined in the order of the seats."""
+        names = sorted({planner.name for seat in parts for planner, _ in seat})
+        if not names:
+            return
+        what = names[0] if len(names) == 1 else f"{len(names)} methods"
+        self._progress(f"{what}, {len(parts)} at a time", 0.0, _best_s(self.rows.values()))
+        seeds = tuple(self._candidates)
+        turns = [
+            Turn(
+                methods=tuple(seat),
+                seeds=seeds,
+                seed=self._asked.seed + number,
+                most_tasks=self._most_tasks,
+            )
+            for number, seat in enumerate(parts)
+        ]
+        for number, ran in enumerate(self._together.take(turns)):
+            for (planner, part), each in zip(parts[number], ran, strict=False):
+                contender = self._seats[number].get(planner.name, Contender(planner=planner))
+                self._keep(contender, part, each)
+
+
+def _best_s(rows: Iterable[MethodRow]) -> float:
+    """Seconds of the best step so far; infinite if none fits."""
+    return min((row.step_time_s for row in rows if row.step_time_s is not None), default=math.inf)
+
+
+def _joined(before: MethodRow | None, row: MethodRow) -> MethodRow:
+    """The better one of a method's rows, with what all its rounds took."""
+    if before is None:
+        return row
+    rows = [each for each in (before, row) if each.candidate is not None] or [row]
+    evaluations = before.num_evaluations + row.num_evaluations
+    best = min(rows, key=lambda each: each.preference)
+    is_starved = row.is_starved and evaluations < STARVED
+    return replace(
+        best,
+        num_evaluations=evaluations,
+        search_seconds=before.search_seconds + row.search_seconds,
+        note=best.note if is_starved or not best.is_starved else "",
+        is_starved=is_starved,
+    )
+
+
+def _whole(budget: Budget, is_baselines: bool, left_s: float) -> Budget:
+    """What all baselines or all searches may spend together."""
+    if budget.seconds is None:
+        return budget
+    if is_baselines:
+        return budget.part(BASELINE_PART)
+    return Budget(seconds=max(left_s, LEAST_SEARCHED * budget.seconds))
+
+
+def comes_last(planner: Planner) -> bool:
+    """Whether a method only improves what the others have found."""
+    return bool(getattr(planner, "comes_last", False))
+
+
+def _named(planner: Planner, progress: Progress) -> Callable[[float, float], None]:
+    def report(fraction: float, best: float) -> None:
+        progress(planner.name, fraction, best)
+
+    return report

@@ -1,0 +1,173 @@
+"""Methods that search at the same time, each on a seat of its own, and tell each other.
+
+A search has *turns*: in each, every seat runs a few methods one after another, which start from
+the best plans of all seats and go on from where they were on that seat. With a budget in
+evaluations, what a turn gives does not depend on which seat was done first.
+
+Methods that draw at random (``is_random``) run on every seat with a seed of its own. All others
+would do the same work everywhere; they are dealt out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.judging import run_method
+from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, Problem, Stop
+from heterog.simulator.cost_model import CostModel
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.workers import Seats, is_asked_to_stop
+
+Ran = tuple[MethodRow, float]
+"""What a method came to, and the seconds that it took."""
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Question:
+    """What all seats are asked, sent to each once.
+
+    Attributes:
+        graph: one training step.
+        cluster: devices and links.
+        cost_model: seconds of tasks.
+        step_barrier: whether a step ends with all updates.
+        orders: that searching methods may choose from.
+    """
+
+    graph: OpGraph
+    cluster: Cluster
+    cost_model: CostModel
+    step_barrier: bool
+    orders: tuple[Order, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one seat does next.
+
+    Attributes:
+        methods: methods with their budgets, in the order in which they run.
+        seeds: strategies to start from, beside what the methods find.
+        seed: of everything random on this seat.
+        most_tasks: of a program that is simulated.
+    """
+
+    methods: tuple[tuple[Planner, Budget], ...]
+    seeds: tuple[Candidate, ...]
+    seed: int
+    most_tasks: float
+
+
+class Together:
+    """Seats that search the same graph and cluster.
+
+    Args:
+        seats: workers that remember.
+        question: what they are asked.
+    """
+
+    def __init__(self, seats: Seats, question: Question) -> None:
+        self._seats, self._question = seats, question
+
+    @property
+    def num_seats(self) -> int:
+        """Methods that run at a time."""
+        return len(self._seats)
+
+    def prepare(self, planners: Sequence[Planner]) -> None:
+        """Let all seats import, read and compile what methods need."""
+        self._seats.run(_prepare, self._question, [tuple(planners)] * len(self._seats))
+
+    def take(self, turns: Sequence[Turn]) -> list[list[Ran]]:
+        """One turn of each seat; what its methods came to, in their order.
+
+        A seat that was asked to stop hands over what it has.
+        """
+        return [ran or [] for ran in self._seats.run(_take, self._question, turns)]
+
+    def stop(self) -> None:
+        """Ask all methods for their best so far."""
+        self._seats.stop()
+
+
+def deal(planners: Sequence[Planner], num_seats: int) -> list[list[Planner]]:
+    """Which seat runs which methods, in their order: those that draw at random on every seat.
+
+    >>> class Method:
+    ...     def __init__(self, name, is_random=False): self.name, self.is_random = name, is_random
+    >>> asked = [Method("a"), Method("b"), Method("c"), Method("annealing", True)]
+    >>> [[each.name for each in seat] for seat in deal(asked, 2)]
+    [['a', 'c', 'annealing'], ['b', 'annealing']]
+    """
+    alone = [planner for planner in planners if not is_random(planner)]
+    return [
+        [each for each in planners if is_random(each) or alone.index(each) % num_seats == seat]
+        for seat in range(num_seats)
+    ]
+
+
+def is_random(planner: Planner) -> bool:
+    """Whether another seed makes another search of it that is worth its time."""
+    return bool(getattr(planner, "is_random", False))
+
+
+def can_be_sent(planner: Planner) -> bool:
+    """Whether a seat has the code of a method: it has all of this package, and no user's file."""
+    return type(planner).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Desk:
+    """What a seat keeps between turns: an evaluator, and what its methods go on from."""
+
+    question: Question
+    evaluator: Evaluator
+    memories: dict[str, dict[str, object]] = field(default_factory=dict)
+
+
+_desk: _Desk | None = None
+
+
+def _at_desk(question: Question) -> _Desk:
+    global _desk
+    if _desk is None or _desk.question is not question:
+        evaluator = Evaluator(question.graph, question.cluster, question.cost_model)
+        _desk = _Desk(question=question, evaluator=evaluator)
+    return _desk
+
+
+def _prepare(question: Question, planners: tuple[Planner, ...]) -> None:
+    evaluator = _at_desk(question).evaluator
+    evaluator.warm_up()
+    for planner in planners:
+        load: Callable[[Evaluator], None] | None = getattr(planner, "prepare", None)
+        if load is not None:
+            load(evaluator)
+
+
+def _take(question: Question, turn: Turn) -> list[Ran]:
+    desk = _at_desk(question)
+    desk.evaluator.most_tasks = turn.most_tasks
+    problem = Problem(
+        evaluator=desk.evaluator,
+        budget=turn.methods[0][1] if turn.methods else Budget(evaluations=1),
+        seed=turn.seed,
+        step_barrier=question.step_barrier,
+        orders=question.orders,
+    )
+    stop = Stop(is_asked_to_stop)
+    ran: list[Ran] = []
+    for planner, budget in turn.methods:
+        found = [row.candidate for row, _ in ran if row.candidate is not None]
+        seeds = (*turn.seeds, *found)
+        if stop.is_requested and seeds:
+            break
+        memory = desk.memories.setdefault(planner.name, {})
+        # Somebody must have a strategy: until then nobody is stopped.
+        asked = stop if seeds else Stop()
+        part = replace(problem, budget=budget, seeds=seeds, memory=memory, stop=asked)
+        spending = part.spend()
+        ran.append((run_method(planner, part), spending.seconds))
+    return ran
