@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Packages, or parts of them, of which little or nothing is ever imported.
 RARE := tests|testing|_inductor|transformers|ray|plotly|selenium|networkx|pip|setuptools|pygments|mypyc?
 
-.PHONY: setup demo browser test lint types docs docs-serve check format clean
+.PHONY: setup demo browser test test-all lint types docs docs-serve check format clean
 
 setup: $(KERNELS)
 
@@ -46,7 +46,11 @@ browser:
 	|| echo "no Chromium here, and none can be installed: the report's browser tests will skip"
 
 test: $(KERNELS) browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not thorough"
+
+# Also what only repeats: every parameter, and as many random cases as were ever drawn.
+test-all: $(KERNELS) browser
+	HETEROG_THOROUGH=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 
 import heterog.planners.data_parallel
 import heterog.planners.deeppool
@@ -185,6 +186,8 @@ def prepare(
             raise KeyboardInterrupt
         progress(f"compile kernels (once, {part:.0%}): {name}", part, math.inf)
 
+    # Methods import it where they use it: ranks, which import methods, too, need not wait for it.
+    import_module("scipy.interpolate")
     progress("load kernels", 0.0, math.inf)
     with compilation_told(tell):
         evaluator.warm_up()

@@ -1,14 +1,12 @@
 """Trainer and Accelerate with accumulation, a model of one's own, and ranks without data."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from heterog.runtime.launch import run_commands
+from tests.forked_scripts import ForkedScripts
 
-ROOT = Path(__file__).parents[2]
 HEAD = """
 import os
 import torch
@@ -85,41 +83,35 @@ torch.distributed.barrier() if torch.distributed.is_initialized() else None
 """
 
 
-def loss_of(text: str, num_ranks: int, folder: Path) -> float:
-    script, out = folder / "script.py", folder / "out"
+def loss_of(text: str, num_ranks: int, folder: Path, scripts: ForkedScripts) -> float:
+    script = folder / "script.py"
     script.write_text(HEAD + text + TAIL)
-    run_commands(
-        [str(script)],
-        num_ranks,
-        wrap=lambda rank, command: [
-            *("/bin/sh", "-c", 'exec "$@" > "$0"', f"{out}{rank}"),
-            *command,
-        ],
-        environment=lambda rank: {
-            "LOCAL_RANK": str(rank),
-            "PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}",
-        },
-    )
-    found = re.search(r"^loss ([\d.]+)", Path(f"{out}0").read_text(), re.M)
+    found = re.search(r"^loss ([\d.]+)", scripts.run(script, num_ranks)[0], re.M)
     assert found
     return float(found[1])
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_trainer_accumulates_and_goes_on_like_one_process(tmp_path: Path) -> None:
+def test_a_trainer_accumulates_and_goes_on_like_one_process(
+    tmp_path: Path, scripts: ForkedScripts
+) -> None:
     """Five steps in an epoch, two in an update; the last epoch again, from its middle."""
     text = f"FOLDER = {str(tmp_path / 'run')!r}\nRESUME = None\n" + TRAINER
-    one = loss_of(text, 1, tmp_path)
-    three = loss_of(text, 3, tmp_path)
+    one = loss_of(text, 1, tmp_path, scripts)
+    three = loss_of(text, 3, tmp_path, scripts)
     assert three == pytest.approx(one, rel=1e-4)
     checkpoint = str(tmp_path / "run" / "checkpoint-8")
-    resumed = loss_of(text.replace("RESUME = None", f"RESUME = {checkpoint!r}"), 3, tmp_path)
+    resumed = loss_of(
+        text.replace("RESUME = None", f"RESUME = {checkpoint!r}"), 3, tmp_path, scripts
+    )
     assert resumed == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_accelerate_accumulates_and_clips_like_one_process(tmp_path: Path) -> None:
-    one, three = (loss_of(ACCELERATE, num_ranks, tmp_path) for num_ranks in (1, 3))
+def test_accelerate_accumulates_and_clips_like_one_process(
+    tmp_path: Path, scripts: ForkedScripts
+) -> None:
+    one, three = (loss_of(ACCELERATE, num_ranks, tmp_path, scripts) for num_ranks in (1, 3))
     assert three == pytest.approx(one, rel=1e-4)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linprog
 
 from heterog.graph.op_graph import Phase
 from heterog.planners.spmd.prices import SpmdPrices, Work
@@ -68,6 +67,8 @@ def best_ratios(
             them, are used.
         triples: the program.
     """
+    from scipy.optimize import linprog  # takes 0.3 s, which ranks need not wait for
+
     classes = device_classes(prices.evaluator, prices.devices)
     rows, bounds, weights = _stages(work, prices, triples, classes)
     num_classes, num_stages = len(classes), len(weights)

@@ -1,0 +1,44 @@
+"""What ``make test`` leaves to ``make test-all``: repetitions, not kinds of cases.
+
+Two words for it. ``cases(all_of_them, few)`` is a number of random cases; ``few_of`` gives all
+parameters after the first ones the marker ``thorough``, with which ``make test`` runs nothing.
+"""
+
+import os
+from collections.abc import Iterable
+from typing import TypeVar
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+Value = TypeVar("Value")
+
+VARIABLE = "HETEROG_THOROUGH"
+"""Set to 1, tests draw as many random cases as they ever did."""
+IS_THOROUGH = os.environ.get(VARIABLE, "") not in ("", "0")
+
+
+def cases(all_of_them: int, few: int) -> int:
+    """How many random cases a test draws: few, or all where ``HETEROG_THOROUGH`` is set."""
+    assert 0 < few <= all_of_them
+    return all_of_them if IS_THOROUGH else few
+
+
+def few_of(values: Iterable[Value], few: int, *, every: int = 0) -> list[ParameterSet | Value]:
+    """Parameters of a test, of which ``make test`` runs a few and ``make test-all`` the rest.
+
+    Args:
+        values: all of them.
+        few: how many come first and always run.
+        every: of the others each ``every``-th runs, too; 0 for none.
+    """
+    return [
+        value
+        if number < few or (every and (number - few) % every == every - 1)
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=THOROUGH)
+        for number, value in enumerate(values)
+    ]
+
+
+THOROUGH = pytest.mark.thorough
+"""For a test, or for ``pytest.param(..., marks=THOROUGH)``."""
