@@ -214,7 +214,7 @@ def test_background_options_that_make_no_sense(
 
 
 def test_same_seed_and_evaluations_print_the_same_strategy(run: Run, model: str) -> None:
-    call = ("plan", model, "--cluster", "paper_8gpu", "--budget", "150e", "--json", "--seed", "3")
+    call = ("plan", model, "--cluster", "paper_8gpu", "--budget", "40e", "--json", "--seed", "3")
     first, second = json.loads(run(*call).out), json.loads(run(*call).out)
     assert first["strategy"] == second["strategy"]
     assert first["step_time_s"] == second["step_time_s"]
@@ -250,7 +250,7 @@ def test_capture_then_plan_from_the_file(run: Run, model: str, tmp_path: Path) -
 def test_compare_prints_rows_and_writes_csv(run: Run, model: str, tmp_path: Path) -> None:
     table = tmp_path / "rows.csv"
     result = run("compare", "--models", model, "--clusters", "paper_8gpu,rtx_mixed", "--budget",
-                 "100e", "--csv", table, "--json")  # fmt: skip
+                 "30e", "--csv", table, "--json")  # fmt: skip
     assert result.code == 0, result.err
     rows = json.loads(result.out)["rows"]
     assert all(ROW_FIELDS <= set(row) for row in rows)

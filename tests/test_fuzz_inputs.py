@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import cases
+
+NUM_CASES = cases(300, 100)
 SCRIPT = Path(__file__).parents[1] / "experiments" / "fuzz_inputs.py"
 
 
 @pytest.mark.slow
 def test_damaged_files_are_refused_in_a_line_or_valid() -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--cases", "300", "--seed", "17", "--json"],
+        [sys.executable, str(SCRIPT), "--cases", str(NUM_CASES), "--seed", "17", "--json"],
         capture_output=True,
         text=True,
         check=False,
@@ -21,6 +24,6 @@ def test_damaged_files_are_refused_in_a_line_or_valid() -> None:
     assert done.stdout, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["failures"] == []
-    assert found["cases"] == 300
-    assert found["refused"] > 200
-    assert found["accepted"] > 5, "a reader that refuses everything passes, too"
+    assert found["cases"] == NUM_CASES
+    assert found["refused"] > 0.66 * NUM_CASES
+    assert found["accepted"] > NUM_CASES / 60, "a reader that refuses everything passes, too"

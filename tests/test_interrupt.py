@@ -16,6 +16,7 @@ from heterog.graph.serialize import save_graph
 from heterog.planners.plan import load_plan
 from heterog.simulator.compile_kernels import smallest_graph
 from tests.envs.cases import language_graph
+from tests.thorough import few_of
 
 pytestmark = pytest.mark.distributed  # they start processes
 WAIT_S = 300.0
@@ -70,7 +71,7 @@ def graph_file(folder: Path) -> str:
     return "graph.json"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", few_of([signal.SIGINT, signal.SIGTERM], 1))
 def test_an_interrupted_plan_is_the_best_so_far(tmp_path: Path, number: signal.Signals) -> None:
     process = started(
         tmp_path, "plan", graph_file(tmp_path), "--cluster", "hap_v100_p100",
@@ -147,8 +148,18 @@ def comparison(folder: Path, method: str, begun: int) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("to_all", [False, True], ids=["to the launcher", "to all processes"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    few_of(
+        [
+            (signal.SIGINT, True),  # as a terminal does
+            (signal.SIGTERM, False),  # as a batch system does
+            (signal.SIGINT, False),
+            (signal.SIGTERM, True),
+        ],
+        2,
+    ),
+)
 def test_an_interrupted_comparison_on_workers_keeps_what_they_have(
     tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:

@@ -22,6 +22,7 @@ from heterog.errors import HeterogError
 from heterog.workers import HERE, Processes, Workers, open_seats, open_workers
 from tests.envs.cases import language_graph, mixed_cluster
 from tests.jobs import die, refuse_name, remember, who
+from tests.thorough import few_of
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +134,7 @@ def trained(workers: Workers) -> TrainingResult:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["2", "ray:2"])
+@pytest.mark.parametrize("kind", few_of(["2", "ray:2"], 1))
 def test_the_same_seed_gives_the_same_policy_on_workers(
     kind: str, alone: TrainingResult, request: pytest.FixtureRequest
 ) -> None:

@@ -1,6 +1,7 @@
 """The step of a model has the same ops on batches of all sizes: a plan is made for one of them."""
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -73,16 +74,21 @@ def step_of(
     return capture_step(workload, planned)
 
 
+@cache
+def step_planned(make: Callable[[], nn.Module]) -> CapturedStep:
+    return step_of(make, 3)
+
+
 @pytest.mark.parametrize("make", [llama, gpt2, bert])
 def test_ranges_of_samples_and_of_positions_stay_two(make: Callable[[], nn.Module]) -> None:
     """There are as many samples as positions in the second batch."""
-    planned = step_of(make, 3).graph
+    planned = step_planned(make).graph
     assert same_ops(planned, step_of(make, LENGTH).graph)
 
 
 @pytest.mark.parametrize("make", [llama, gpt2, bert])
 def test_one_sample_is_copied_and_summed_as_several_are(make: Callable[[], nn.Module]) -> None:
-    planned = step_of(make, 3)
+    planned = step_planned(make)
     alone = step_of(make, 1)
     same = step_of(make, 1, planned.graph)
     assert not same_ops(planned.graph, alone.graph)

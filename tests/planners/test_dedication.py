@@ -224,7 +224,7 @@ def test_it_goes_on_with_what_is_new() -> None:
 def test_auto_runs_it_last_and_takes_what_it_gains() -> None:
     rates = slow_between([(a, b) for a in range(4) for b in range(4, 8) if (a + b) % 2])
     cluster = with_rates(rows_of_hosts(), rates)
-    rows = run_methods(Evaluator(graph(), cluster), ["auto"], budget=Budget(evaluations=600))
+    rows = run_methods(Evaluator(graph(), cluster), ["auto"], budget=Budget(evaluations=200))
     assert rows[-1].method == "dedication"
     others = [row.step_time_s for row in rows[:-1] if row.step_time_s is not None]
     assert rows[-1].step_time_s is not None

@@ -31,6 +31,7 @@ from tests.envs.cases import language_graph, mixed_cluster
 from tests.planners.hap_cases import Layer, captured, prices_of, searched, v100_p100
 from tests.simulator.builders import cluster_of
 from tests.strategy.test_layouts import GRAPH
+from tests.thorough import few_of
 
 FAST = cluster_of((400.0, ("V100-16GB",) * 4))
 SLOW = cluster_of((10.0, ("V100-16GB",)), (10.0, ("V100-16GB",)))
@@ -312,7 +313,7 @@ def test_same_seed_and_budget_give_the_same_strategies() -> None:
     assert Hap().plan(problem).candidates == Hap().plan(problem).candidates
 
 
-@pytest.mark.parametrize("network", [0.1, 1.0])
+@pytest.mark.parametrize("network", few_of([0.1, 1.0], 1))
 def test_no_kind_of_group_is_split_that_does_not_pay(network: float) -> None:
     """The search adds up prices; the simulation has the last word on each kind of group.
 

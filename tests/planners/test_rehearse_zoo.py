@@ -8,6 +8,7 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.planners.planner import Budget
+from tests.thorough import few_of
 
 
 def experiment() -> ModuleType:
@@ -21,7 +22,7 @@ def experiment() -> ModuleType:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt2"])
+@pytest.mark.parametrize("model", few_of(["mobilenet_v2", "gpt2"], 1))
 def test_every_method(model: str) -> None:
     import heterog.agents.planners  # noqa: F401  registers the policies as methods
 

@@ -21,6 +21,7 @@ from heterog.simulator.roofline import Roofline
 from heterog.strategy.strategy import Strategy
 from tests.runtime.cases import batch_of, workload_of
 from tests.simulator.builders import linear_chain
+from tests.thorough import few_of
 
 CLUSTER = Cluster.load("paper_8gpu")
 BASELINES = ("ev_ar", "ddp", "model_parallel")
@@ -65,10 +66,10 @@ def test_compare_rehearses_every_row() -> None:
     assert found.rows[-1].method == AUTO
 
 
-@pytest.mark.parametrize("name", ["contrastive", "pseudo-labels", "gathered"])
+@pytest.mark.parametrize("name", few_of(["contrastive", "pseudo-labels", "gathered"], 1))
 def test_no_method_cuts_a_batch_that_is_needed_whole(name: str) -> None:
     graph = capture_step(workload_of(name)).graph
-    found = compare_methods(graph, CLUSTER, [AUTO], budget=Budget(evaluations=40))
+    found = compare_methods(graph, CLUSTER, [AUTO], budget=Budget(evaluations=20))
     for row in found.rows:
         if row.outcome == "cannot_run":
             assert "need the whole batch" in row.shortage
@@ -82,7 +83,7 @@ def test_a_batch_smaller_than_the_number_of_devices(batch: int) -> None:
     few = tuple(tensor[:batch] for tensor in batch_of("own loss", 0))
     captured = capture_step(replace(workload, example_batch=few))
     found = compare_methods(
-        captured.graph, CLUSTER, [AUTO], budget=Budget(evaluations=30)
+        captured.graph, CLUSTER, [AUTO], budget=Budget(evaluations=10)
     ).rehearsed(rehearsal_of(captured))
     assert {row.method for row in found.rows} == {AUTO, *(each.name for each in planners())}
     assert found.rows[-1].outcome == "ok"

@@ -467,6 +467,16 @@ def reference_with_local_statistics(name: str, shares: tuple[int, ...]) -> Train
 _captured: dict[tuple[Hashable, Signature], CapturedStep] = {}
 
 
+def captured_now(
+    key: Hashable, workload: Workload, planned: OpGraph | None = None
+) -> CapturedStep:
+    """What is captured of a workload on its batch, or was before, maybe before a fork."""
+    what = key, signature(workload.make_batch())
+    if what not in _captured:
+        _captured[what] = capture_step(workload, planned)
+    return _captured[what]
+
+
 @contextmanager
 def captured_once(key: Hashable) -> Iterator[None]:
     """A rank captures a workload on each shape once, which takes most of the time.
@@ -476,10 +486,7 @@ def captured_once(key: Hashable) -> Iterator[None]:
     """
 
     def capture_once(workload: Workload, planned: OpGraph | None = None) -> CapturedStep:
-        what = key, signature(workload.make_batch())
-        if what not in _captured:
-            _captured[what] = capture_step(workload, planned)
-        return _captured[what]
+        return captured_now(key, workload, planned)
 
     with (
         mock.patch("heterog.runtime.deploy.capture_step", capture_once),

@@ -19,7 +19,13 @@ Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 # Ranks are forked off one process that has imported these, which takes each of them four seconds.
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["heterog.runtime.deploy", "torch._dynamo", "hypothesis", "pytest"])
+_IMPORTED = ["heterog.runtime.deploy", "torch._dynamo", "hypothesis", "pytest"]
+_FORKS.set_forkserver_preload(_IMPORTED)
+
+
+def capture_before_forks() -> None:
+    """Have ranks know the models of ``cases`` when they begin; before the first of them."""
+    _FORKS.set_forkserver_preload([*_IMPORTED, "tests.runtime.captured_before"])
 
 
 def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:

@@ -13,6 +13,7 @@ from tests.runtime.grids import grid_cluster
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of
 from tests.runtime.test_teams import trained_alike
+from tests.thorough import THOROUGH
 
 
 @pytest.mark.distributed
@@ -20,18 +21,19 @@ from tests.runtime.test_teams import trained_alike
     ("name", "text"),
     [
         ("gpt", "tp=2,zero=1,micro_batch=2,recompute=full"),
-        ("gpt", "tp=2,pp=2,micro_batch=2,recompute=full"),
         ("gpt", "tp=2,pp=2,schedule=gpipe,micro_batch=4"),
-        ("gpt", "pp=2,zero=1,recompute=full"),
         ("gpt", "zero=3,micro_batch=1"),
         ("gpt", "tp=2,sp=true"),
         ("gpt", "tp=2,pp=2,micro_batch=2,recompute=full,sp=true"),
         ("translation", "tp=2,sp=true,zero=3,micro_batch=2"),
         ("llama", "tp=2,zero=2,micro_batch=4"),
         ("llama", "tp=2,pp=2,micro_batch=2,recompute=full,sp=true"),
-        ("llama", "tp=4,sp=true"),
         ("mlp", "tp=4,num_micro=2"),
         ("mlp", "tp=2,pp=2,layers=3-2,num_micro=4"),
+        # Each of these has its parts in the ones above.
+        pytest.param("gpt", "tp=2,pp=2,micro_batch=2,recompute=full", marks=THOROUGH),
+        pytest.param("gpt", "pp=2,zero=1,recompute=full", marks=THOROUGH),
+        pytest.param("llama", "tp=4,sp=true", marks=THOROUGH),
     ],
 )
 def test_a_layout_is_executed(four_ranks: Ranks, tmp_path: Path, name: str, text: str) -> None:

@@ -37,6 +37,7 @@ from tests.runtime.strategies import (
     strategy_of,
 )
 from tests.simulator.builders import cluster_of
+from tests.thorough import cases
 
 NUM_RANKS = 3
 
@@ -195,7 +196,7 @@ def test_random_strategies(
     graph = graph_of(name)
 
     @given(seed=st.integers(0, 2**32 - 1))
-    @settings(max_examples=6)
+    @settings(max_examples=cases(6, 3))
     def check(seed: int) -> None:
         strategy = random_strategy(Random(seed), graph)
         folder = tmp_path_factory.mktemp("plan")

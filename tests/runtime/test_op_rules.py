@@ -38,6 +38,7 @@ from tests.runtime.strategies import (
 )
 from tests.runtime.walks import all_sharded, decoded, moves_of, start
 from tests.simulator.builders import random_rules, with_rules
+from tests.thorough import cases
 
 UNEVEN = Decision(devices=ALL, shares=(5, 2, 1), sync=Sync.RING)
 WITH_ZERO = Decision(devices=ALL, shares=(5, 0, 3), sync=Sync.RING)
@@ -236,7 +237,7 @@ def test_random_legal_rules(
     graph = graph_of(name)
 
     @given(seed=st.integers(0, 2**32 - 1))
-    @settings(max_examples=4)
+    @settings(max_examples=cases(4, 2))
     def check(seed: int) -> None:
         rng = Random(seed)
         strategy = replace(random_strategy(rng, graph), micro_batches=())

@@ -38,8 +38,9 @@ from tests.runtime.cases import (
 )
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, homes_of, plan_of, random_strategy, strategy_of
+from tests.thorough import cases
 
-NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "12"))
+NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", str(cases(12, 6))))
 """Random strategies that are rehearsed and then run; the 500 of the results take half an hour."""
 
 

@@ -1,5 +1,6 @@
 """ZeRO on real ranks: the numbers of one device, from slices of everything."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,22 @@ from torch import Tensor, nn
 
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
 from heterog.runtime.peak_memory import peak_bytes
 from heterog.strategy.strategy import Decision, Sync
-from tests.runtime.cases import MODELS, SGD, Recipe, assert_same, reference, token_loss, train
+from tests.runtime.cases import (
+    MODELS,
+    SGD,
+    Recipe,
+    assert_same,
+    captured_once,
+    reference,
+    token_loss,
+    train,
+)
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, ZERO, graph_of, plan_of, strategy_of
 
@@ -88,7 +99,8 @@ def deep() -> Workload:
 
 def memory_of_a_step(rank: int, path: str) -> tuple[int, int, int]:
     """Most bytes, bytes of the optimizer's state, bytes of parameters that are really there."""
-    step = deploy(deep(), load_plan(path))
+    with captured_once("deep layers for slices"):
+        step = deploy(deep(), load_plan(path))
     batch = deep().make_batch()
     step(batch)
     state = sum(
@@ -162,8 +174,14 @@ def encoder() -> Workload:
     return Workload(Encoder, (tokens, tokens), token_loss, torch.optim.SGD, MOMENTUM)
 
 
+@cache
+def graph_of_encoder() -> OpGraph:
+    return capture(encoder())
+
+
 def peak_of_a_step(rank: int, path: str) -> int:
-    step = deploy(encoder(), load_plan(path))
+    with captured_once("encoder for slices"):
+        step = deploy(encoder(), load_plan(path))
     batch = encoder().make_batch()
     step(batch)
     return peak_bytes(step, batch)
@@ -176,7 +194,7 @@ def test_gradients_are_let_go_when_they_have_been_used(
     ranks: Ranks, tmp_path: Path, sync: Sync, step_barrier: bool
 ) -> None:
     """What a step leaves open for the next one must not stay while that one makes its own."""
-    graph = capture(encoder())
+    graph = graph_of_encoder()
     slices = () if sync == Sync.RING else (1, 4, 3)
     decision = Decision(devices=(0, 1, 2), shares=(2, 2, 2), sync=sync, slices=slices)
     decisions = [decision] * group_ops(graph).num_groups

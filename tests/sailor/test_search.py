@@ -18,6 +18,7 @@ from sailor.tables import Tables
 from sailor.uneven_moves import UnevenMoves
 
 from heterog.errors import BudgetError, StrategyError
+from tests.thorough import cases
 
 MIXED = {"A100-40": 8, "V100-16": 8}
 RTX = {"RTX-3090": 8, "Titan-RTX": 8, "RTX-2080": 8}
@@ -179,7 +180,9 @@ def quick(
 @pytest.mark.slow
 def test_plans_are_better_than_sailors(inputs: Inputs) -> None:
     """By Sailor's rules alone, and with the others; both are valid, and the batch is whole."""
-    strict = search(inputs, MIXED, (Rules.SAILOR,), limit=Limit(evaluations=200_000))
+    strict = search(
+        inputs, MIXED, (Rules.SAILOR,), limit=Limit(evaluations=cases(200_000, 50_000))
+    )
     free = quick(inputs, MIXED, *EVERY_RULE)
     begun = search(inputs, MIXED, EVERY_RULE, limit=Limit(evaluations=100), start=strict.state)
     assert begun.score.timing.total_s <= strict.score.timing.total_s

@@ -38,9 +38,10 @@ from tests.simulator.builders import (
     within_samples,
 )
 from tests.strategy.test_layouts import GRAPH
+from tests.thorough import cases
 
 SEED = int(os.environ.get("HETEROG_SEED", "7"))
-NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "40"))
+NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", str(cases(40, 12))))
 
 
 def cluster_of(hosts: int, devices: int, *, intra: str = "nvlink_a100", nics: int = 1) -> Cluster:
@@ -106,7 +107,7 @@ def test_folded_equals_unfolded(name: str) -> None:
     evaluator = Evaluator(GRAPH, cluster)
     rng = random.Random(name)
     columns: Counter[int] = Counter()
-    for _ in range(60):
+    for _ in range(cases(60, 30)):
         devices = list(range(cluster.num_devices))
         if rng.random() < 0.3:
             devices = np.array(devices).reshape(4, 4).T.ravel().tolist()

@@ -28,6 +28,7 @@ from heterog.simulator.sample_path import sample_path_s
 from heterog.strategy.channels import Channel
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.simulator import builders
+from tests.thorough import THOROUGH, cases
 
 MODEL = DeviceModels()
 """What evaluators take for these clusters."""
@@ -143,8 +144,15 @@ def strategies_on_two(graph: OpGraph, cluster: Cluster) -> Iterator[Strategy]:
             )
 
 
-@pytest.mark.parametrize("types", [(FAST, SLOW), (SLOW, SLOW)])
-@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize(
+    ("num_layers", "types"),
+    [
+        (1, (FAST, SLOW)),
+        (1, (SLOW, SLOW)),
+        (2, (FAST, SLOW)),
+        pytest.param(2, (SLOW, SLOW), marks=THOROUGH),
+    ],
+)
 def test_no_strategy_is_below_the_bound(num_layers: int, types: tuple[DeviceType, ...]) -> None:
     graph, cluster = chain(num_layers), cluster_of(*types)
     bound = lower_bound_s(graph, cluster, Roofline())
@@ -288,7 +296,7 @@ def test_random_strategies_of_a_captured_step(captured: OpGraph) -> None:
     assert one_pass >= waiting * (1.0 - 1e-6)
     evaluator = Evaluator(captured, cluster)
     random = np.random.default_rng(0)
-    for _ in range(100):
+    for _ in range(cases(100, 30)):
         strategy = random_strategy(captured, cluster, random)
         least = max(bound.seconds, waiting if strategy.micro_batches else one_pass)
         assert evaluator.evaluate(strategy).step_time_s >= least
@@ -296,7 +304,7 @@ def test_random_strategies_of_a_captured_step(captured: OpGraph) -> None:
 
 @given(st.integers(0, 2**32 - 1))
 @example(33554431)  # the search for the sharper bound ended below the other one
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=cases(100, 15), deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_strategies_of_random_graphs(seed: int) -> None:
     rng = Random(seed)
     graph, cluster = builders.random_graph(rng), builders.random_cluster(rng)

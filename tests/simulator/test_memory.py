@@ -20,6 +20,7 @@ from tests.simulator.builders import (
     random_case,
     strategy_of,
 )
+from tests.thorough import cases
 
 WIDTH = 1024
 WEIGHT = 4 * WIDTH * WIDTH  # bytes of a weight
@@ -28,7 +29,7 @@ ADAM = 2.0  # state bytes per parameter byte
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(150, 50), deadline=None)
 def test_equals_the_slow_reference(seed: int) -> None:
     rng = Random(seed)
     evaluator, choice = random_case(rng)

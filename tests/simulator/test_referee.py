@@ -17,12 +17,13 @@ from heterog.strategy.program import FloatArray
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator import reference
 from tests.simulator.builders import Tasks, cluster_of, linear_chain, random_case, strategy_of
+from tests.thorough import cases
 
 GIGA = 1e9
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(150, 40), deadline=None)
 def test_equals_the_slow_reference(seed: int) -> None:
     rng = Random(seed)
     evaluator, choice = random_case(rng)
@@ -75,7 +76,7 @@ FLOWS = st.lists(
 
 
 @given(FLOWS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200, 60), deadline=None)
 def test_rates_are_max_min_fair(held: list[dict[int, float]]) -> None:
     rates = rates_of(held)
     assert rates == pytest.approx(reference.progressive_filling(held), rel=1e-9)

@@ -36,6 +36,7 @@ from tests.simulator.builders import (
     strategy_of,
     with_rules,
 )
+from tests.thorough import cases
 
 THREE = cluster_of((1.0, ["T4"]), (1.0, ["T4"]), (1.0, ["T4"]))
 MODELS = ("mlp", "gpt", "moe", "residual")
@@ -214,7 +215,7 @@ def test_statistics_need_rules_on_both_sides() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=cases(15, 4), deadline=None)
 def test_engine_and_lower_bound(seed: int) -> None:
     rng = Random(seed)
     graph, cluster, strategy = random_case(rng)
@@ -254,7 +255,7 @@ Parts = frozenset[int]
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60, 20), deadline=None)
 def test_every_op_finds_what_it_needs(seed: int) -> None:
     rng = Random(seed)
     graph, cluster, strategy = random_case(rng)
