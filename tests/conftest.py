@@ -12,18 +12,20 @@ os.environ["HETEROG_LIBRARY"] = "off"
 import pytest
 from hypothesis import settings
 
+from tests.thorough import cases
+
 # Whoever started the tests may ignore these (nohup, a shell's background); tests send them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # No deadlines: a busy machine is no failure, and speed is measured in benchmarks/.
-settings.register_profile("heterog", deadline=None, derandomize=True)
+settings.register_profile("heterog", deadline=None, derandomize=True, max_examples=cases(100, 40))
 settings.load_profile("heterog")
 
 # Two processes take one file after another: long files come first, so that both end together.
 LONG = (
-    *("runtime", "test_cli.py", "test_workers.py", "test_interrupt.py", "export"),
-    *("agents", "planners", "graph"),
+    *("test_published_runs.py", "healing", "balance", "runtime", "test_interrupt.py", "export"),
+    *("test_workers.py", "test_cli.py", "sailor", "agents", "planners", "graph", "simulator"),
 )
 
 

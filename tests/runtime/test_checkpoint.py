@@ -28,9 +28,9 @@ from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, checksum_of
 from heterog.runtime.checkpoint.files import Entry, read_boxes, read_tensors
 from heterog.runtime.checkpoint.resume import new_options
-from heterog.runtime.deploy import deploy
+from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
-from tests.runtime.cases import MODELS, NORMALISED, batch_of
+from tests.runtime.cases import MODELS, NORMALISED, batch_of, captured_once
 from tests.runtime.ranks import Ranks
 from tests.simulator.builders import cluster_of, plan_by_hand
 
@@ -110,6 +110,12 @@ def reference(
     return losses, model.state_dict()
 
 
+def deployed(name: str, optimizer: Optimizer, plan: str) -> DeployedStep:
+    """A deployed plan; each rank captures each model and optimizer once."""
+    with captured_once(("checkpoint", name, str(optimizer))):
+        return deploy(workload_of(name, optimizer), load_plan(plan))
+
+
 def train(
     rank: int,
     name: str,
@@ -121,7 +127,7 @@ def train(
     new_lr: float | None = None,
 ) -> tuple[list[float], dict[str, Tensor] | None, dict[str, Any]]:
     """Deploy, resume, train from one step to another, save."""
-    step = deploy(workload_of(name, optimizer), load_plan(plan))
+    step = deployed(name, optimizer, plan)
     extra = load_checkpoint(step, resume) if resume else {}
     assert step.num_steps == steps[0], "for the seeds of random ops"
     losses = [float(step(batch_of(name, number))) for number in range(*steps)]
@@ -147,7 +153,7 @@ def train_without_unpickling(rank: int, plan: str, folder: str) -> dict[str, Any
 
 def refused(rank: int, name: str, optimizer: Optimizer, plan: str, folder: str) -> str:
     """What loading says, and that the step is as it was."""
-    step = deploy(workload_of(name, optimizer), load_plan(plan))
+    step = deployed(name, optimizer, plan)
     before = {key: value.clone() for key, value in step.model.state_dict().items()}
     try:
         load_checkpoint(step, folder)
@@ -160,7 +166,7 @@ def refused(rank: int, name: str, optimizer: Optimizer, plan: str, folder: str) 
 
 def full_disk(rank: int, name: str, optimizer: Optimizer, plan: str, folder: str) -> str:
     """What saving says where no file may grow beyond a few bytes."""
-    step = deploy(workload_of(name, optimizer), load_plan(plan))
+    step = deployed(name, optimizer, plan)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
@@ -174,7 +180,7 @@ def full_disk(rank: int, name: str, optimizer: Optimizer, plan: str, folder: str
 
 def save_refused(rank: int, plan: str, folder: str, kind: str) -> str:
     """What saving says when something stands in its way."""
-    step = deploy(workload_of("mlp", ADAM), load_plan(plan))
+    step = deployed("mlp", ADAM, plan)
     extra: dict[str, Any] = {}
     if kind == "disk" and rank == 1:
         # A disk that is full for one rank only.

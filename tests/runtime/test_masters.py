@@ -152,7 +152,8 @@ def scale(master: torch.dtype | None) -> Workload:
 
 def weight_after(rank: int, master: torch.dtype | None, path: str, num_steps: int) -> list[float]:
     workload = scale(master)
-    step = deploy(workload, load_plan(path))
+    with captured_once(("scale", master)):
+        step = deploy(workload, load_plan(path))
     for _ in range(num_steps):
         step(workload.make_batch())
     weights = step.state_dict()

@@ -16,7 +16,7 @@ from heterog.strategy.division import split_evenly
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
 from heterog.strategy.strategy import Decision, Strategy, Sync
-from tests.runtime.cases import BATCH, SGD, assert_same, reference, train
+from tests.runtime.cases import BATCH, SGD, assert_same, captured_once, reference, train
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, cluster, graph_of, plan_of, strategy_of
 from tests.runtime.test_recomputation import deep
@@ -116,7 +116,8 @@ def test_stages_with_slices_train_alike(
 
 def peak_of_deep(rank: int, path: str) -> int:
     workload: Workload = deep()
-    step = deploy(workload, load_plan(path))
+    with captured_once("deep"):
+        step = deploy(workload, load_plan(path))
     step(workload.make_batch())
     return peak_bytes(step, workload.make_batch())
 
