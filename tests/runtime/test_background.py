@@ -122,7 +122,7 @@ def test_the_process_trains_beside_a_rank(tmp_path: Path) -> None:
             stderr=sink,
         )
     try:
-        number, deadline_s = 1, time.monotonic() + 300.0  # on a busy machine it rarely runs
+        number, deadline_s = 1, time.monotonic() + 60.0
         while time.monotonic() < deadline_s and process.poll() is None:
             heartbeat.write_text(f"step {number} of 999")
             number += 1
