@@ -7,6 +7,7 @@ Each rank is a process of its own with the variables of torchrun; only that ``im
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import traceback
@@ -17,6 +18,8 @@ from typing import Any, NoReturn
 from heterog.runtime.launch import free_port
 
 ROOT = Path(__file__).parents[1]
+MOST_S = 300
+"""Seconds after which a rank is ended, so that ranks that wait for each other end, too."""
 
 
 class ForkedScripts:
@@ -53,7 +56,9 @@ class ForkedScripts:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(jobs) + "\n")
         self._process.stdin.flush()
-        failed = json.loads(self._process.stdout.readline())
+        said = self._process.stdout.readline()
+        assert said, "the process that has imported the libraries ended; see what it wrote above"
+        failed = json.loads(said)
         texts = {rank: Path(out).read_text() for rank, out in outs.items()}
         assert not failed, "\n".join(Path(f"{outs[rank]}.err").read_text() for rank in failed)
         return texts
@@ -78,6 +83,7 @@ def _start(job: dict[str, Any]) -> int:
 
 def _be_rank(job: dict[str, Any]) -> NoReturn:
     code = 1
+    signal.alarm(MOST_S)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -24,17 +24,16 @@ def cases(all_of_them: int, few: int) -> int:
     return all_of_them if IS_THOROUGH else few
 
 
-def few_of(values: Iterable[Value], few: int, *, every: int = 0) -> list[ParameterSet | Value]:
-    """Parameters of a test, of which ``make test`` runs a few and ``make test-all`` the rest.
+def few_of(values: Iterable[Value], few: int) -> list[ParameterSet | Value]:
+    """Parameters of a test, of which ``make test`` runs the first few, ``make test-all`` all.
 
     Args:
-        values: all of them.
+        values: all of them; a tuple has the values of several arguments.
         few: how many come first and always run.
-        every: of the others each ``every``-th runs, too; 0 for none.
     """
     return [
         value
-        if number < few or (every and (number - few) % every == every - 1)
+        if number < few
         else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=THOROUGH)
         for number, value in enumerate(values)
     ]
