@@ -142,16 +142,30 @@ class AxisPlan:
                     return int(op)
         return None
 
-    def work(self, units: int, samples: int, batch_size: int) -> tuple[FloatArray, FloatArray]:
+    @cached_property
+    def causal_ops(self) -> IntArray:
+        """Ops that do more the later their units are: causal attention by its queries."""
+        found = [op for op, special in enumerate(self.specials) if special == Special.CAUSAL_ROWS]
+        return np.array(found, np.int32)
+
+    def work(
+        self, units: int, samples: int, batch_size: int, first_unit: int = 0
+    ) -> tuple[FloatArray, FloatArray]:
         """(FLOPs, bytes moved) of each op on some units of its axis and samples of the batch.
+
+        The queries of the units ``[u, v)`` of ``N`` see the keys up to their own, which is
+        ``(v^2 - u^2) / N^2`` of what all queries see.
 
         Args:
             units: of the op's own axis; for ops without a rule these are the samples.
             samples: of the team; only ops with rules look at it.
             batch_size: of the whole batch.
+            first_unit: where they begin; only ``causal_ops`` look at it.
         """
         part = 1.0 + self.follows_batch * (samples / batch_size - 1.0)
         flops = (self.flops_fixed + units * self.flops_per_unit) * part[:, 0]
+        for op in self.causal_ops.tolist():
+            flops[op] *= (2 * first_unit + units) / self.units(op)
         fixed, split = self.bytes_fixed * part[:, 1], self.bytes_per_unit * part[:, 2]
         return flops, fixed + units * split
 

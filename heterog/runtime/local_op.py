@@ -22,6 +22,7 @@ from heterog.graph.sharding_rules import (
 from heterog.graph.sharding_rules.halo import halo_dim
 from heterog.graph.sharding_rules.table import positions
 from heterog.runtime.attention import ATTENTION
+from heterog.runtime.causal_rows import on_causal_rows
 from heterog.runtime.placed import nested
 from heterog.runtime.spans import Span, unit_rows, window_rows
 from heterog.runtime.windows import Windows, run_on_windows
@@ -57,6 +58,7 @@ class LocalOp:
         along_batch: its rule along the batch.
         along_axis: its rule along the axis inside a team; all whole if it has none.
         has_windows: it reads rows that neighbours own.
+        minds_position: what it makes depends on where its units begin.
         is_random: it draws from torch's default generator.
 
     Raises:
@@ -94,6 +96,7 @@ class LocalOp:
             halo_dim(self.along_axis.inputs) is not None
         )
         self.specials = frozenset({self.along_batch.special, self.along_axis.special})
+        self.minds_position = self.has_windows or Special.CAUSAL_ROWS in self.specials
         self.is_random = bool(self.specials & _RANDOM)
         where = f"op '{self.call.kind}' in module '{graph.ops[index].module}'"
         if _draws(self.call, target) and (self.call.kind == "attention" or not self.is_random):
@@ -152,10 +155,25 @@ class LocalOp:
             rows = _row_index(self.call, self.along_batch)
             own = torch.arange(extent.samples, device=inputs[rows].device)
             inputs = [*inputs[:rows], own.view(inputs[rows].shape), *inputs[rows + 1 :]]
+        if Special.CAUSAL_ROWS in self.specials and extent.units < self.whole.units:
+            return self._on_causal_rows(inputs, extent, first_unit)
+        kept = self._run(inputs, extent)
+        parts = zip((self.along_batch, self.along_axis), extent, self.whole, strict=True)
+        for rule, share, whole in parts:
+            if rule.special == Special.MEAN_TO_SUM:
+                kept = [output * (share / whole) for output in kept]
+        return kept
+
+    def _run(
+        self, inputs: Sequence[Tensor], extent: Extent, *, is_causal: bool | None = None
+    ) -> list[Tensor]:
+        """Call the kernel, of attention also with another flag than the op's own."""
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
         for name, argument, is_keyword in self._template(extent):
             value = _fill(argument, inputs)
+            if name == "is_causal" and is_causal is not None:
+                value = is_causal
             if is_keyword:
                 keywords[name] = value
             else:
@@ -164,12 +182,19 @@ class LocalOp:
             positional[3] = _SUM_REDUCTION
         result = self._target(*positional, **keywords)
         outputs = list(result) if isinstance(result, tuple | list) else [result]
-        kept = [outputs[position] for position in self._kept]
-        parts = zip((self.along_batch, self.along_axis), extent, self.whole, strict=True)
-        for rule, share, whole in parts:
-            if rule.special == Special.MEAN_TO_SUM:
-                kept = [output * (share / whole) for output in kept]
-        return kept
+        return [outputs[position] for position in self._kept]
+
+    def _on_causal_rows(
+        self, inputs: Sequence[Tensor], extent: Extent, first_unit: int
+    ) -> list[Tensor]:
+        """Causal attention of the queries of some units, which see keys up to their own."""
+
+        def kernel(given: Sequence[Tensor], is_causal: bool) -> list[Tensor]:
+            return self._run(given, extent, is_causal=is_causal)
+
+        (query,) = positions(self.call, "query")
+        num_rows = self.call.inputs[query].shape[2]
+        return on_causal_rows(self.call, kernel, inputs, first_unit * num_rows // self.whole.units)
 
     def _windows(self, units: Span) -> Windows:
         """Rows of an op that reads rows which neighbours own."""

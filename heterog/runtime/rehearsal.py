@@ -431,6 +431,7 @@ class _RehearsedOp(LocalOp):
         self.whole = kernel.whole
         self.is_random = False  # no numbers are drawn
         self.has_windows = kernel.has_windows
+        self.minds_position = kernel.minds_position
         self._kernel = kernel
         self._known = known.setdefault(
             repr((self.call, self.along_batch, self.along_axis, self.whole)), {}
@@ -446,7 +447,7 @@ class _RehearsedOp(LocalOp):
         first_unit: int = 0,
     ) -> list[Tensor]:
         """See ``LocalOp``."""
-        enters = is_first, is_first_member, first_unit if self.has_windows else 0
+        enters = is_first, is_first_member, first_unit if self.minds_position else 0
         key = extent, enters, tuple((value.shape, value.stride()) for value in inputs)
         made = self._known.get(key)
         if made is None:

@@ -153,7 +153,8 @@ class _RuleSet:
         self.has_rule = np.array([int(op) in ruled for op in self.tables.op_id], np.bool_)
         self._plan = axis_plan(graph, op_rules)
         self._graph = graph
-        self._seconds: dict[tuple[int, int, int], FloatArray] = {}
+        self.minds_position = len(self._plan.causal_ops) > 0
+        self._seconds: dict[tuple[int, int, int, int], FloatArray] = {}
 
     @property
     def scratch(self) -> Scratch:
@@ -183,8 +184,15 @@ class _RuleSet:
             choice.teams.samples[rows % num_divisions] * (rows >= num_divisions)[:, None, None]
         )
         kinds = np.broadcast_to(types, units.shape)
+        begins = np.zeros_like(units)
+        if self.minds_position:
+            begins += (
+                choice.teams.unit_begin[rows][:, None, :] * (rows >= num_divisions)[:, None, None]
+            )
         works, number = np.unique(
-            np.stack([kinds, units, samples], axis=-1).reshape(-1, 3), axis=0, return_inverse=True
+            np.stack([kinds, units, samples, begins], axis=-1).reshape(-1, 4),
+            axis=0,
+            return_inverse=True,
         )
         numbers = np.zeros(choice.shares.shape, np.int32)
         numbers[rows] = number.reshape(units.shape)
@@ -192,12 +200,12 @@ class _RuleSet:
         return row_of, numbers, seconds
 
     def _at(
-        self, key: tuple[int, int, int], cluster: Cluster, cost_model: CostModel
+        self, key: tuple[int, int, int, int], cluster: Cluster, cost_model: CostModel
     ) -> FloatArray:
-        """Seconds of all compute ops by device type, units of their axis, samples of the team."""
+        """Seconds of all compute ops by device type, units, samples of the team, first unit."""
         if key not in self._seconds:
-            (kind, units, samples), batch = key, self._graph.batch_size
-            work = self._plan.work(units, samples or batch, batch)
+            (kind, units, samples, begin), batch = key, self._graph.batch_size
+            work = self._plan.work(units, samples or batch, batch, begin)
             row = cost_model.work_seconds(self._graph, cluster.device_types[kind], *work)
             self._seconds[key] = row[self.tables.op_id]
         return self._seconds[key]
@@ -600,7 +608,8 @@ class Evaluator:
         if len(tables.op_id) * num_devices * choice.num_micro * choice.num_steps < LEAST_FOLDED:
             return None
         self.poll()
-        folded = self._folding.lower(choice, tables)
+        minds_position = self._rule_set(choice.rule_set).minds_position
+        folded = self._folding.lower(choice, tables, minds_position=minds_position)
         if folded is None:
             return None
         prices = self._prices(folded.choice, folded.types, folded.channels)

@@ -52,11 +52,19 @@ class Folding:
         self._scratch: dict[tuple[int, int], Scratch] = {}
         self._prices: dict[bytes, ChannelPrices | None] = {}
 
-    def lower(self, choice: Choice, tables: GraphTables) -> Folded | None:
-        """Lower a choice on as few columns as do the same, ``None`` if that takes all devices."""
+    def lower(
+        self, choice: Choice, tables: GraphTables, *, minds_position: bool = False
+    ) -> Folded | None:
+        """Lower a choice on as few columns as do the same, ``None`` if that takes all devices.
+
+        Args:
+            choice: the strategy.
+            tables: of its graph and rules.
+            minds_position: whether members of a team with as many units do unlike work.
+        """
         if self._cluster.sends == Sends.BLOCKING:  # who waits is found by device, not by column
             return None
-        for fold in folds(choice, self._cluster):
+        for fold in folds(choice, self._cluster, minds_position=minds_position):
             folded, numbers = fold_choice(choice, fold)
             tape = self._tape or make_tape(4096, len(tables.parameter_bytes), 1)
             tape = tape._replace(turn=np.zeros(len(fold.columns), np.int32))

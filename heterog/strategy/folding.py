@@ -97,10 +97,15 @@ class Fold:
         return np.bincount(active, minlength=len(self.columns)).astype(np.int32)
 
 
-def folds(choice: Choice, cluster: Cluster) -> Iterator[Fold]:
+def folds(choice: Choice, cluster: Cluster, *, minds_position: bool = False) -> Iterator[Fold]:
     """The folds of a choice, the one with the fewest columns first: lanes and positions, or one.
 
     None if no two devices do alike, or if what they do depends on a server's place.
+
+    Args:
+        choice: the strategy.
+        cluster: the devices.
+        minds_position: whether members of a team with as many units do unlike work.
     """
     grids = _grids(choice)
     if not grids or (choice.home >= 0).any():
@@ -109,7 +114,7 @@ def folds(choice: Choice, cluster: Cluster) -> Iterator[Fold]:
     num_lanes, num_positions = len(grids[0]), max(grid.shape[1] for grid in grids)
     lanes = _twins([says.of_lane(lane) for lane in range(num_lanes)])
     positions = np.arange(num_positions, dtype=np.int32)
-    if says.have_the_same_positions:
+    if says.have_the_same_positions and not minds_position:
         positions = _twins([says.of_position(position) for position in range(num_positions)])
     seen = {num_lanes * num_positions}
     for lane_twin, position_twin in _pairs(says, lanes, positions):

@@ -20,6 +20,7 @@ from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import Placement
+from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
 from heterog.strategy.recomputation import Recomputation, recomputations
 
@@ -29,7 +30,8 @@ FloatArray = npt.NDArray[np.float64]
 KIND_NUMBER = {"R": 0, "S": 1, "P": 2, "L": 3}
 
 ANY_PASS, FORWARD_PASS, BACKWARD_PASS = 0, 1, 2
-"""Readers of a slot: all; or those of one pass, where a team gathers what lies in slices of sums.
+"""Readers of a slot: all; or those of one pass, where a team gathers what lies in slices of sums
+or the keys and values of all positions.
 The backward pass then gathers it again, so that nobody keeps the whole in between (Korthikanti et
 al. 2022, section 4.2.2)."""
 
@@ -442,7 +444,10 @@ class _Builder:
         """Which readers take what is made of a value for one of them."""
         graph, plan = self.graph, self.plan
         is_gathered = whole == IN_TEAM and plan.placements[storage].kind == "S"
-        if not is_gathered or int(plan.tensor_axis[storage]) not in plan.scatter_axes:
+        is_context = graph.ops[reader].kind in ATTENTION_KINDS  # keys and values of all positions
+        if not is_gathered or not (
+            is_context or int(plan.tensor_axis[storage]) in plan.scatter_axes
+        ):
             return ANY_PASS
         if graph.ops[int(graph.producer[storage])].phase == Phase.BACKWARD:
             return ANY_PASS

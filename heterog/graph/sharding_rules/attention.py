@@ -20,6 +20,8 @@ from heterog.graph.sharding_rules.table import (
     shape_of,
 )
 
+ATTENTION_KINDS = frozenset({"attention", "attention_backward"})
+
 
 @rule("attention")
 def _attention(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
@@ -28,6 +30,8 @@ def _attention(call: OpCall, placements: tuple[Placement, ...], axis_size: int) 
         axis(call, (d, d), special, query=d, key=keys, value=keys, attn_mask=mask)
         for d, keys, mask in _independent(call)
     ]
+    if _has_causal_rows(call, placements, "query") and special is None:
+        axes.append(axis(call, (2, 2), Special.CAUSAL_ROWS, query=2))
     shared = Special.SHARED_RANDOM_STREAM if special else None
     return choose(call, placements, axis_size, axes, replicated=shared)
 
@@ -43,6 +47,9 @@ def _attention_backward(
         queries = dict.fromkeys(("grad_out", "query", "out", "logsumexp"), d)
         outputs = (d, gradient, gradient)
         axes.append(axis(call, outputs, key=keys, value=keys, attn_mask=mask, **queries))
+    if _has_causal_rows(call, placements, "grad_out", "query") and not call.args["dropout_p"]:
+        queries = dict.fromkeys(("grad_out", "query", "out", "logsumexp"), 2)
+        axes.append(axis(call, (2, P, P), Special.CAUSAL_ROWS, **queries))
     return choose(call, placements, axis_size, axes, [positions(call, "grad_out")])
 
 
@@ -50,8 +57,8 @@ def _independent(call: OpCall) -> Iterator[tuple[int, Entry, Entry]]:
     """Splittable dims of the query, with where keys and the mask carry them.
 
     Neighbouring heads share keys in grouped-query attention: they split into as many units as
-    there are heads of keys, or fewer. Queries split only without a causal mask, which depends on
-    their position.
+    there are heads of keys, or fewer. Queries split so only without a causal mask, which depends
+    on their position; see ``_has_causal_rows``.
     """
     query, key = shape_of(call, "query"), shape_of(call, "key")
     scores = (*query[:3], key[2])
@@ -62,3 +69,24 @@ def _independent(call: OpCall) -> Iterator[tuple[int, Entry, Entry]]:
         yield 1, 1, aligned(mask, scores, 1)
     if call.args["is_causal"] is not True:
         yield 2, R, aligned(mask, scores, 2)
+
+
+def _has_causal_rows(call: OpCall, placements: tuple[Placement, ...], *names: str) -> bool:
+    """Whether queries with a causal mask may be split: each part one run of positions.
+
+    Which keys a query sees follows from its position, so a device has to know where its part
+    begins (``Special.CAUSAL_ROWS``). Queries and keys are as many, and no part is made of strides.
+
+    Args:
+        call: the op.
+        placements: of its inputs.
+        names: of the arguments that say how the queries are split.
+    """
+    query, key = shape_of(call, "query"), shape_of(call, "key")
+    given = [placements[where] for where in positions(call, *names)]
+    return (
+        call.args["is_causal"] is True
+        and call.args.get("attn_mask") is None
+        and query[2] == key[2]
+        and all(place.kind != "S" or place.outer == 1 for place in given)
+    )

@@ -36,6 +36,8 @@ class Special(StrEnum):
         OWN_ROWS: one index of the op counts the samples of the batch, and every sample looks into
             its own row. Replace that index, the one for the dimension in which ``self`` is
             split, by 0, 1, ... ``share - 1``: rows count from the first that the device has.
+        CAUSAL_ROWS: causal attention of some queries, which see the keys up to their own position:
+            those before the first of them, without a mask, and those from there on with it.
         AS_RESHAPE: a squeeze that would also drop the split dimension on a device whose part of
             it has size 1. Reshape to the local shape of the output instead.
         OWN_RANDOM_STREAM: random numbers of a split tensor. Each device draws from a generator of
@@ -49,6 +51,7 @@ class Special(StrEnum):
     BIAS_ON_ONE_RANK = "bias_on_one_rank"
     LOCAL_STATISTICS = "local_statistics"
     OWN_ROWS = "own_rows"
+    CAUSAL_ROWS = "causal_rows"
     AS_RESHAPE = "as_reshape"
     OWN_RANDOM_STREAM = "own_random_stream"
     SHARED_RANDOM_STREAM = "shared_random_stream"

@@ -1,0 +1,240 @@
+"""Rules that cut sequences along their positions: context parallelism with unequal shares.
+
+Every device of a team owns a run of positions of every sample. Embeddings, norms, linear layers
+and losses over tokens work on these alone. Attention compares each position's query with the keys
+of others: a device gathers the keys and values of its team and computes the rows of its own
+queries, as Llama 3 was trained (Grattafiori et al. 2024, section 3.3.2). In the backward pass it
+gathers them again, and the parts of the gradients of keys and values are added up.
+
+One pass through the graph in program order gives every op its rule. Tokens and labels, which every
+rank has anyway, are whole on all members; what is looked up for them is cut.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.op_rule import OpRule, OpRules, Scatter
+from heterog.graph.placement import OpCall, P, Placement, R, S
+from heterog.graph.sharding_rules import RuleResult, propagate
+
+MOST_UNITS = 128
+"""Runs of positions that are told apart: a share is then off by less than one per cent of all."""
+_PRODUCTS = frozenset({"bmm.default", "baddbmm.default"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSplit:
+    """A way to cut the sequences of a batch.
+
+    Attributes:
+        units: of the axis: runs of positions of equal length.
+        op_rules: of all ops.
+        flops: of the ops that are cut, of the whole step.
+        gathered_bytes: of the keys and values (and whatever else is needed whole) that each
+            member of a team gathers in a step, for the whole batch.
+    """
+
+    units: int
+    op_rules: OpRules
+    flops: float
+    gathered_bytes: float
+
+
+def lengths(graph: OpGraph) -> tuple[int, ...]:
+    """Positions of the sequences that come with the batch, each length once, ascending.
+
+    Sequences are tensors of integers ``[batch, positions]`` or of numbers ``[batch, positions,
+    width]``.
+    """
+    return tuple(sorted({size for _, _, size in _sequences(graph)}))
+
+
+def _sequences(graph: OpGraph) -> Iterator[tuple[int, int, int]]:
+    """(tensor, dimension of its positions, their number) of the sequences of a batch."""
+    for tensor in graph.inputs_of_kind(TensorKind.BATCH):
+        meta, along = graph.tensors[tensor].meta, graph.batch_placements[tensor]
+        rank = 2 if "int" in meta.dtype else 3
+        if along in (S(0), S(1)) and len(meta.shape) == rank:
+            dim = 1 - along.dim
+            if meta.shape[dim] > 1:
+                yield tensor, dim, meta.shape[dim]
+
+
+def unit_counts(graph: OpGraph, most: int = MOST_UNITS) -> tuple[int, ...]:
+    """Numbers of units that divide all lengths of sequences, the largest first.
+
+    A number of units that is also the number of samples comes last: both axes would be one.
+    """
+    common = gcd(*lengths(graph))
+    counts = [units for units in range(2, min(common, most) + 1) if common % units == 0]
+    return tuple(sorted(counts, key=lambda units: (units == graph.batch_size, -units)))
+
+
+@lru_cache(maxsize=32)
+def sequence_split(graph: OpGraph, units: int) -> SequenceSplit | None:
+    """Rules of all ops for teams that cut sequences.
+
+    Args:
+        graph: one training step.
+        units: of the axis.
+
+    Returns:
+        ``None`` if the units do not divide the sequences, or no op of them can be cut.
+    """
+    if units not in unit_counts(graph, max(units, 2)):
+        return None
+    walk = _Pass(graph, units)
+    rules = walk.run()
+    cut = [op for op, rule in rules if any(place.is_split for place in rule.inputs)]
+    if not cut:
+        return None
+    return SequenceSplit(
+        units=units,
+        op_rules=rules,
+        flops=float(sum(graph.ops[op].flops for op in cut)),
+        gathered_bytes=float(sum(int(graph.tensor_bytes[each]) for each in walk.gathered)),
+    )
+
+
+class _Pass:
+    """One pass through a graph.
+
+    Args:
+        graph: one training step.
+        units: of the axis.
+
+    Attributes:
+        places: how tensors lie; those not named are whole.
+        meant: of parts of sums, how their sum is cut.
+        gathered: values that lie in parts and are read whole.
+    """
+
+    def __init__(self, graph: OpGraph, units: int) -> None:
+        self.graph = graph
+        self.units = units
+        self.places: dict[int, Placement] = {
+            tensor: S(dim)
+            for tensor, dim, _ in _sequences(graph)
+            if "int" not in graph.tensors[tensor].dtype
+        }
+        self.lengths = lengths(graph)
+        self.meant: dict[int, Placement] = {}
+        self.gathered: set[int] = set()
+
+    def run(self) -> OpRules:
+        """The rules of all ops that are neither views nor constants."""
+        graph, group = self.graph, group_ops(self.graph).group
+        rules: list[tuple[int, OpRule]] = []
+        for index, op in enumerate(graph.ops):
+            if op.phase == Phase.UPDATE or group[index] == CONSTANT_GROUP:
+                continue
+            if graph.is_view[index]:
+                self._view(index)
+                continue
+            rule = self._rule(index)
+            made = rule.outputs if rule.scatter is None else (rule.scatter.place,)
+            self.places |= zip(graph.outputs(index), made, strict=True)
+            self._note_gathered(index, rule)
+            rules.append((index, rule))
+        return tuple(rules)
+
+    def _view(self, index: int) -> None:
+        """What a view shows lies as what it looks at; or it looks at the gathered whole."""
+        graph, source = self.graph, self.graph.ops[index].inputs[0]
+        for known in (self.places, self.meant):
+            given = known.get(source)
+            if given is None:
+                continue
+            rest = tuple(R for _ in graph.ops[index].inputs[1:])
+            result = propagate(graph.call(index), (given, *rest), self.units)
+            if result is not None and result.inputs == (given, *rest):
+                known |= zip(graph.outputs(index), result.outputs, strict=True)
+            elif known is self.places and given.kind == "S":
+                self.gathered.add(int(graph.storage[source]))
+
+    def _rule(self, index: int) -> OpRule:
+        graph, op = self.graph, self.graph.ops[index]
+        given = tuple(self.places.get(tensor, R) for tensor in op.inputs)
+        call = graph.call(index)
+        if op.kind == "embedding.default" and not any(place.is_split for place in given):
+            given = self._looked_up(call, given)
+        if P in given and not any(place.is_split for place in given):
+            found = self._of_sums(index, call, given)
+            if found is not None:
+                return found
+        result = propagate(call, given, self.units)
+        if result is None or any(place.kind == "L" for place in result.outputs):
+            result = RuleResult((R,) * len(given), (R,) * op.num_outputs)
+        self._note_meant(index, call, result)
+        return self._made(index, result, self._slices(index, result))
+
+    def _made(self, index: int, result: RuleResult, slices: Placement | None) -> OpRule:
+        scatter = None if slices is None else Scatter(place=slices, units=self.units)
+        if slices is not None:
+            self.meant.pop(self.graph.outputs(index)[0], None)
+        return OpRule(
+            inputs=result.inputs, outputs=result.outputs, units=self.units, scatter=scatter
+        )
+
+    def _looked_up(self, call: OpCall, given: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        """A look-up of something for every position is cut, though the positions are whole."""
+        indices = call.inputs[1]
+        last = len(indices.shape) - 1
+        if not indices.shape or indices.shape[last] not in self.lengths:
+            return given
+        return given[0], S(last)
+
+    def _of_sums(self, index: int, call: OpCall, given: tuple[Placement, ...]) -> OpRule | None:
+        """The rule of an op that reads parts of a sum which is meant to be cut.
+
+        If it is linear and nothing else reads the parts, it works on them, and what it makes is
+        added up in slices. Otherwise the sum is made first, and the op works on slices of it.
+        """
+        graph, op = self.graph, self.graph.ops[index]
+        wanted = tuple(
+            self.meant.get(tensor, place) if place == P else place
+            for tensor, place in zip(op.inputs, given, strict=True)
+        )
+        if wanted == given:
+            return None
+        cut = propagate(call, wanted, self.units)
+        if cut is None or not any(place.is_split for place in cut.outputs):
+            return None
+        parts = propagate(call, given, self.units)
+        if parts is not None and parts.inputs == given and parts.outputs == (P,):
+            read = [tensor for tensor, place in zip(op.inputs, given, strict=True) if place == P]
+            if all(len(list(graph.readers(int(graph.storage[each])))) == 1 for each in read):
+                return self._made(index, parts, cut.outputs[0])
+        return self._made(index, cut, None)
+
+    def _slices(self, index: int, result: RuleResult) -> Placement | None:
+        """How a part of a sum that a product makes for every position is added up in slices.
+
+        These are the gradients of keys and values where attention is written as products.
+        """
+        graph = self.graph
+        if result.outputs != (P,) or graph.ops[index].kind not in _PRODUCTS:
+            return None
+        shape = graph.tensors[graph.outputs(index)[0]].shape
+        dims = [dim for dim in (1, 2) if shape[dim] in self.lengths]
+        if len(dims) != 1 or shape[dims[0]] % self.units:
+            return None
+        return S(dims[0])
+
+    def _note_meant(self, index: int, call: OpCall, result: RuleResult) -> None:
+        """Gradients of keys and values are sums over the queries, cut like keys and values."""
+        if call.kind != "attention_backward" or result.outputs[1:] != (P, P):
+            return
+        for tensor in self.graph.outputs(index)[1:]:
+            if self.graph.tensors[tensor].shape[2] % self.units == 0:
+                self.meant[tensor] = S(2)
+
+    def _note_gathered(self, index: int, rule: OpRule) -> None:
+        for tensor, wanted in zip(self.graph.ops[index].inputs, rule.inputs, strict=True):
+            given = self.places.get(tensor, R)
+            if given.kind == "S" and wanted != given:
+                self.gathered.add(int(self.graph.storage[tensor]))

@@ -1,0 +1,66 @@
+"""Sequences cut in unequal shares give the numbers of one device."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from heterog.graph.capture import capture
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.plan import load_plan
+from heterog.strategy.sequence_split import sequence_split
+from heterog.strategy.strategy import Decision, Strategy
+from tests.runtime.cases import Trained, assert_same
+from tests.runtime.ranks import Ranks
+from tests.runtime.sequences import train, trained_alone, workload_of
+from tests.runtime.strategies import ALL, plan_of, strategy_of
+
+TOGETHER = Decision(devices=ALL, shares=(2, 0, 0), teams=(ALL,), parts=(5, 3, 2))
+
+
+@cache
+def graph_of(name: str, batch_size: int) -> OpGraph:
+    return capture(workload_of(name, batch_size))
+
+
+def strategy(graph: OpGraph, units: int, decision: Decision) -> Strategy:
+    split = sequence_split(graph, units)
+    assert split is not None
+    decisions = [decision] * group_ops(graph).num_groups
+    return replace(strategy_of(graph, decisions), op_rules=split.op_rules)
+
+
+def trained(
+    ranks: Ranks, folder: Path, name: str, chosen: Strategy, batch_size: int
+) -> list[Trained]:
+    path = folder / "plan.json"
+    plan_of(graph_of(name, batch_size), chosen).save(path)
+    assert load_plan(path).strategy == chosen
+    results: list[Trained] = ranks.run(train, name, batch_size, str(path))
+    return results
+
+
+# transformers makes the loss of Llama in single precision, whatever the model's is.
+SINGLE = {"rtol": 1e-6, "loss_rtol": 1e-6}
+DOUBLE = {"rtol": 1e-9, "loss_rtol": 1e-11}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("gpt", DOUBLE),
+        ("gpt of products", DOUBLE),
+        ("tiny llama", DOUBLE),
+        ("llama of transformers", SINGLE),
+        ("bert of transformers", DOUBLE),
+    ],
+)
+def test_unequal_runs_of_positions_give_the_numbers_of_one_device(
+    ranks: Ranks, tmp_path: Path, name: str, limits: dict[str, float]
+) -> None:
+    chosen = strategy(graph_of(name, 2), 10, TOGETHER)
+    results = trained(ranks, tmp_path, name, chosen, 2)
+    assert_same(results, trained_alone(name, 2), **limits)
