@@ -83,6 +83,12 @@ METHODS = (
         needs="convolutions; fewer samples than devices, or samples that fill a device",
     ),
     MethodNote(
+        name="sequences",
+        stage="baseline",
+        what="sequences cut along their positions in unequal runs (context parallelism)",
+        needs="sequences; fewer samples than devices, or samples that fill a device",
+    ),
+    MethodNote(
         name="agent",
         stage="zero_shot",
         what="a graph neural network's own answer, without search",

@@ -23,6 +23,7 @@ import heterog.planners.model_parallel
 import heterog.planners.pipeline
 import heterog.planners.pipette.planner
 import heterog.planners.poplar
+import heterog.planners.sequences
 import heterog.planners.spatial
 import heterog.planners.tuned_uniform
 import heterog.planners.two_segment

@@ -34,8 +34,9 @@ class SequenceSplit:
         units: of the axis: runs of positions of equal length.
         op_rules: of all ops.
         flops: of the ops that are cut, of the whole step.
-        gathered_bytes: of the keys and values (and whatever else is needed whole) that each
-            member of a team gathers in a step, for the whole batch.
+        gathered_bytes: of the keys and values of the whole batch (and whatever else is needed
+            whole), which members of a team gather forward and once more backward. One layer's are
+            held at a time.
     """
 
     units: int

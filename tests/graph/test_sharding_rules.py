@@ -1,6 +1,6 @@
 """Every rule, run in parts on uneven shares and put together again, must give the op's result."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ from heterog.graph.sharding_rules import (
     propagate,
 )
 from heterog.graph.sharding_rules.pointwise import IDENTITIES, LINEAR_IN_FIRST, NONLINEAR
-from heterog.graph.sharding_rules.table import axis, choose
+from heterog.graph.sharding_rules.table import axis, choose, shape_of
+from heterog.runtime.causal_rows import on_causal_rows
 
 aten = torch.ops.aten
 Op = Callable[..., Any]
@@ -207,6 +208,8 @@ def run_in_parts(
             args["reduction"] = 2
         if skips(sample, result, share):
             outputs = _nothing(sample, result, units)
+        elif result.special == Special.CAUSAL_ROWS:
+            outputs = _on_causal_rows(sample, args, tensors, sum(shares[:rank]), units)
         elif result.special == Special.AS_RESHAPE:
             shape = tuple(sample.outputs[0].shape)
             outputs = (tensors[0].reshape(local_shape(shape, result.outputs[0], share, units)),)
@@ -222,6 +225,16 @@ def run_in_parts(
         weight = sum(outputs[1] for outputs in ranks)
         ranks = [(outputs[0] / weight, outputs[1]) for outputs in ranks]
     return ranks
+
+
+def _on_causal_rows(
+    sample: Sample, args: dict[str, Any], tensors: list[Tensor], first: int, units: int
+) -> tuple[Tensor, ...]:
+    def kernel(given: Sequence[Tensor], is_causal: bool) -> list[Tensor]:
+        return list(sample.run({**args, "is_causal": is_causal}, list(given)))
+
+    rows = shape_of(sample.call, "query")[2] // units
+    return tuple(on_causal_rows(sample.call, kernel, tensors, first * rows))
 
 
 def _nothing(sample: Sample, result: RuleResult, units: int) -> tuple[Tensor, ...]:

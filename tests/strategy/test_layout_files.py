@@ -142,7 +142,7 @@ def test_accelerate(tmp_path: Path) -> None:
         ("a.toml", "[parallelism]\ntensor_parallel_degree = true", "must be a whole number"),
         ("a.toml", "parallelism = 3", "must be a section"),
         ("a.toml", "[parallelism", "not valid TOML"),
-        ("a.toml", "[parallelism]\ncontext_parallel_degree = 2", "cannot be said yet"),
+        ("a.toml", "[parallelism]\nexpert_parallel_degree = 2", "cannot be said yet"),
         (
             "a.toml",
             "[parallelism]\ndata_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 4",

@@ -118,7 +118,7 @@ def test_a_layout_is_read_in_every_vocabulary_and_written_back() -> None:
         ("pp=2,split=a,layers=1-1", "give one of them"),
         ("fsdp=hybrid_shard", "replicas between them cannot be said"),
         ("fsdp=fullshard", "did you mean 'full_shard'"),
-        ("cp=2", "context parallelism cannot be said yet"),
+        ("tp=2,context_parallel=4", "its layers or its sequences, not both; .* such as cp=8"),
         ("sequence_parallel=perhaps", "write true or false"),
         ("vocabulary_parallel=perhaps", "write true or false"),
         ("x" * 20_000, "characters; at most"),

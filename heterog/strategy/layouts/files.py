@@ -223,9 +223,8 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
         )
     if replicas > 1 and shards == -1:
         fields.remark("data_parallel_shard_degree -1 is taken for 1 beside replicas.")
-    for name in ("context_parallel_degree", "expert_parallel_degree"):
-        if (degree := fields.number(at, name, 1)) > 1:
-            raise LayoutError(f"{name} is {degree}; it cannot be said yet, only 1.")
+    if (degree := fields.number(at, "expert_parallel_degree", 1)) > 1:
+        raise LayoutError(f"expert_parallel_degree is {degree}; it cannot be said yet, only 1.")
     keeps = fields.word(at, "fsdp_reshard_after_forward", "default") == "never"
     tp = fields.number(at, "tensor_parallel_degree", 1)
     pp = fields.number(at, "pipeline_parallel_degree", 1)
@@ -247,6 +246,7 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
     fields.skip(at, "pipeline_parallel_schedule")
     said = {
         "tp": str(tp),
+        "cp": str(fields.number(at, "context_parallel_degree", 1)),
         "pp": str(pp),
         "dp": str(replicas if replicas > 1 else max(shards, 0)),
         "micro_batch": str(micro),

@@ -41,6 +41,8 @@ class Layout:
 
     Attributes:
         tp: devices that share every matrix product of a layer (tensor parallelism).
+        cp: devices that share every sequence, each with a run of its positions (context
+            parallelism); instead of ``tp``, not beside it.
         pp: devices in a row, each with the layers of its stage (pipeline parallelism).
         dp: replicas (data parallelism); 0 for as many as the cluster has devices for.
         micro_batch: samples of one replica that go through the model at a time; 0 for one sample
@@ -63,6 +65,7 @@ class Layout:
     """
 
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     dp: int = 0
     micro_batch: int = 0
@@ -77,13 +80,26 @@ class Layout:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        least_of = {"tp": 1, "pp": 1, "dp": 0, "micro_batch": 0, "num_micro": 0, "chunks": 0}
+        least_of = {
+            "tp": 1,
+            "cp": 1,
+            "pp": 1,
+            "dp": 0,
+            "micro_batch": 0,
+            "num_micro": 0,
+            "chunks": 0,
+        }
         for name, least in least_of.items():
             value = getattr(self, name)
             if not least <= value <= MOST:
                 raise LayoutError(f"{name} is {value}; it must be {least} to {MOST}.")
         if self.zero not in range(4):
             raise LayoutError(f"zero is {self.zero}; the stages of ZeRO are 0, 1, 2 and 3.")
+        if self.tp > 1 and self.cp > 1:
+            raise LayoutError(
+                f"tp={self.tp} and cp={self.cp}: a team splits its layers or its sequences, not "
+                f"both; give one of them, such as cp={self.tp * self.cp}."
+            )
         self._check_schedule()
         self._check_stages()
 
@@ -213,7 +229,9 @@ _SCHEDULE_WORDS: Mapping[str, str] = MappingProxyType({
 """Names of schedules in Megatron and ``torch.distributed.pipelining``."""
 _KEY_WORDS: Mapping[str, str] = MappingProxyType({
     "tensor_parallel": "tp", "tensor_model_parallel_size": "tp", "tensor_parallel_degree": "tp",
-    "tensor_parallel_size": "tp", "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp",
+    "tensor_parallel_size": "tp", "context_parallel": "cp", "context_parallel_size": "cp",
+    "context_parallel_degree": "cp",
+    "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp",
     "pipeline_parallel_degree": "pp", "pipeline_parallel_size": "pp", "data_parallel": "dp",
     "data_parallel_size": "dp", "micro_batch_size": "micro_batch", "mbs": "micro_batch",
     "gradient_accumulation_steps": "num_micro", "num_micro_batches": "num_micro",
@@ -250,9 +268,6 @@ def _own_word(key: str, value: str) -> tuple[str, str]:
 
 
 _UNSAID: Mapping[str, str] = MappingProxyType({
-    "cp": "context parallelism cannot be said yet; leave it out.",
-    "context_parallel": "context parallelism cannot be said yet; leave it out.",
-    "context_parallel_size": "context parallelism cannot be said yet; leave it out.",
     "ep": "experts are split over the team (tp) by rules of their ops; give tp instead.",
     "expert_parallel": "experts are split over the team (tp) by rules of their ops; give tp.",
     "expert_model_parallel_size": (

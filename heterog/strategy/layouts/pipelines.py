@@ -9,6 +9,7 @@ from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.division import split_evenly
+from heterog.strategy.layouts.context import context_rules
 from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.layouts.stages import NO_LAYER, layer_blocks, layers_of
 from heterog.strategy.layouts.tensor import TeamRules, team_rules
@@ -52,6 +53,7 @@ class Manner:
         keeps_turns: whether the schedule states every turn; otherwise 1F1B is its caps.
         vocabulary_parallel: whether teams split what is outside of the layers, too.
         sequence_parallel: whether they split what is between matrix products along positions.
+        context_parallel: whether teams split sequences instead of layers.
         step_barrier: whether a step ends with all updates.
     """
 
@@ -62,6 +64,7 @@ class Manner:
     keeps_turns: bool = True
     vocabulary_parallel: bool = True
     sequence_parallel: bool = False
+    context_parallel: bool = False
     step_barrier: bool = True
 
 
@@ -140,6 +143,8 @@ def rules_of_teams(
     groups = tuple(group for group, size in enumerate(sizes) if size > 1)
     if not groups:
         return None
+    if manner.context_parallel:
+        return context_rules(graph, max(sizes))
     return team_rules(
         graph,
         groups,

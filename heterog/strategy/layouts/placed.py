@@ -22,7 +22,8 @@ class Sizes:
     """The numbers of a layout on one cluster and batch, with nothing left open.
 
     Attributes:
-        tp: devices of a team.
+        tp: devices of a team that splits layers.
+        cp: devices of a team that splits sequences.
         pp: ranks of a pipeline.
         dp: replicas.
         micro_batch: samples of a replica that go through the model at a time.
@@ -34,16 +35,22 @@ class Sizes:
     dp: int
     micro_batch: int
     num_micro: int
+    cp: int = 1
+
+    @property
+    def members(self) -> int:
+        """Devices of a team."""
+        return self.tp * self.cp
 
     @property
     def num_devices(self) -> int:
         """Devices that have work."""
-        return self.tp * self.pp * self.dp
+        return self.members * self.pp * self.dp
 
     def team(self, rank: int, replica: int) -> tuple[int, ...]:
-        """Devices of a team, as Megatron numbers them: tp inside dp inside pp."""
-        first = (rank * self.dp + replica) * self.tp
-        return tuple(range(first, first + self.tp))
+        """Devices of a team, as Megatron numbers them: tp or cp inside dp inside pp."""
+        first = (rank * self.dp + replica) * self.members
+        return tuple(range(first, first + self.members))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +76,18 @@ def sizes_of(layout: Layout, *, batch_size: int, num_devices: int) -> Sizes:
     Raises:
         LayoutError: they do not divide.
     """
-    tp, pp = layout.tp, layout.pp
+    tp, pp = layout.tp * layout.cp, layout.pp
+    team = "cp" if layout.cp > 1 else "tp"
     if tp * pp > num_devices or (layout.dp and tp * pp * layout.dp > num_devices):
-        product = f"tp {tp} x pp {pp}" + (f" x dp {layout.dp}" if layout.dp else "")
+        product = f"{team} {tp} x pp {pp}" + (f" x dp {layout.dp}" if layout.dp else "")
         raise LayoutError(
             f"{product} takes {tp * pp * max(layout.dp, 1)} devices, but the cluster has "
             f"{num_devices}."
         )
     if not layout.dp and num_devices % (tp * pp):
         raise LayoutError(
-            f"tp {tp} x pp {pp} = {tp * pp} devices a replica do not divide the {num_devices} of "
-            f"the cluster; give dp={num_devices // (tp * pp)} to leave "
+            f"{team} {tp} x pp {pp} = {tp * pp} devices a replica do not divide the {num_devices} "
+            f"of the cluster; give dp={num_devices // (tp * pp)} to leave "
             f"{num_devices % (tp * pp)} of them idle."
         )
     dp = layout.dp or num_devices // (tp * pp)
@@ -101,7 +109,8 @@ def sizes_of(layout: Layout, *, batch_size: int, num_devices: int) -> Sizes:
             f"micro_batch {micro} and {layout.num_micro} micro-batches contradict each other: "
             f"{own} would be {layout.num_micro} micro-batches of {counted}."
         )
-    return Sizes(tp=tp, pp=pp, dp=dp, micro_batch=micro, num_micro=share // micro)
+    num_micro = share // micro
+    return Sizes(tp=layout.tp, cp=layout.cp, pp=pp, dp=dp, micro_batch=micro, num_micro=num_micro)
 
 
 def _check(layout: Layout, sizes: Sizes, graph: OpGraph) -> None:
@@ -178,6 +187,7 @@ def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
         keeps_turns=not waits,
         vocabulary_parallel=layout.vocabulary_parallel,
         sequence_parallel=layout.sequence_parallel,
+        context_parallel=layout.cp > 1,
         step_barrier=step_barrier,
     )
 

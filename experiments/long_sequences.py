@@ -1,0 +1,135 @@
+"""Step time by length of sequence on a mixed cluster: sequences cut or not, evenly or not.
+
+    python experiments/long_sequences.py --json
+    python experiments/long_sequences.py --cluster mixed_32 --lengths 4096,131072 --layers 8
+
+One sequence in a batch, a decoder as Llama is built (grouped keys, rotary positions), bfloat16.
+"uncut" is the best of the methods that leave sequences whole: one device, consecutive layers on
+consecutive devices, and the grid of tensor, pipeline and data parallelism with ZeRO and
+recomputation. "even" cuts sequences over all devices in equal runs (``cp`` of a layout), in the
+kinds of synchronisation that the method ``sequences`` tries; "unequal" is ``sequences``. All are
+judged by the referee.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.planner import Budget, MethodRow
+from heterog.planners.portfolio import best_row, run_methods
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Sync
+from heterog.zoo.tokens import token_workload
+
+LENGTHS = tuple(1024 * size for size in (4, 8, 16, 32, 64, 128))
+UNCUT = ("single_device", "model_parallel", "megatron_grid")
+VOCABULARY = 32_000
+SYNCS = (Sync.RING, Sync.HIERARCHICAL, Sync.ZERO1, Sync.ZERO3)
+
+
+def decoder(length: int, layers: int, width: int) -> OpGraph:
+    """One training step of a decoder on one sequence."""
+    hub: Any = importlib.import_module("transformers")
+    name = "unmasked"  # transformers then makes no mask: causal attention is a flag of the kernel
+    hub.AttentionInterface.register(name, hub.AttentionInterface()["sdpa"])
+
+    def model() -> nn.Module:
+        config = hub.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            num_key_value_heads=width // 256,
+            max_position_embeddings=length,
+            use_cache=False,
+            attn_implementation=name,
+        )
+        made: nn.Module = hub.LlamaForCausalLM(config).bfloat16()
+        return made
+
+    lengths = {"input_ids": length, "labels": length}
+    return capture(token_workload("decoder", model, 1, VOCABULARY, lengths))
+
+
+def seconds(row: MethodRow | None) -> float | None:
+    """Seconds of a step, if a plan fits."""
+    return row.step_time_s if row is not None and row.is_ok else None
+
+
+def measure(graph: OpGraph, cluster: Cluster, length: int, budget: Budget) -> dict[str, Any]:
+    """The row of one length."""
+    evaluator = Evaluator(graph, cluster)
+    orders = tuple(Order)
+
+    def found(methods: tuple[str, ...]) -> list[MethodRow]:
+        return run_methods(evaluator, methods, budget=budget, step_barrier=True, orders=orders)
+
+    uncut = best_row(found(UNCUT))
+    (cut,) = found(("sequences",))
+    unequal_s, even_s, parts = seconds(cut), None, ()
+    if cut.candidate is not None:
+        chosen = cut.candidate.strategy
+        decision = chosen.decisions[0]
+        parts = decision.parts
+        everywhere = tuple(range(cluster.num_devices))
+        tried = []
+        for sync in {decision.sync, *SYNCS}:
+            for recompute in (False, True):
+                even = replace(
+                    decision,
+                    devices=everywhere,
+                    shares=(graph.batch_size, *(0,) * (cluster.num_devices - 1)),
+                    teams=(everywhere,),
+                    parts=(1,) * cluster.num_devices,
+                    sync=sync,
+                    recompute=recompute,
+                )
+                strategy = replace(chosen, decisions=(even,) * len(chosen.decisions))
+                tried += [evaluator.referee(strategy, order) for order in orders]
+        even_s = min((each.step_time_s for each in tried if each.is_ok), default=None)
+    return {
+        "length": length,
+        "uncut_s": seconds(uncut),
+        "uncut_method": uncut.method if seconds(uncut) is not None else None,
+        "even_s": even_s,
+        "unequal_s": unequal_s,
+        "parts": list(parts),
+        "note": cut.note,
+    }
+
+
+def main() -> None:
+    """Measure every length."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cluster", default="mixed_16")
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--budget", default="200e")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    cluster, budget = Cluster.load(args.cluster), Budget.parse(args.budget)
+    rows = []
+    for length in map(int, args.lengths.split(",")):
+        row = measure(decoder(length, args.layers, args.width), cluster, length, budget)
+        rows.append(row)
+        times = (row[name] for name in ("uncut_s", "even_s", "unequal_s"))
+        said = ["-" if each is None else f"{each:.3f} s" for each in times]
+        sys.stderr.write(f"{length:>7} positions: {' '.join(said)} ({row['note']})\n")
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        print(json.dumps(settings | {"rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
