@@ -6,9 +6,9 @@
 One sequence in a batch, a decoder as Llama is built (grouped keys, rotary positions), bfloat16.
 "uncut" is the best of the methods that leave sequences whole: one device, consecutive layers on
 consecutive devices, and the grid of tensor, pipeline and data parallelism with ZeRO and
-recomputation. "even" cuts sequences over all devices in equal runs (``cp`` of a layout), in the
-kinds of synchronisation that the method ``sequences`` tries; "unequal" is ``sequences``. All are
-judged by the referee.
+recomputation. "unequal" is the method ``sequences``; "even" are equal runs (``cp`` of a layout)
+over the devices that it chose, over those of the fastest host, or over all, in the kinds of
+synchronisation that it tries: whichever is best. All are judged by the referee.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import importlib
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -27,7 +28,7 @@ from heterog.planners.planner import Budget, MethodRow
 from heterog.planners.portfolio import best_row, run_methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.strategy import Sync
+from heterog.strategy.strategy import Strategy, Sync
 from heterog.zoo.tokens import token_workload
 
 LENGTHS = tuple(1024 * size for size in (4, 8, 16, 32, 64, 128))
@@ -61,9 +62,25 @@ def decoder(length: int, layers: int, width: int) -> OpGraph:
     return capture(token_workload("decoder", model, 1, VOCABULARY, lengths))
 
 
-def seconds(row: MethodRow | None) -> float | None:
-    """Seconds of a step, if a plan fits."""
-    return row.step_time_s if row is not None and row.is_ok else None
+def best_even_s(evaluator: Evaluator, chosen: Strategy) -> float | None:
+    """Seconds of a step with equal runs, the best of all that are tried; ``None``: none fits."""
+    decision, cluster = chosen.decisions[0], evaluator.cluster
+    hosts = [tuple(cluster.host_devices(host)) for host in range(cluster.num_hosts)]
+    teams = {decision.devices, hosts[0], tuple(range(cluster.num_devices))}
+    found = []
+    for team, sync, recompute in product(sorted(teams), SYNCS, (False, True)):
+        even = replace(
+            decision,
+            devices=team,
+            shares=(evaluator.graph.batch_size, *(0,) * (len(team) - 1)),
+            teams=(team,),
+            parts=(1,) * len(team),
+            sync=sync,
+            recompute=recompute,
+        )
+        strategy = replace(chosen, decisions=(even,) * len(chosen.decisions))
+        found += [evaluator.referee(strategy, order) for order in (Order.FIFO, Order.RANK)]
+    return min((each.step_time_s for each in found if each.is_ok), default=None)
 
 
 def measure(graph: OpGraph, cluster: Cluster, length: int, budget: Budget) -> dict[str, Any]:
@@ -76,33 +93,19 @@ def measure(graph: OpGraph, cluster: Cluster, length: int, budget: Budget) -> di
 
     uncut = best_row(found(UNCUT))
     (cut,) = found(("sequences",))
-    unequal_s, even_s, parts = seconds(cut), None, ()
+    even_s: float | None = None
+    parts: tuple[int, ...] = ()
     if cut.candidate is not None:
         chosen = cut.candidate.strategy
-        decision = chosen.decisions[0]
-        parts = decision.parts
-        everywhere = tuple(range(cluster.num_devices))
-        tried = []
-        for sync in {decision.sync, *SYNCS}:
-            for recompute in (False, True):
-                even = replace(
-                    decision,
-                    devices=everywhere,
-                    shares=(graph.batch_size, *(0,) * (cluster.num_devices - 1)),
-                    teams=(everywhere,),
-                    parts=(1,) * cluster.num_devices,
-                    sync=sync,
-                    recompute=recompute,
-                )
-                strategy = replace(chosen, decisions=(even,) * len(chosen.decisions))
-                tried += [evaluator.referee(strategy, order) for order in orders]
-        even_s = min((each.step_time_s for each in tried if each.is_ok), default=None)
+        parts = chosen.decisions[0].parts
+        even_s = best_even_s(evaluator, chosen)
     return {
         "length": length,
-        "uncut_s": seconds(uncut),
-        "uncut_method": uncut.method if seconds(uncut) is not None else None,
+        "uncut_s": uncut.step_time_s,
+        "uncut_method": uncut.method if uncut.outcome == "ok" else uncut.outcome,
         "even_s": even_s,
-        "unequal_s": unequal_s,
+        "unequal_s": cut.step_time_s,
+        "unequal_outcome": cut.outcome,
         "parts": list(parts),
         "note": cut.note,
     }

@@ -37,7 +37,7 @@ def on_causal_rows(
     Returns:
         The outputs of the op: of queries the local ones, of keys and values parts of a sum.
     """
-    run = _forward if call.kind == "attention" else _backward
+    run = _backward if "grad_out" in call.args else _forward
     return run(call, kernel, list(inputs), first)
 
 

@@ -20,6 +20,7 @@ from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRule, OpRules, Scatter
 from heterog.graph.placement import OpCall, P, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, propagate
+from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
 
 MOST_UNITS = 128
 """Runs of positions that are told apart: a share is then off by less than one per cent of all."""
@@ -228,7 +229,7 @@ class _Pass:
 
     def _note_meant(self, index: int, call: OpCall, result: RuleResult) -> None:
         """Gradients of keys and values are sums over the queries, cut like keys and values."""
-        if call.kind != "attention_backward" or result.outputs[1:] != (P, P):
+        if call.kind not in ATTENTION_KINDS or result.outputs[1:] != (P, P):
             return
         for tensor in self.graph.outputs(index)[1:]:
             if self.graph.tensors[tensor].shape[2] % self.units == 0:

@@ -28,6 +28,8 @@ from tests.thorough import THOROUGH
         ("translation", "tp=2,sp=true,zero=3,micro_batch=2"),
         ("llama", "tp=2,zero=2,micro_batch=4"),
         ("llama", "tp=2,pp=2,micro_batch=2,recompute=full,sp=true"),
+        ("gpt", "cp=2,pp=2,micro_batch=2"),
+        ("llama", "cp=4,zero=1,recompute=full"),
         ("mlp", "tp=4,num_micro=2"),
         ("mlp", "tp=2,pp=2,layers=3-2,num_micro=4"),
         # Each of these has its parts in the ones above.

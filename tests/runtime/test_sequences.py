@@ -11,12 +11,13 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import load_plan
 from heterog.strategy.sequence_split import sequence_split
-from heterog.strategy.strategy import Decision, Strategy
+from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import Trained, assert_same
 from tests.runtime.ranks import Ranks
 from tests.runtime.sequences import train, trained_alone, workload_of
 from tests.runtime.strategies import ALL, plan_of, strategy_of
 
+IN_TWO = ((0, 1), (2,))
 TOGETHER = Decision(devices=ALL, shares=(2, 0, 0), teams=(ALL,), parts=(5, 3, 2))
 
 
@@ -65,3 +66,35 @@ def test_unequal_runs_of_positions_give_the_numbers_of_one_device(
     chosen = strategy(graph_of(name, 2), 10, TOGETHER)
     results = trained(ranks, tmp_path, name, chosen, 2)
     assert_same(results, trained_alone(name, 2), rtol=limits[0], loss_rtol=limits[1])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "decision", "micro_batches"),
+    [
+        # Batch and sequences together; the second team is one device. A micro-batch of each.
+        (
+            "gpt",
+            replace(TOGETHER, shares=(2, 0, 1), teams=IN_TWO, parts=(4, 1, 1), recompute=True),
+            ((1, 1), (0, 0), (0, 1)),
+        ),
+        # A device without positions, another order of devices, parameters in slices.
+        ("gpt2 of transformers",
+         replace(TOGETHER, shares=(0, 0, 3), teams=((2, 0, 1),), parts=(3, 0, 7), sync=Sync.ZERO3),
+         ()),
+    ],
+)  # fmt: skip
+def test_batch_and_sequences_together(
+    ranks: Ranks,
+    tmp_path: Path,
+    name: str,
+    decision: Decision,
+    micro_batches: tuple[tuple[int, ...], ...],
+) -> None:
+    chosen = replace(strategy(graph_of(name, 3), 10, decision), micro_batches=micro_batches)
+    results = trained(ranks, tmp_path, name, chosen, 3)
+    limits = SINGLE if "transformers" in name else DOUBLE
+    wanted = trained_alone(name, 3)
+    if decision.sync == Sync.ZERO3:  # gradients are kept in slices
+        results = [each._replace(gradients={}) for each in results]
+    assert_same(results, wanted, rtol=limits[0], loss_rtol=limits[1], all_gradients=False)
