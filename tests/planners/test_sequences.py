@@ -9,13 +9,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.cluster import Cluster
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.planner import Budget, PlanResult, Problem, planner_by_name
 from heterog.planners.sequences import Sequences
 from heterog.simulator.engine import Order
+from heterog.simulator.calibration_files import cost_model_of
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.sequence_split import sequence_split
 from tests.simulator.builders import cluster_of
 
 WIDTH, LENGTH = 512, 8192
@@ -59,6 +62,21 @@ def test_runs_follow_speeds_and_what_positions_cost(types: list[str]) -> None:
     evenly = replace(found, decisions=(even,) * len(found.decisions))
     step_s, even_s = (evaluator.referee(s, Order.FIFO).step_time_s for s in (found, evenly))
     assert step_s < 0.9 * even_s
+
+
+def test_models_of_devices_price_late_queries_like_the_formula() -> None:
+    """They know FLOPs and bytes of a part alone, and have to find out which sizes are cut."""
+    graph = graph_of(1)
+    split = sequence_split(graph, 128)
+    assert split is not None
+    plan, (kind,) = axis_plan(graph, split.op_rules), cluster_of((1.0, ["A100-40GB"])).device_types
+    model = cost_model_of(cluster_of((1.0, ["A100-40GB"])))
+    whole, early, late = (
+        model.work_seconds(graph, kind, *plan.work(end - begin, 1, 1, begin))[plan.causal_ops]
+        for begin, end in ((0, 128), (0, 64), (64, 128))
+    )
+    assert early == pytest.approx(whole / 4, rel=0.1)
+    assert late == pytest.approx(whole * 3 / 4, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,7 @@ def local_sizes(
     )
     sizes = products.sizes[chosen] * part[:, None] ** _CUTS[:, None, :]  # [cuts, chosen, 4]
     is_possible = (sizes >= 1.0 - 1e-9).all(axis=2)
+    is_possible &= ~((columns > 0.0) & products.is_attention[chosen])  # heads stay whole
     off = np.abs(of_cut - bytes_part) + np.where(is_possible, 0.0, 1.0)
     number = np.arange(len(part))
     of_batch = products.along_batch[chosen]
@@ -263,7 +264,8 @@ def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
         queries, keys = _input(call, "query").shape, _input(call, "key").shape
         # Scores stay on the chip: all products have this size, or that of its transpose.
         sizes = Sizes(prod(queries[:-2]), queries[-2], queries[-1], keys[-2])
-        yield _Product(sizes, _matrices(sizes), _BATCH)
+        keys_bytes = float(_input(call, "key").num_bytes + _input(call, "value").num_bytes)
+        yield _Product(sizes, (0.0, keys_bytes, 2.0 * _input(call, "query").num_bytes), _BATCH)
     elif call.kind in ("convolution.default", "convolution_backward.default"):
         yield from _convolutions(call)
 
