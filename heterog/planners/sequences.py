@@ -282,7 +282,8 @@ def _moves(point: _Point) -> Iterator[_Point]:
 
 def _in_words(point: _Point) -> str:
     shares = " and ".join(":".join(map(str, units)) for units in point.units)
-    return f"positions {shares} of each sequence"
+    again = ", activations recomputed" if point.recompute else ""
+    return f"positions {shares} of each sequence{again}, {point.sync.name.lower()}"
 
 
 register(Sequences())

@@ -15,8 +15,8 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.planner import Budget, PlanResult, Problem, planner_by_name
 from heterog.planners.sequences import Sequences
+from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.engine import Order
-from heterog.simulator.calibration_files import cost_model_of
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.sequence_split import sequence_split
 from tests.simulator.builders import cluster_of
