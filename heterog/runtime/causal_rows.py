@@ -6,12 +6,16 @@ mask and one causal, and no mask tensor is made. Their outputs are weighted by w
 keeps, the logarithms of the sums of exponents; given those of both together, the backward kernel
 finds each part's gradients alone (the two identities of ring attention, Liu et al. 2023). Keys
 behind the last query are never looked at: early positions cost less.
+
+Kernels of other devices keep other things. There it is one call, with a mask that ends at the last
+query; torch has a kind of mask for it that fused kernels know and that is not written out.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad
 
 from heterog.graph.placement import OpCall
@@ -19,6 +23,9 @@ from heterog.graph.sharding_rules.table import positions
 
 Kernel = Callable[[Sequence[Tensor], bool], list[Tensor]]
 """Runs the op on some tensor inputs, with a causal mask or without one."""
+
+MaskedKernel = Callable[[Sequence[Tensor], Tensor], list[Tensor]]
+"""Runs the op on some tensor inputs with a mask."""
 
 _ROWS = 2  # of queries, keys and values [B, H, S, D]
 
@@ -39,6 +46,27 @@ def on_causal_rows(
     """
     run = _backward if "grad_out" in call.args else _forward
     return run(call, kernel, list(inputs), first)
+
+
+def on_masked_rows(
+    call: OpCall, kernel: MaskedKernel, inputs: Sequence[Tensor], first: int
+) -> list[Tensor]:
+    """The same with one call, of a kernel that takes masks.
+
+    Args:
+        call: the op.
+        kernel: what runs it.
+        inputs: its tensor inputs; those that belong to queries are the local ones.
+        first: position of the first local query.
+    """
+    (query,), (key,) = positions(call, "query"), positions(call, "key")
+    num, rows = inputs[query].shape[_ROWS], inputs[key].shape[_ROWS]
+    seen = first + num
+    made = kernel(_with_keys(call, list(inputs), 0, seen), causal_lower_right(num, seen))
+    if "grad_out" not in call.args:
+        return made
+    unseen = [0, 0, 0, rows - seen]
+    return [made[0], *(pad(each, unseen) for each in made[1:])]
 
 
 def _forward(call: OpCall, kernel: Kernel, inputs: list[Tensor], first: int) -> list[Tensor]:

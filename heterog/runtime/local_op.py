@@ -1,6 +1,7 @@
 """One op of the graph on a device's share: its arguments, its kernel, and what keeps it exact."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from heterog.graph.sharding_rules import (
 from heterog.graph.sharding_rules.halo import halo_dim
 from heterog.graph.sharding_rules.table import positions
 from heterog.runtime.attention import ATTENTION
-from heterog.runtime.causal_rows import on_causal_rows
+from heterog.runtime.causal_rows import on_causal_rows, on_masked_rows
 from heterog.runtime.placed import nested
 from heterog.runtime.spans import Span, unit_rows, window_rows
 from heterog.runtime.windows import Windows, run_on_windows
@@ -30,6 +31,7 @@ from heterog.runtime.windows import Windows, run_on_windows
 _RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
 _SUM_REDUCTION = 2
 _RANDOM = frozenset({Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM})
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _INSTEAD = {"attention": "Use dropout_p=0 in attention, and torch.nn.Dropout after it."}
 
 
@@ -165,15 +167,13 @@ class LocalOp:
         return kept
 
     def _run(
-        self, inputs: Sequence[Tensor], extent: Extent, *, is_causal: bool | None = None
+        self, inputs: Sequence[Tensor], extent: Extent, instead: Mapping[str, Any] = _NOTHING
     ) -> list[Tensor]:
-        """Call the kernel, of attention also with another flag than the op's own."""
+        """Call the kernel, with other arguments ``instead`` of some of the op's own."""
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
         for name, argument, is_keyword in self._template(extent):
-            value = _fill(argument, inputs)
-            if name == "is_causal" and is_causal is not None:
-                value = is_causal
+            value = instead[name] if name in instead else _fill(argument, inputs)
             if is_keyword:
                 keywords[name] = value
             else:
@@ -189,12 +189,18 @@ class LocalOp:
     ) -> list[Tensor]:
         """Causal attention of the queries of some units, which see keys up to their own."""
 
-        def kernel(given: Sequence[Tensor], is_causal: bool) -> list[Tensor]:
-            return self._run(given, extent, is_causal=is_causal)
+        def causal(given: Sequence[Tensor], is_causal: bool) -> list[Tensor]:
+            return self._run(given, extent, {"is_causal": is_causal})
+
+        def masked(given: Sequence[Tensor], mask: Tensor) -> list[Tensor]:
+            return self._run(given, extent, {"is_causal": False, "attn_mask": mask})
 
         (query,) = positions(self.call, "query")
         num_rows = self.call.inputs[query].shape[2]
-        return on_causal_rows(self.call, kernel, inputs, first_unit * num_rows // self.whole.units)
+        first = first_unit * num_rows // self.whole.units
+        if self._target is ATTENTION[self.call.kind]:
+            return on_masked_rows(self.call, masked, inputs, first)
+        return on_causal_rows(self.call, causal, inputs, first)
 
     def _windows(self, units: Span) -> Windows:
         """Rows of an op that reads rows which neighbours own."""

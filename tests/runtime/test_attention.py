@@ -1,9 +1,15 @@
 """Attention on devices other than the captured one: the same numbers as the captured kernels."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from heterog.graph.placement import OpCall, TensorRef
 from heterog.runtime.attention import attention, attention_backward
+from heterog.runtime.causal_rows import on_masked_rows
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -29,3 +35,35 @@ def test_the_same_as_the_captured_kernels(is_causal: bool, masked: bool) -> None
     )
     for mine, theirs in zip(found_back, wanted_back, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(("first", "num"), [(0, 2), (2, 3), (4, 1)])
+def test_rows_of_causal_attention_with_a_mask_that_ends_at_the_last(first: int, num: int) -> None:
+    torch.manual_seed(0)
+    query, key, value, gradient = (torch.randn(3, 2, 5, 8, dtype=torch.float64) for _ in range(4))
+    rest: dict[str, Any] = {"dropout_p": 0.0, "is_causal": True, "attn_mask": None, "scale": None}
+    out, kept = attention(query, key, value, **rest)
+    whole = attention_backward(gradient, query, key, value, out, kept, **rest)
+    rows = slice(first, first + num)
+    own = query[:, :, rows], key, value
+    backward = gradient[:, :, rows], *own, out[:, :, rows], kept[:, :, rows]
+
+    def run(names: str, function: Any, given: tuple[Tensor, ...]) -> list[Tensor]:
+        refs = {name: TensorRef(at) for at, name in enumerate(names.split())}
+        call = OpCall(kind="attention", args=refs, inputs=(), outputs=())
+
+        def kernel(inputs: Sequence[Tensor], mask: Tensor) -> list[Tensor]:
+            return list(function(*inputs, 0.0, False, attn_mask=mask, scale=None))
+
+        return on_masked_rows(call, kernel, given, first)
+
+    found, _ = run("query key value", attention, own)
+    torch.testing.assert_close(found, out[:, :, rows])
+    names = "grad_out query key value out logsumexp"
+    of_query, of_key, of_value = run(names, attention_backward, backward)
+    torch.testing.assert_close(of_query, whole[0][:, :, rows])
+    alone = torch.zeros_like(gradient)
+    alone[:, :, rows] = gradient[:, :, rows]
+    _, key_part, value_part = attention_backward(alone, query, key, value, out, kept, **rest)
+    torch.testing.assert_close(of_key, key_part)
+    torch.testing.assert_close(of_value, value_part)
