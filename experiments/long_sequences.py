@@ -5,8 +5,9 @@
 
 One sequence in a batch, a decoder as Llama is built (grouped keys, rotary positions), bfloat16.
 "uncut" is the best of the methods that leave sequences whole: one device, consecutive layers on
-consecutive devices, and the grid of tensor, pipeline and data parallelism with ZeRO and
-recomputation. "unequal" is the method ``sequences``; "even" are equal runs (``cp`` of a layout)
+consecutive devices, the grid of tensor, pipeline and data parallelism with ZeRO and recomputation,
+which wants a batch that divides among all machines, and tensor parallelism with sequence-parallel
+norms on the first host and over two hosts as stages. "unequal" is the method ``sequences``; "even" are equal runs (``cp`` of a layout)
 over the devices that it chose, over those of the fastest host, or over all, in the kinds of
 synchronisation that it tries: whichever is best. All are judged by the referee.
 """
@@ -28,6 +29,8 @@ from heterog.planners.planner import Budget, MethodRow
 from heterog.planners.portfolio import best_row, run_methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.layout import parse_layout
+from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.strategy import Strategy, Sync
 from heterog.zoo.tokens import token_workload
 
@@ -83,6 +86,21 @@ def best_even_s(evaluator: Evaluator, chosen: Strategy) -> float | None:
     return min((each.step_time_s for each in found if each.is_ok), default=None)
 
 
+def best_layout_s(evaluator: Evaluator) -> tuple[float, str] | None:
+    """(seconds of a step, layout) of the best tensor-parallel layout of the first hosts."""
+    graph, cluster, found = evaluator.graph, evaluator.cluster, []
+    size = len(cluster.host_devices(0))
+    for tp, pp, recompute in product((2, 4, 8), (1, 2), ("none", "full")):
+        if tp <= size and tp * pp <= cluster.num_devices:
+            text = f"tp={tp},pp={pp},dp=1,sp=true,recompute={recompute}"
+            given = place_layout(parse_layout(text), graph, cluster)
+            for order in (Order.FIFO, Order.RANK):
+                judged = evaluator.referee(given.strategy, order)
+                if judged.is_ok:
+                    found.append((judged.step_time_s, text))
+    return min(found, default=None)
+
+
 def measure(graph: OpGraph, cluster: Cluster, length: int, budget: Budget) -> dict[str, Any]:
     """The row of one length."""
     evaluator = Evaluator(graph, cluster)
@@ -92,6 +110,10 @@ def measure(graph: OpGraph, cluster: Cluster, length: int, budget: Budget) -> di
         return run_methods(evaluator, methods, budget=budget, step_barrier=True, orders=orders)
 
     uncut = best_row(found(UNCUT))
+    tensor = best_layout_s(evaluator)
+    best = [(uncut.step_time_s, uncut.method)] if uncut.step_time_s is not None else []
+    best += [tensor] if tensor is not None else []
+    uncut_s, uncut_method = min(best, default=(None, uncut.outcome))
     (cut,) = found(("sequences",))
     even_s: float | None = None
     parts: tuple[int, ...] = ()
@@ -101,8 +123,8 @@ def measure(graph: OpGraph, cluster: Cluster, length: int, budget: Budget) -> di
         even_s = best_even_s(evaluator, chosen)
     return {
         "length": length,
-        "uncut_s": uncut.step_time_s,
-        "uncut_method": uncut.method if uncut.outcome == "ok" else uncut.outcome,
+        "uncut_s": uncut_s,
+        "uncut_method": uncut_method,
         "even_s": even_s,
         "unequal_s": cut.step_time_s,
         "unequal_outcome": cut.outcome,
