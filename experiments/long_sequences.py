@@ -5,11 +5,12 @@
 
 One sequence in a batch, a decoder as Llama is built (grouped keys, rotary positions), bfloat16.
 "uncut" is the best of the methods that leave sequences whole: one device, consecutive layers on
-consecutive devices, the grid of tensor, pipeline and data parallelism with ZeRO and recomputation,
-which wants a batch that divides among all machines, and tensor parallelism with sequence-parallel
-norms on the first host and over two hosts as stages. "unequal" is the method ``sequences``; "even" are equal runs (``cp`` of a layout)
-over the devices that it chose, over those of the fastest host, or over all, in the kinds of
-synchronisation that it tries: whichever is best. All are judged by the referee.
+consecutive devices, the grid of tensor, pipeline and data parallelism with ZeRO and recomputation
+(it finds no layout for one sequence where every kind has several hosts), and tensor parallelism
+with sequence-parallel norms on the first host, or over two hosts as stages. "unequal" is the
+method ``sequences``; "even" are equal runs (``cp`` of a layout) over the devices that it chose,
+over those of the first host, or over all, in the kinds of synchronisation that it tries:
+whichever is best. All are judged by the referee.
 """
 
 import argparse
