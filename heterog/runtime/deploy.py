@@ -19,6 +19,7 @@ from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
 from heterog.runtime.accelerators import rank_device
+from heterog.runtime.averaging import Averager
 from heterog.runtime.buffer_owners import buffers_of
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets, local_ops
@@ -30,6 +31,7 @@ from heterog.runtime.recorder import TaskTimes, gather_task_times
 from heterog.runtime.resized import Signature, by_name, planned_signature, resize, signature
 from heterog.runtime.slices import SlicedBucket
 from heterog.runtime.step_order import step_order
+from heterog.strategy.averaged_buckets import crossing_fault
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import FloatArray, Program, TaskKind
 from heterog.strategy.strategy import Strategy
@@ -58,6 +60,7 @@ class DeployedStep:
             the same, so that every rank can make the same scheduler. Its options may be changed at
             any time: an update uses those that held when its own step was called. Its state is up
             to date after ``flush``.
+        averager: brings islands together after every few steps; ``None`` in an exact plan.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class DeployedStep:
         _check_same_everywhere(program.hash)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise StrategyError(f"max_grad_norm is {max_grad_norm}; it must be above 0.")
+        _check_averaging(plan.strategy, program, clips=max_grad_norm is not None)
         self.device = rank_device()
         self._model = _one_model(workload, self.device)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
@@ -104,6 +108,16 @@ class DeployedStep:
         self._seed = seed
         self._program = program
         self._communicator = Communicator(self.rank, ())
+        self.averager = None
+        if plan.strategy.averaging is not None:
+            self.averager = Averager(
+                graph,
+                plan.strategy,
+                self.rank,
+                self.part.parameters,
+                self.masters,
+                self._communicator,
+            )
         self._planned = planned_signature(graph)
         self._executor = self._make_executor(
             self.captured, plan.strategy, program, plan.task_order, plan.sent_before
@@ -254,6 +268,8 @@ class DeployedStep:
         loss = self._executor(
             {tensor: value.to(self.device) for tensor, value in by_tensor.items()}
         )
+        if self.averager is not None:
+            self.averager.after_step(self.num_steps)
         # Schedulers warn if it has not stepped yet; it may still do so, or have nothing to do.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -314,6 +330,20 @@ class DeployedStep:
         for name, twin in _tied_names(self._model).items():
             state[name] = state[twin]
         return state
+
+    def require_averaged(self) -> None:
+        """Refuse to speak of one model while islands have several.
+
+        Raises:
+            StrategyError: they have trained apart since the last averaging.
+        """
+        to_go = 0 if self.averager is None else self.averager.steps_to_go(self.num_steps)
+        if to_go:
+            raise StrategyError(
+                f"after step {self.num_steps} the islands of this plan have trained apart, and "
+                f"each has weights of its own; train {to_go} more step{'s' * (to_go > 1)} to the "
+                "next averaging, then read or save the model."
+            )
 
     def _join_statistics(self) -> None:
         """Bring buffers that are stepped in parts together where their owner is."""
@@ -447,6 +477,18 @@ def _check_world(plan: Plan) -> None:
             f"the plan is for {plan.cluster.num_devices} devices of '{plan.cluster.name}', but "
             f"{ranks} ranks are running; start one rank per device."
         )
+
+
+def _check_averaging(strategy: Strategy, program: Program, *, clips: bool) -> None:
+    if strategy.averaging is None:
+        return
+    if clips:
+        raise StrategyError(
+            "max_grad_norm is a norm over one gradient, but the islands of this plan have one "
+            "each; train without it, or with an exact plan."
+        )
+    if fault := crossing_fault(program, strategy):
+        raise StrategyError(f"{fault}.")
 
 
 def _check_same_everywhere(program_hash: str) -> None:

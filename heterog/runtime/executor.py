@@ -20,6 +20,7 @@ from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.sharding_rules import Special
 from heterog.graph.workload import named_leaves
+from heterog.runtime.averaging import gradient_scale
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.conversions import Conversions
 from heterog.runtime.gradients import Gradients
@@ -109,6 +110,10 @@ class StepExecutor:
         self._max_grad_norm = max_grad_norm
         device = device or torch.device("cpu")
         self._random = RandomStream(seed, device)
+        scale = gradient_scale(part.graph, part.strategy, part.rank)
+        self._scale = None
+        if part.strategy.averaging is not None:
+            self._scale = torch.tensor(scale, dtype=torch.float64, device=device)
         self._ops = ops
         self.turns, self._end = order.for_rank(part)
         self._slices = slices or Slices([], part.rank, {})
@@ -199,7 +204,7 @@ class StepExecutor:
         gradients = Gradients(
             self._part, self._values, self._parameters, self._communicator, self._slices
         )
-        self._step = StepUpdates(gradients, self._updates.options())
+        self._step = StepUpdates(gradients, self._updates.options(), scale=self._scale)
         self._summed_loss = None
 
     def take(self, turn: DueTask) -> None:

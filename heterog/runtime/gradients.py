@@ -263,7 +263,7 @@ class Gradients:
         """The gradient summed over all devices, in the parameter's shape."""
         shape = self._parameter(row).shape
         bucket = int(self._part.program.bucket[row])
-        if bucket >= 0:
+        if bucket >= 0 and any(self._part.rank in ring.devices for ring in self._part.rings(row)):
             return self._total_of_rings(row, bucket).view(shape)
         if row in self._sums:
             return self._sums[row].view(shape)

@@ -36,7 +36,8 @@ class StepUpdates:
     Attributes:
         gradients: of the step.
         options: the optimizer's when the step was called.
-        scale: clipping multiplies every gradient by it; ``None`` leaves them as they are.
+        scale: every gradient is multiplied by it, for clipping or where islands average; ``None``
+            leaves them as they are.
         updated: by bucket that is updated in slices, how many of its parameters may be stepped.
     """
 

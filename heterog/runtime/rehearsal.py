@@ -28,6 +28,7 @@ from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.model_part import ModelPart
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.step_order import LOSS, NORM, step_order
+from heterog.strategy.averaged_buckets import crossing_fault
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.strategy import Strategy
 
@@ -90,7 +91,7 @@ def rehearse(
     Returns:
         Why the plan cannot be executed; empty if it can.
     """
-    wrong = _wrong_order(program, task_order)
+    wrong = _wrong_order(program, task_order) or crossing_fault(program, strategy)
     if wrong:
         return wrong
     with torch.no_grad(), _without_collector():

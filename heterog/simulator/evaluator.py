@@ -14,6 +14,7 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
+from heterog.simulator.averaging import averaging_tape
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, CostModel, Prices
 from heterog.simulator.engine import (
@@ -29,6 +30,7 @@ from heterog.simulator.intervals import Interval, interval_around
 from heterog.simulator.memory import peak_memory
 from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
 from heterog.simulator.referee import replay
+from heterog.strategy.averaged_buckets import averaged_buckets
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.folding import Fold
 from heterog.strategy.lowering import (
@@ -325,7 +327,31 @@ class Evaluator:
         number = self.rule_number(strategy.op_rules, strategy.blocks)
         tables = self._rule_set(number).tables
         choice = encode(strategy, tables, self.channels, num_steps=steps)
-        return choice._replace(rule_set=number)
+        choice = choice._replace(rule_set=number)
+        if strategy.averaging is None:
+            return choice
+        seconds = self.averaging_seconds(strategy, choice)
+        return choice._replace(averaging_s=seconds / strategy.averaging.every)
+
+    def averaging_seconds(self, strategy: Strategy, choice: Choice) -> float:
+        """Seconds of one averaging of a strategy's parameters, by the referee.
+
+        Args:
+            strategy: with an averaging.
+            choice: the same, encoded.
+        """
+        assert strategy.averaging is not None
+        tape = averaging_tape(
+            averaged_buckets(self.graph, strategy),
+            self.channels,
+            num_parameters=len(self.tables.parameter_bytes),
+            num_devices=self.cluster.num_devices,
+            has_outer=strategy.averaging.has_outer,
+        )
+        prices = self._prices(choice, self._type_of_device, self._price_channels(tape))
+        lowered = _Lowered(choice._replace(num_steps=1), tape, prices)
+        self._run(lowered, Order.FIFO, math.inf)
+        return self._replay(lowered)[0]
 
     def rule_number(self, op_rules: OpRules, blocks: tuple[int, ...] = ()) -> int:
         """The number by which a ``Choice`` names op rules and blocks, 0 if there are none."""
@@ -490,12 +516,14 @@ class Evaluator:
         No timings and a lower bound of the seconds above the limit.
         """
         choice, tape, prices, _ = lowered
+        limit_s -= choice.averaging_s
         end, done, replayed = replay(
             tape, prices, self._timings, len(prices.type_of_device), limit_s * choice.num_steps
         )
         num_tasks = int(tape.counts[NUM_TASKS])
         assert done in (num_tasks, GIVEN_UP), f"only {done} of {num_tasks} tasks can be replayed"
-        return end / choice.num_steps, None if done == GIVEN_UP else replayed
+        seconds = end / choice.num_steps + choice.averaging_s
+        return seconds, None if done == GIVEN_UP else replayed
 
     def seconds_under_noise(self, choice: Choice, order: Order, noise: Noise) -> FloatArray:
         """Seconds per step by the referee when speeds are not as predicted.
@@ -517,7 +545,7 @@ class Evaluator:
             noisy = noisy_prices(prices, noise.resource[draw])
             seconds = noisy_seconds(tape, prices, noisy, nominal.seconds, factor[draw])
             end, _, _ = replay(tape, noisy, nominal._replace(seconds=seconds), num_devices)
-            result[draw] = end / choice.num_steps
+            result[draw] = end / choice.num_steps + choice.averaging_s
         return result
 
     def _judge(self, choice: Choice, seconds: float, peak: FloatArray, order: Order) -> Evaluation:
@@ -623,13 +651,14 @@ class Evaluator:
         """
         choice, tape, prices, _ = lowered
         num_devices = len(prices.type_of_device)
+        limit_s -= choice.averaging_s
         self._timings = with_room(self._timings, tape, prices.num_queues + num_devices)
         end, is_done = run_program(
             tape, prices, self._timings, num_devices, order, limit_s * choice.num_steps
         )
         self.num_evaluations += 1
         self.num_tasks = int(tape.counts[NUM_TASKS])
-        return end / choice.num_steps, is_done
+        return end / choice.num_steps + choice.averaging_s, is_done
 
     def _peak(self, lowered: _Lowered, *timings: Timings) -> FloatArray:
         """Peak bytes of each device in any of the timings of what was lowered."""

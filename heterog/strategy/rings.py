@@ -31,12 +31,16 @@ class Ring(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 12)
-def gradient_rings(division: Division, axes: tuple[int, ...]) -> tuple[tuple[Ring, ...], ...]:
+def gradient_rings(
+    division: Division, axes: tuple[int, ...], within_teams: bool = False
+) -> tuple[tuple[Ring, ...], ...]:
     """The rings of a division for each ``Domain`` of gradients.
 
     Args:
         division: devices, shares and teams.
         axes: units of every axis but the batch.
+        within_teams: no gradient is summed between teams (``Averaging``); without op rules, which
+            do not go with it.
 
     Returns:
         For ``ALL``, ``PEERS``, ``TEAM``, then for slices along each axis; rings of one device are
@@ -51,8 +55,10 @@ def gradient_rings(division: Division, axes: tuple[int, ...]) -> tuple[tuple[Rin
         ]
     else:
         peers = [Ring(everyone, everyone, is_once=True)]
-    if len(teams) == 1:
+    if len(teams) == 1 or within_teams:
         peers = []
+    if within_teams:
+        all_ = inside
     slices = [_slice_rings(teams, division.units(units)) if units else () for units in axes]
     return tuple(
         tuple(ring for ring in rings if len(ring.devices) > 1)

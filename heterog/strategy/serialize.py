@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -11,6 +12,7 @@ from heterog.graph.op_rule import Scatter
 from heterog.graph.placement import H, L, P, Placement, R, S, Window
 from heterog.names import shown
 from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, parse_record
+from heterog.strategy.averaging import Averaging, AverageWeights
 from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
 from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy, Sync
 
@@ -66,7 +68,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
             "chunk_starts": list(strategy.schedule.chunk_starts),
         },
         "blocks": list(strategy.blocks),
-    }
+    } | _averaging_to_dict(strategy.averaging)
 
 
 class _DecisionRecord(Record):
@@ -103,6 +105,13 @@ class _ScheduleRecord(Record):
     chunk_starts: Many[Int32] = Field(default_factory=list)
 
 
+class _AveragingRecord(Record):
+    every: Count
+    weights: str
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+
+
 class _StrategyRecord(Record):
     schema_version: int
     graph: str
@@ -117,6 +126,7 @@ class _StrategyRecord(Record):
     op_rules: Many[_Pair] = Field(default_factory=list)
     schedule: _ScheduleRecord = Field(default_factory=_ScheduleRecord)
     blocks: Many[Int32] = Field(default_factory=list)
+    averaging: _AveragingRecord | None = None
 
 
 def strategy_from_dict(record: object) -> Strategy:
@@ -153,7 +163,31 @@ def strategy_from_dict(record: object) -> Strategy:
         op_rules=tuple((op, _entry(rules, number, "op_rules")) for op, number in found.op_rules),
         schedule=_schedule(found.schedule),
         blocks=tuple(found.blocks),
+        averaging=_averaging(found.averaging),
     )
+
+
+def _averaging(record: _AveragingRecord | None) -> Averaging | None:
+    if record is None:
+        return None
+    if record.weights not in list(AverageWeights):
+        raise StrategyError(
+            f"strategy: field 'averaging.weights' is {shown(record.weights)}, none of "
+            f"{', '.join(AverageWeights)}."
+        )
+    return Averaging(
+        every=record.every,
+        weights=AverageWeights(record.weights),
+        outer_rate=record.outer_rate,
+        outer_momentum=record.outer_momentum,
+    )
+
+
+def _averaging_to_dict(averaging: Averaging | None) -> dict[str, Any]:
+    """An exact strategy has no such field, so that its file is what it always was."""
+    if averaging is None:
+        return {}
+    return {"averaging": asdict(averaging) | {"weights": str(averaging.weights)}}
 
 
 def _scatter_to_dict(scatter: Scatter | None) -> dict[str, Any]:

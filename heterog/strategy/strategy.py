@@ -14,6 +14,7 @@ from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS, OpGraph
 from heterog.graph.op_rule import OpRule as OpRule
 from heterog.graph.op_rule import OpRules
 from heterog.graph.resized_rules import resized_rules
+from heterog.strategy.averaging import Averaging as Averaging
 from heterog.strategy.division import (
     Division,
     cut_division,
@@ -134,6 +135,8 @@ class Strategy:
             read of each other is made again as well, so that only what other blocks read is kept.
             The groups of a block have one decision. Ascending from 0; empty means each group is
             a block of its own.
+        averaging: teams train alone and average their parameters every few steps, which gives
+            other weights than one device; ``None``: every step is exact.
     """
 
     graph: str
@@ -146,6 +149,7 @@ class Strategy:
     op_rules: OpRules = ()
     schedule: PipelineSchedule = AS_IT_COMES
     blocks: tuple[int, ...] = ()
+    averaging: Averaging | None = None
 
     def with_decisions(self, decisions: tuple[Decision, ...]) -> "Strategy":
         """The same with other decisions; a block ends where they no longer agree."""
@@ -227,6 +231,8 @@ class Strategy:
         self._check_micro_batches(graph, cluster)
         self._check_schedule(cluster)
         self._check_blocks(grouping.names)
+        if self.averaging is not None:
+            self.averaging.check(self, graph.batch_size)
         if self.bucket_bytes < 0:
             raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
 

@@ -73,10 +73,11 @@ def save_checkpoint(
         extra: JSON values to keep beside it: the epoch, say. Rank 0's are kept.
 
     Raises:
-        HeterogError: a rank cannot write, or the optimizer keeps what JSON and tensors cannot
-            hold. Every rank raises, and the old checkpoint is still there.
+        HeterogError: a rank cannot write, the optimizer keeps what JSON and tensors cannot hold,
+            or islands have trained apart since the last averaging. Every rank raises, and the old checkpoint is still there.
     """
     model = step.model  # which ends what is open, on all ranks
+    step.require_averaged()
     target = Path(folder)
     index = target / CHECKPOINT_INDEX
     number = 0

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
+from heterog.runtime.checkpoint.averaged import SavedAveraging
 from heterog.runtime.checkpoint.boxes import Box, Piece, whole_box, whole_piece
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.held import (
@@ -62,6 +63,9 @@ class NewState:
             state = self._state_of(stepped)
             if state:
                 self._states[number] = state
+        self._averaging = SavedAveraging(step, contents)
+        for name, target in self._averaging.wanted.items():
+            self.wanted.setdefault(name, []).append((whole_box(target.shape), target))
 
     def _want(self, value: Tensor, named: Sequence[tuple[str, list[Piece]]]) -> None:
         """Read new elements for a tensor that this rank has."""
@@ -142,6 +146,7 @@ class NewState:
             {"state": self._states, "param_groups": self._options}
         )
         self._step.num_steps = self._contents.num_steps
+        self._averaging.take_over()
 
 
 def _unlike(first: str, other: str) -> StrategyError:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
+from heterog.runtime.checkpoint.averaged import averaging_entries
 from heterog.runtime.checkpoint.boxes import Piece, whole_box
 from heterog.runtime.checkpoint.contents import (
     Contents,
@@ -124,6 +125,9 @@ def own_entries(
 
     Returns:
         (tensors, optimizer states by parameter)
+
+    Raises:
+        StrategyError: the optimizer keeps what cannot be saved.
     """
     entries = [
         _whole_entry(f"model.{name}", value)
@@ -142,7 +146,7 @@ def own_entries(
             each = next(stepped)
             if each.is_saved:
                 entries += _own_state(step, each, options, states)
-    return entries, states
+    return [*entries, *averaging_entries(step)], states
 
 
 def _own_state(

@@ -82,6 +82,8 @@ class Choice(NamedTuple):
     stands_for: IntArray  # devices that do alike; all ones unless folded  # [num_devices]
     rule_set: int = 0  # number of its op rules at the evaluator that encoded it
     turns: Turns = NO_SCHEDULE
+    averaging_s: float = 0.0  # of one averaging, for each step; set by the evaluator
+    num_outer_copies: int = 0  # of all parameters, that the outer optimizer keeps
 
 
 class DivisionRows(NamedTuple):
@@ -126,7 +128,7 @@ class Encoder:
         self._num_devices = channels.cluster.num_devices
         self._has_scatters = bool(tables.op_scatters.any())
         self._axes = tuple(int(units) for units in tables.axis_units[1:])
-        self._rings: dict[tuple[Division, Sync, tuple[int, ...]], RingRows] = {}
+        self._rings: dict[tuple[Division, Sync, tuple[int, ...], bool], RingRows] = {}
         self._rows: dict[MicroBatches, dict[Division, DivisionRows]] = {}
         self._classes: dict[tuple[Division, Sync, tuple[int, ...]], int] = {}
 
@@ -140,6 +142,7 @@ class Encoder:
         home: IntArray,
         bucket_bytes: int,
         num_steps: int,
+        within_teams: bool = False,
     ) -> Choice:
         """The arrays of a strategy; what is not explained is as in ``Strategy``.
 
@@ -151,6 +154,7 @@ class Encoder:
             home: of each parameter.
             bucket_bytes: see there.
             num_steps: training steps to unroll.
+            within_teams: gradients are summed inside teams only.
         """
         divisions: dict[Division, int] = {}
         of_decision = [divisions.setdefault(each.division, len(divisions)) for each in decisions]
@@ -181,7 +185,7 @@ class Encoder:
             sharded=np.array([int(each.sync.sharded) for each in decisions], np.int32)[of_group],
             sync_class=np.array([self._class(each) for each in decisions], np.int32)[of_group],
             recompute=np.array([each.recompute for each in decisions], np.bool_)[of_group],
-            rings=self._all_rings(decisions, of_group),
+            rings=self._all_rings(decisions, of_group, within_teams),
             reduce_channel=np.array([row.reduce_channel for row in rows], np.int32),
             gather_channel=np.array([row.gather_channel for row in rows], np.int32),
             home=home,
@@ -276,11 +280,13 @@ class Encoder:
             team_scatter=none,
         )
 
-    def _all_rings(self, decisions: Sequence[Decision], of_group: IntArray) -> Rings:
+    def _all_rings(
+        self, decisions: Sequence[Decision], of_group: IntArray, within_teams: bool
+    ) -> Rings:
         num_domains = Domain.SLICES + len(self._axes)
         first = np.zeros((len(decisions), num_domains), np.int32)
         end = np.zeros_like(first)
-        found = [self._rings_of(decision) for decision in decisions]
+        found = [self._rings_of(decision, within_teams) for decision in decisions]
         begin = 0
         for number, rows in enumerate(found):
             ends = begin + np.cumsum(rows.counts)
@@ -299,14 +305,14 @@ class Encoder:
             slice_part=np.concatenate([rows.slice_part for rows in found]),
         )
 
-    def _rings_of(self, decision: Decision) -> RingRows:
-        key = (decision.division, decision.sync, decision.slices)
+    def _rings_of(self, decision: Decision, within_teams: bool) -> RingRows:
+        key = (decision.division, decision.sync, decision.slices, within_teams)
         if key not in self._rings:
-            self._rings[key] = self._new_rings(decision)
+            self._rings[key] = self._new_rings(decision, within_teams)
         return self._rings[key]
 
-    def _new_rings(self, decision: Decision) -> RingRows:
-        domains = gradient_rings(decision.division, self._axes)
+    def _new_rings(self, decision: Decision, within_teams: bool) -> RingRows:
+        domains = gradient_rings(decision.division, self._axes, within_teams)
         if decision.sync.is_served:
             domains = tuple(
                 () if number < Domain.SLICES else rings for number, rings in enumerate(domains)
@@ -356,7 +362,8 @@ def encode(
     """A strategy as the kernel's flat arrays."""
     numbers: dict[Decision, int] = {}
     of_group = [numbers.setdefault(decision, len(numbers)) for decision in strategy.decisions]
-    return Encoder(tables, channels).encode(
+    averaging = strategy.averaging
+    choice = Encoder(tables, channels).encode(
         list(numbers),
         np.array(of_group, np.int32),
         micro_batches=strategy.micro_batches,
@@ -364,7 +371,9 @@ def encode(
         home=np.array(strategy.homes, np.int32),
         bucket_bytes=strategy.bucket_bytes,
         num_steps=num_steps,
+        within_teams=averaging is not None,
     )
+    return choice._replace(num_outer_copies=2 * (averaging is not None and averaging.has_outer))
 
 
 @helper

@@ -206,9 +206,13 @@ def _update_replicas(
     for device in range(choice.member.shape[1]):
         if not _begin_update(tables, choice, scratch, tape, parameter, device):
             continue
+        is_alone = True  # an island of one device among larger ones
         for ring in range(first_ring, end_ring):
             if rings.member[ring, device]:
+                is_alone = False
                 write_read(tape, scratch.ring_token[ring - first_ring])
+        if is_alone:
+            read_gradient(scratch, tape, parameter, device)
         write_read(tape, scratch.last_read[parameter, device])
         for ring in range(first_ring, end_ring):
             if rings.member[ring, device]:

@@ -1,0 +1,92 @@
+"""What one averaging moves: parameters in buckets, each all-reduced over the replicas it has."""
+
+from dataclasses import dataclass
+
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.strategy.averaging import island_parts, islands
+from heterog.strategy.program import FIRST_LINK_KIND, Program
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragedBucket:
+    """Parameters that are averaged together.
+
+    Attributes:
+        rows: of ``graph.updates``.
+        devices: that have them, ascending.
+        weights: what the copy of each of ``devices`` counts; they add up to 1. Replicas of one
+            island are alike and share its weight.
+        num_bytes: of all its parameters.
+    """
+
+    rows: tuple[int, ...]
+    devices: tuple[int, ...]
+    weights: tuple[float, ...]
+    num_bytes: float
+
+
+def averaged_buckets(graph: OpGraph, strategy: Strategy) -> list[AveragedBucket]:
+    """The buckets of an averaging, in the order in which all ranks take them up.
+
+    Parameters of one dtype and one set of devices share buckets of up to the size that DDP's have.
+    """
+    group = group_ops(graph).group
+    parts = island_parts(strategy)
+    open_: dict[tuple[Decision, str], tuple[list[int], float]] = {}
+    closed: list[tuple[Decision, list[int], float]] = []
+    for row, (op, parameter, _) in enumerate(graph.updates):
+        decision = strategy.decisions[int(group[op])]
+        key = decision, graph.tensors[parameter].dtype
+        rows, size = open_.get(key, ([], 0.0))
+        rows, size = [*rows, row], size + float(graph.tensor_bytes[parameter])
+        if size >= DEFAULT_BUCKET_BYTES:
+            closed.append((decision, rows, size))
+            open_.pop(key, None)
+        else:
+            open_[key] = rows, size
+    closed += [(decision, rows, size) for (decision, _), (rows, size) in open_.items()]
+    return [
+        AveragedBucket(
+            rows=tuple(rows),
+            devices=decision.devices,
+            weights=_device_weights(decision, parts),
+            num_bytes=size,
+        )
+        for decision, rows, size in closed
+    ]
+
+
+def _device_weights(decision: Decision, parts: tuple[float, ...]) -> tuple[float, ...]:
+    weight = {
+        device: part / len(team)
+        for team, part in zip(decision.teams, parts, strict=True)
+        for device in team
+    }
+    return tuple(weight[device] for device in decision.devices)
+
+
+def crossing_fault(program: Program, strategy: Strategy) -> str:
+    """Why a program's islands cannot train alone between averagings; empty if they can.
+
+    An island may learn how many labels count in the whole batch, a number per micro-batch, but
+    nothing that depends on another island's weights may reach it.
+    """
+    if strategy.averaging is None:
+        return ""
+    island_of = {device: n for n, own in enumerate(islands(strategy)) for device in own}
+    for task in (program.kind >= FIRST_LINK_KIND).nonzero()[0].tolist():
+        devices = program.channels[int(program.channel[task])].devices
+        crosses = len({island_of.get(device, -1) for device in devices}) > 1
+        if crosses and program.num_bytes[task] > _COUNT_BYTES:
+            return (
+                f"devices {devices} of several islands exchange {program.num_bytes[task]:.0f} "
+                "bytes in every step, so that islands do not train alone; cut the groups' "
+                "samples alike, or average a model whose loss is a mean over samples"
+            )
+    return ""
+
+
+_COUNT_BYTES = 8
+"""Of the number of labels that count, which a masked mean divides by."""

@@ -1,0 +1,174 @@
+"""Averaging: islands of devices that train alone for some steps, then average their parameters.
+
+The teams of every decision are *islands*: gradients are summed inside an island at each step, as
+the decision's synchronisation says, and never between islands. After every H steps the parameters
+of all islands are averaged (local SGD, Stich 2019). With an outer optimizer the difference to the
+last average is a gradient for SGD with Nesterov momentum (DiLoCo, Douillard et al. 2023,
+algorithm 1).
+
+The weights that come out are *not* those of one device, but for H = 1 with plain SGD, so a
+strategy averages only where a person asked for it.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from heterog.errors import StrategyError
+from heterog.strategy.division import batch_shares
+
+if TYPE_CHECKING:
+    from heterog.strategy.strategy import Decision, Strategy
+
+MOST_STEPS = 1_000_000
+"""Between two averagings; more is a slip of the hand."""
+
+
+class AverageWeights(StrEnum):
+    """What an island's parameters count in the average."""
+
+    SAMPLES = "samples"
+    """In proportion to the samples that it trains on: with H = 1 and SGD, one device's step."""
+    EQUAL = "equal"
+    """All islands alike, as in DiLoCo."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averaging:
+    """How islands come together.
+
+    With w the average of the islands' parameters and a the parameters after the averaging before,
+    the outer optimizer takes d = a - w as a gradient: m = momentum * m + d, and the new parameters
+    are a - rate * (d + momentum * m). With rate 1 and momentum 0 they are w.
+
+    Attributes:
+        every: H, training steps from one averaging to the next.
+        weights: what each island counts.
+        outer_rate: learning rate of the outer optimizer.
+        outer_momentum: its Nesterov momentum.
+    """
+
+    every: int
+    weights: AverageWeights = AverageWeights.SAMPLES
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.every <= MOST_STEPS:
+            raise StrategyError(
+                f"averaging every {self.every} steps; give a number from 1 to {MOST_STEPS:,}."
+            )
+        if not 0.0 < self.outer_rate <= 10.0:
+            raise StrategyError(
+                f"the outer learning rate is {self.outer_rate:g}; it must be above 0 and at most "
+                "10 (1 takes the average over, 0.7 is DiLoCo's)."
+            )
+        if not 0.0 <= self.outer_momentum < 1.0:
+            raise StrategyError(
+                f"the outer momentum is {self.outer_momentum:g}; it must be at least 0 and below "
+                "1 (0.9 is DiLoCo's)."
+            )
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether there is an outer optimizer, with two copies of all parameters as its state."""
+        return self.outer_rate != 1.0 or self.outer_momentum != 0.0
+
+    @property
+    def words(self) -> str:
+        """The averaging in a sentence.
+
+        >>> Averaging(every=8).words
+        'parameters averaged every 8 steps by samples'
+        """
+        steps = "step" if self.every == 1 else f"{self.every} steps"
+        text = f"parameters averaged every {steps} by samples"
+        if self.weights == AverageWeights.EQUAL:
+            text = f"parameters averaged every {steps} with equal weights"
+        if self.has_outer:
+            text += f", outer SGD of rate {self.outer_rate:g}, momentum {self.outer_momentum:g}"
+        return text
+
+    def check(self, strategy: "Strategy", batch_size: int) -> None:
+        """Refuse decisions whose teams are no islands that can train alone.
+
+        Args:
+            strategy: whose decisions are looked at.
+            batch_size: of the graph.
+
+        Raises:
+            StrategyError: says which and why.
+        """
+        if not strategy.step_barrier:
+            raise StrategyError("averaging needs steps that end with all updates; plan with them.")
+        if strategy.op_rules:
+            raise StrategyError(
+                "averaging goes with whole parameters only, but the strategy has rules that cut "
+                "ops; plan without op rules."
+            )
+        first, wanted = strategy.decisions[0], island_samples(strategy, batch_size)
+        island_of: dict[int, int] = {}
+        for decision in dict.fromkeys(strategy.decisions):
+            _check_decision(decision)
+            if _samples(decision, batch_size) != wanted:
+                raise StrategyError(
+                    f"groups on devices {first.devices} and {decision.devices} give islands other "
+                    "samples; with averaging all groups share the batch out alike."
+                )
+            for number, team in enumerate(decision.teams):
+                for device in team:
+                    if island_of.setdefault(device, number) != number:
+                        raise StrategyError(
+                            f"device {device} is in island {island_of[device]} for one group and "
+                            f"in island {number} for another; with averaging it belongs to one."
+                        )
+        if not all(wanted):
+            raise StrategyError(
+                f"of a batch of {batch_size} the islands get {list(wanted)} samples; with "
+                "averaging each of them trains and needs at least one."
+            )
+
+
+def _check_decision(decision: "Decision") -> None:
+    if len(decision.teams) < 2:
+        raise StrategyError(
+            f"averaging needs at least two teams to average between; devices "
+            f"{decision.devices} are in {max(len(decision.teams), 1)}."
+        )
+    if decision.sync.is_sharded or decision.sync.is_served:
+        raise StrategyError(
+            f"averaging goes with replicas that keep all of the training state, not with "
+            f"{decision.sync.name.lower()}; choose ring, hierarchical or "
+            "reduce_scatter_all_gather inside islands."
+        )
+
+
+def island_samples(strategy: "Strategy", batch_size: int) -> tuple[int, ...]:
+    """Samples of a step on each island, when a batch is shared out in a strategy's proportions."""
+    return _samples(strategy.decisions[0], batch_size)
+
+
+def island_parts(strategy: "Strategy") -> tuple[float, ...]:
+    """What each island counts in the average; adds up to 1."""
+    assert strategy.averaging is not None
+    first = strategy.decisions[0]
+    if strategy.averaging.weights == AverageWeights.EQUAL:
+        return (1.0 / len(first.teams),) * len(first.teams)
+    batch_size = sum(first.shares)
+    return tuple(count / batch_size for count in island_samples(strategy, batch_size))
+
+
+def islands(strategy: "Strategy") -> tuple[tuple[int, ...], ...]:
+    """All devices of each island, ascending."""
+    members: list[set[int]] = [set() for _ in strategy.decisions[0].teams]
+    for decision in dict.fromkeys(strategy.decisions):
+        for own, team in zip(members, decision.teams, strict=True):
+            own.update(team)
+    return tuple(tuple(sorted(own)) for own in members)
+
+
+def _samples(decision: "Decision", batch_size: int) -> tuple[int, ...]:
+    """Samples of each team of a decision."""
+    shares = batch_shares(decision.shares, batch_size)
+    of_device = dict(zip(decision.devices, shares, strict=True))
+    return tuple(sum(of_device[device] for device in team) for team in decision.teams)

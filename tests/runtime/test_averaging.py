@@ -1,0 +1,135 @@
+"""Islands that train alone and average: real ranks against a slow loop in one process."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterog.errors import StrategyError
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.planners.plan import load_plan
+from heterog.runtime.averaging import OuterState, outer_step
+from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
+from heterog.runtime.deploy import deploy
+from heterog.strategy.averaging import Averaging, AverageWeights
+from heterog.strategy.strategy import Decision, Strategy, Sync
+from tests.runtime.cases import batch_of, workload_of
+from tests.runtime.ranks import Ranks
+from tests.runtime.strategies import graph_of, plan_of, strategy_of
+
+ISLANDS = ((0,), (1, 2))
+SAMPLES = (3, 5)
+STEPS = 4
+DILOCO = Averaging(
+    every=2, weights=AverageWeights.EQUAL, outer_rate=0.7, outer_momentum=0.9
+)
+
+
+def averaged(
+    name: str, averaging: Averaging, *, optimizer: str = "SGD", piped: bool = False
+) -> Strategy:
+    """Island 0 is one device; island 1 two, as replicas of each other or as a pipeline."""
+    graph = graph_of(name, optimizer)
+    count = group_ops(graph).num_groups
+    decisions = [Decision(devices=(0, 1, 2), shares=(3, 4, 1), sync=Sync.RING, teams=ISLANDS)]
+    decisions *= count
+    if piped:
+        for group in range(count):
+            other = 1 if group < count // 2 else 2
+            decisions[group] = Decision(
+                devices=(0, other), shares=SAMPLES, teams=((0,), (other,))
+            )
+    return replace(strategy_of(graph, decisions, bucket_bytes=300), averaging=averaging)
+
+
+def train_averaged(rank: int, name: str, optimizer: str, path: str) -> tuple[list[float], object]:
+    step = deploy(workload_of(name, optimizer), load_plan(path))
+    losses = [float(step(batch_of(name, number))) for number in range(STEPS)]
+    return losses, step.state_dict()
+
+
+def reference(
+    name: str, optimizer: str, averaging: Averaging
+) -> tuple[list[float], dict[str, Tensor]]:
+    """One copy of the model for each island, in turn; averages are taken parameter by parameter."""
+    workload = workload_of(name, optimizer)
+    models = [workload.make_model() for _ in SAMPLES]
+    steppers = [
+        workload.optimizer(model.parameters(), **dict(workload.optimizer_options))
+        for model in models
+    ]
+    batch_size = sum(SAMPLES)
+    weights = [count / batch_size for count in SAMPLES]
+    if averaging.weights == AverageWeights.EQUAL:
+        weights = [0.5, 0.5]
+    outer = [value.detach().clone() for value in models[0].parameters()]
+    sgd = torch.optim.SGD(
+        outer,
+        lr=averaging.outer_rate,
+        momentum=averaging.outer_momentum,
+        nesterov=averaging.outer_momentum > 0,
+    )
+    losses = []
+    for number in range(STEPS):
+        batch = batch_of(name, number)
+        begin, total = 0, 0.0
+        for model, stepper, count in zip(models, steppers, SAMPLES, strict=True):
+            per_sample = [each.shape[0] // batch_size for each in batch]  # a token is a row
+            own = tuple(
+                each[begin * rows : (begin + count) * rows]
+                for each, rows in zip(batch, per_sample, strict=True)
+            )
+            begin += count
+            loss = workload.step_loss(model, own)
+            stepper.zero_grad()
+            torch.autograd.backward(loss)
+            stepper.step()
+            total += float(loss) * count / batch_size
+        losses.append(total)
+        if (number + 1) % averaging.every == 0:
+            copies = zip(*(model.parameters() for model in models), strict=True)
+            for anchor, own_values in zip(outer, copies, strict=True):
+                mean = sum(w * v.detach() for w, v in zip(weights, own_values, strict=True))
+                anchor.grad = anchor - mean
+            sgd.step()
+            with torch.no_grad():
+                for model in models:
+                    for value, new in zip(model.parameters(), outer, strict=True):
+                        value.copy_(new)
+    return losses, models[0].state_dict()
+
+
+def compare(found: list[tuple[list[float], object]], wanted: object) -> None:
+    losses, weights = wanted  # type: ignore[misc]
+    for own, _ in found:
+        assert own == pytest.approx(losses, rel=1e-5)
+    state = found[0][1]
+    assert isinstance(state, dict)
+    for name, value in weights.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "optimizer", "averaging", "piped"),
+    [
+        ("mlp", "SGD", Averaging(every=2), False),
+        ("mlp", "AdamW", DILOCO, True),
+        ("residual", "SGD", Averaging(every=4, weights=AverageWeights.EQUAL), True),
+        ("gpt", "AdamW", DILOCO, False),
+    ],
+)
+def test_ranks_train_as_the_loop_does(
+    ranks: Ranks, tmp_path: Path, name: str, optimizer: str, averaging: Averaging, piped: bool
+) -> None:
+    strategy = averaged(name, averaging, optimizer=optimizer, piped=piped)
+    path = tmp_path / "plan.json"
+    plan_of(graph_of(name, optimizer), strategy).save(path)
+    assert load_plan(path).strategy == strategy
+    compare(
+        ranks.run(train_averaged, name, optimizer, str(path)),
+        reference(name, optimizer, averaging),
+    )
