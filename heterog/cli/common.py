@@ -20,6 +20,7 @@ from heterog.user_code import is_from_file
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.graph.op_graph import OpGraph
+    from heterog.planners.averaged import AveragedReplicas
     from heterog.planners.given import GivenLayout
     from heterog.planners.issue_order import Rehearse
 
@@ -80,6 +81,14 @@ LayoutOption = Annotated[
         "--layout",
         help="what you run today, as a row beside ours: tp=2,pp=4,micro_batch=1,zero=1,..., or a "
         "file of torchtitan (.toml), DeepSpeed (.json) or Accelerate (.yaml)",
+    ),
+]
+AsynchronousOption = Annotated[
+    str,
+    typer.Option(
+        "--asynchronous",
+        help="also plan what gives other weights than one device: average=H[,weights=equal]"
+        "[,rate=0.7,momentum=0.9], islands that average every H steps",
     ),
 ]
 BudgetOption = Annotated[str, typer.Option("--budget", help="30s, 2m, or 5000e (evaluations)")]
@@ -189,6 +198,17 @@ def load_cluster(source: str) -> "Cluster":
         raise UnknownNameError("cluster", source, names) from None
 
 
+def load_asynchronous(text: str, no_step_barrier: bool) -> "AveragedReplicas | None":
+    """The method that ``--asynchronous`` asks for; ``None`` without the option."""
+    if not text:
+        return None
+    from heterog.planners.averaged import AveragedReplicas, parse_asynchronous
+
+    if no_step_barrier:
+        raise HeterogError("--asynchronous averages between steps; leave --no-step-barrier out.")
+    return AveragedReplicas(parse_asynchronous(text))
+
+
 def load_layout(source: str, *, is_required: bool) -> "GivenLayout | None":
     """The layout of a text or of a file of another program; ``None`` where there is none.
 
@@ -198,6 +218,7 @@ def load_layout(source: str, *, is_required: bool) -> "GivenLayout | None":
     """
     if not source:
         return None
+    from heterog.planners.averaged import AveragedReplicas
     from heterog.planners.given import GivenLayout
     from heterog.strategy.layouts.files import is_layout_file, read_layout
     from heterog.strategy.layouts.layout import parse_layout

@@ -7,6 +7,7 @@ import typer
 
 from heterog.cli import completion
 from heterog.cli.common import (
+    AsynchronousOption,
     BatchOption,
     BudgetOption,
     ClusterOption,
@@ -19,6 +20,7 @@ from heterog.cli.common import (
     PolicyOption,
     SeedOption,
     WorkersOption,
+    load_asynchronous,
     load_cluster,
     load_layout,
     load_model,
@@ -77,6 +79,7 @@ def plan(
     tokens: TokensOption = None,
     deadline: DeadlineOption = "",
     no_library: NoLibraryOption = False,
+    asynchronous: AsynchronousOption = "",
     background: Annotated[
         str,
         typer.Option(
@@ -140,6 +143,7 @@ def plan(
     methods = method_names(method)
     use_agents(policy, encoder, methods)
     given = load_layout(layout, is_required=True)
+    averaged = load_asynchronous(asynchronous, no_step_barrier)
     target = load_cluster(cluster)
     aim = parse_aim(objective)
     deadline_s = check_amounts(aim, steps, samples, tokens, deadline)
@@ -184,8 +188,9 @@ def plan(
             objective=best_at,
             seeds=None if lookup is None else lookup.seeds,
             seats=seats,
+            asynchronous=averaged,
         )
-        if library is not None:
+        if library is not None and found.strategy.averaging is None:
             warn(library.keep(found, evaluator))
         if background and not stop.is_requested:
             progress("background", 0.0, float("inf"))
@@ -227,7 +232,7 @@ def plan(
         remarks.append(_trust(found.calibration, extrapolated))
     if not remarks:
         remarks = _modelled(found.cluster)
-    remarks = [*money_remarks(found), *learned, *remarks]
+    remarks = [*_not_exact(found), *money_remarks(found), *learned, *remarks]
     width, files = min(out.width, 100), _written(output=output, trace=trace, report=report)
     if explanation is None:
         lines = brief_answer(found, width=width, remarks=remarks, files=files)
@@ -277,6 +282,16 @@ def _not_rehearsed(found: "Plan") -> list[str]:
 
     winner = next(row for row in found.rows if row.method == found.method)
     return [UNPLAYED] * (UNPLAYED in winner.note)
+
+
+def _not_exact(found: "Plan") -> list[str]:
+    """What a method that gives other weights was asked for, and how it compares."""
+    return [
+        f"{row.method} ({'chosen' if row.method == found.method else 'not chosen'}): "
+        f"{row.note or row.shortage}"
+        for row in found.rows
+        if row.method == "average"
+    ]
 
 
 def _beside(found: Any) -> str:

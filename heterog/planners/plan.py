@@ -31,13 +31,14 @@ from heterog.planners.history import MethodHistory, SearchHistory
 from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.planners.objective import FASTEST, Aim, Objective, cost_per_s
 from heterog.planners.plan_file import BackgroundRecord, PlanRecord, RowRecord, read_plan_record
-from heterog.planners.planner import Budget, MethodRow, Planner, Spending, Stop
+from heterog.planners.planner import Budget, MethodRow, Planner, Problem, Spending, Stop
 from heterog.planners.portfolio import (
     Rank,
     assert_not_below,
     best_row,
     by_time,
     rehearsed,
+    run_method,
     run_methods,
     use_op_rules,
     with_noise,
@@ -61,6 +62,7 @@ from heterog.workers import Seats
 SCHEMA_VERSION = 1
 BEST = "best"
 _NO_LIMIT = 10**12  # evaluations
+_ASYNCHRONOUS = 100  # evaluations; its search tries a dozen strategies
 _Gain = tuple[str, float, float, float]
 
 
@@ -438,6 +440,7 @@ def make_plan(
     objective: Objective = FASTEST,
     seeds: SeedPlanner | None = None,
     seats: Seats | None = None,
+    asynchronous: Planner | None = None,
 ) -> Plan:
     """Plan one training step on a cluster.
 
@@ -462,6 +465,8 @@ def make_plan(
         objective: what the plan is to be best at; the shortest step by default.
         seeds: strategies that are known already, for searches to start from.
         seats: workers that search at the same time; see ``planners.together``.
+        asynchronous: a method whose strategies give other weights than one device, which was
+            asked for by name; it is judged last, beside what is exact.
 
     Raises:
         StrategyError: no method has a strategy at all.
@@ -488,6 +493,8 @@ def make_plan(
         seats=seats,
     )
     rows, offers = _searched(evaluator, objective, asked, parsed, promise)
+    if asynchronous is not None:
+        rows = [*rows, _asynchronous_row(evaluator, asynchronous, asked, rows)]
     search_seconds = time.perf_counter() - begin
     rank = objective.rank(evaluator.cluster)
     if rehearse is not None:
@@ -536,6 +543,22 @@ def _searched(
     )
     has_prices = evaluator.cluster.prices is not None
     return rows, offers_of_rows(rows, evaluator.cluster) if has_prices else ()
+
+
+def _asynchronous_row(
+    evaluator: Evaluator, planner: Planner, asked: Asked, rows: Sequence[MethodRow]
+) -> MethodRow:
+    """What a method reaches that is not exact; it knows the exact ones, and they not it."""
+    problem = Problem(
+        evaluator=evaluator,
+        budget=Budget(evaluations=_ASYNCHRONOUS),
+        seed=asked.seed,
+        step_barrier=asked.step_barrier,
+        orders=asked.orders,
+        seeds=tuple(row.candidate for row in rows if row.candidate is not None),
+        stop=asked.stop,
+    )
+    return run_method(planner, problem)
 
 
 def _spending(

@@ -126,6 +126,9 @@ def _head(plan: Plan, width: int) -> str:
     if plan.step_time_s is None:
         return f"{name}: does not run; the nearest is {plan.method}"
     barrier = ", no step barrier" * (not plan.strategy.step_barrier)
+    averaging = plan.strategy.averaging
+    if averaging is not None:
+        barrier += f", not exact: averaged every {averaging.every} steps"
     interval = ""
     if plan.interval_s is not None:
         interval = f" ({format_range(*plan.interval_s, around_s=plan.step_time_s)})"

@@ -1,0 +1,207 @@
+"""``average``: replicas that train alone and average their parameters every H steps.
+
+Only where a person asks for it (``--asynchronous average=8``), because the weights that come out
+are not those of one device. It is a row beside the exact methods, judged by the same referee: a
+step costs its own seconds and the H-th part of an averaging.
+
+Islands are single devices, or the devices of a host, which then sum gradients in every step.
+Samples follow the devices' speeds, so that islands come to an averaging together.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from heterog.cluster.topology import Cluster
+from heterog.errors import HeterogError
+from heterog.names import shown
+from heterog.planners.data_parallel import (
+    device_speeds,
+    even_shares,
+    proportional_shares,
+    uniform_strategy,
+)
+from heterog.planners.planner import Candidate, PlanResult, Problem
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.strategy.averaging import Averaging, AverageWeights
+from heterog.strategy.strategy import Decision, Strategy, Sync
+
+AVERAGE = "average"
+"""Name of the row, and the word that asks for it."""
+_MOST_MOVED = 8
+"""Samples that are moved, one after another, from the slowest island to another one."""
+_NUMBERS = {"rate": "outer_rate", "momentum": "outer_momentum"}
+
+
+def parse_asynchronous(text: str) -> Averaging:
+    """What ``--asynchronous`` asks for.
+
+    >>> parse_asynchronous("average=8,rate=0.7,momentum=0.9").words
+    'parameters averaged every 8 steps by samples, outer SGD of rate 0.7, momentum 0.9'
+
+    Raises:
+        HeterogError: a word is unknown, missing or has no such value.
+    """
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        word, equals, value = part.strip().partition("=")
+        if word not in (AVERAGE, "weights", *_NUMBERS) or not equals or word in values:
+            raise HeterogError(
+                f"--asynchronous has {shown(part)}; it takes average=H, then if wanted "
+                "weights=samples or weights=equal, rate=0.7 and momentum=0.9 of an outer "
+                "optimizer, each once, with commas between them."
+            )
+        values[word] = value
+    every = values.get(AVERAGE, "")
+    if not every.isdecimal():
+        raise HeterogError(
+            f"--asynchronous needs average=H with a number of steps, not {shown(every)}; "
+            "average=8 averages after every eighth step."
+        )
+    weights = values.get("weights", AverageWeights.SAMPLES.value)
+    if weights not in list(AverageWeights):
+        raise HeterogError(
+            f"--asynchronous has weights={shown(weights)}; it is samples or equal."
+        )
+    numbers = {name: _number(word, values[word]) for word, name in _NUMBERS.items() if word in values}
+    return Averaging(every=int(every[:9]), weights=AverageWeights(weights), **numbers)
+
+
+def _number(word: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise HeterogError(
+            f"--asynchronous has {word}={shown(value)}, which is not a number."
+        ) from None
+
+
+class AveragedReplicas:
+    """Looks for the best islands for one averaging.
+
+    Args:
+        averaging: that was asked for.
+    """
+
+    name = AVERAGE
+    stage = "search"
+
+    def __init__(self, averaging: Averaging) -> None:
+        self.averaging = averaging
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Islands of devices and of hosts, with even and proportional shares, then refined."""
+        evaluator, begin_s = problem.evaluator, time.perf_counter()
+        if not problem.step_barrier:
+            return _nothing("averaging needs a step barrier; leave --no-step-barrier out")
+        spending = problem.spend()
+        tried: list[tuple[Evaluation, Strategy]] = []
+        with spending.limits():
+            for decision in self._decisions(evaluator):
+                tried.append(self._tried(evaluator, decision))
+            if tried:
+                tried += self._refined(evaluator, min(tried, key=_by_preference))
+        if not tried:
+            return _nothing("there are no two devices or hosts with samples to average between")
+        tried.sort(key=_by_preference)
+        best_exact = min(
+            (seed.judged for seed in problem.seeds if seed.judged is not None),
+            key=lambda found: found.preference,
+            default=None,
+        )
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=strategy, orders=(Order.FIFO,)) for _, strategy in tried[:3]
+            ),
+            num_evaluations=spending.evaluations,
+            search_seconds=time.perf_counter() - begin_s,
+            note=self._note(tried[0][0], best_exact),
+        )
+
+    def _note(self, found: Evaluation, exact: Evaluation | None) -> str:
+        note = f"not exact: {self.averaging.words}"
+        if exact is not None and exact.is_ok and found.is_ok:
+            note += f"; {exact.step_time_s / found.step_time_s:.2f}x as fast as the best exact plan"
+        return note
+
+    def _tried(self, evaluator: Evaluator, decision: Decision) -> tuple[Evaluation, Strategy]:
+        strategy = replace(uniform_strategy(evaluator, decision), averaging=self.averaging)
+        return evaluator.evaluate(strategy, Order.FIFO), strategy
+
+    def _decisions(self, evaluator: Evaluator) -> Iterator[Decision]:
+        """Each kind of island with each kind of share, none twice."""
+        known = set()
+        ways = (proportional_shares(evaluator), even_shares(evaluator))
+        for teams in (_singles(evaluator.cluster), _hosts(evaluator.cluster)):
+            for shares in ways:
+                decision = _decision(teams, shares)
+                if decision is not None and decision not in known:
+                    known.add(decision)
+                    yield decision
+
+    def _refined(
+        self, evaluator: Evaluator, best: tuple[Evaluation, Strategy]
+    ) -> Iterator[tuple[Evaluation, Strategy]]:
+        """Move samples from the island that takes longest to the one that would take shortest."""
+        decision = best[1].decisions[0]
+        speeds = device_speeds(evaluator)
+        for _ in range(_MOST_MOVED):
+            moved = _moved(decision, speeds)
+            if moved is None:
+                return
+            found = self._tried(evaluator, moved)
+            yield found
+            if found[0].preference >= best[0].preference:
+                return
+            decision, best = moved, found
+
+
+def _by_preference(pair: tuple[Evaluation, Strategy]) -> tuple[float, float]:
+    return pair[0].preference
+
+
+def _nothing(reason: str) -> PlanResult:
+    return PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0, reason=reason)
+
+
+def _singles(cluster: Cluster) -> list[tuple[int, ...]]:
+    return [(device,) for device in range(cluster.num_devices)]
+
+
+def _hosts(cluster: Cluster) -> list[tuple[int, ...]]:
+    hosts: dict[int, list[int]] = {}
+    for device in range(cluster.num_devices):
+        hosts.setdefault(cluster.host_of[device], []).append(device)
+    return [tuple(members) for members in hosts.values()]
+
+
+def _decision(teams: list[tuple[int, ...]], shares: tuple[int, ...]) -> Decision | None:
+    """A decision of islands that all have samples; ``None`` if fewer than two have."""
+    kept = [
+        tuple(device for device in team if shares[device])
+        for team in teams
+        if any(shares[device] for device in team)
+    ]
+    if len(kept) < 2:
+        return None
+    devices = tuple(sorted(device for team in kept for device in team))
+    return Decision(
+        devices=devices,
+        shares=tuple(shares[device] for device in devices),
+        sync=Sync.RING,
+        teams=tuple(kept),
+    )
+
+
+def _moved(decision: Decision, speeds: tuple[float, ...]) -> Decision | None:
+    """One sample from the device that computes longest to the one that would end first."""
+    shares = dict(zip(decision.devices, decision.shares, strict=True))
+    slowest = max(shares, key=lambda device: shares[device] / speeds[device])
+    quickest = min(shares, key=lambda device: (shares[device] + 1) / speeds[device])
+    if slowest == quickest or shares[slowest] < 2:
+        return None
+    shares[slowest] -= 1
+    shares[quickest] += 1
+    return replace(decision, shares=tuple(shares[device] for device in decision.devices))
+
