@@ -87,8 +87,8 @@ AsynchronousOption = Annotated[
     str,
     typer.Option(
         "--asynchronous",
-        help="also plan what gives other weights than one device: average=H[,weights=equal]"
-        "[,rate=0.7,momentum=0.9], islands that average every H steps",
+        help="also plan what gives other weights than one device: average=H[,delay=D]"
+        "[,weights=equal][,rate=0.7,momentum=0.9], islands that average every H steps",
     ),
 ]
 BudgetOption = Annotated[str, typer.Option("--budget", help="30s, 2m, or 5000e (evaluations)")]

@@ -46,18 +46,18 @@ def parse_asynchronous(text: str) -> Averaging:
     values: dict[str, str] = {}
     for part in text.split(","):
         word, equals, value = part.strip().partition("=")
-        if word not in (AVERAGE, "weights", *_NUMBERS) or not equals or word in values:
+        if word not in (AVERAGE, "weights", "delay", *_NUMBERS) or not equals or word in values:
             raise HeterogError(
                 f"--asynchronous has {shown(part)}; it takes average=H, then if wanted "
-                "weights=samples or weights=equal, rate=0.7 and momentum=0.9 of an outer "
-                "optimizer, each once, with commas between them."
+                "weights=samples or weights=equal, delay=D (steps for which an average may be "
+                "under way), rate=0.7 and momentum=0.9 of an outer optimizer, each once, with commas between them."
             )
         values[word] = value
-    every = values.get(AVERAGE, "")
-    if not every.isdecimal():
+    every, delay = values.get(AVERAGE, ""), values.get("delay", "0")
+    if not (_is_count(every) and _is_count(delay)):
         raise HeterogError(
-            f"--asynchronous needs average=H with a number of steps, not {shown(every)}; "
-            "average=8 averages after every eighth step."
+            "--asynchronous needs numbers of steps, average=H and if wanted delay=D, not "
+            f"{shown(every)} and {shown(delay)}; average=8 averages after every eighth step."
         )
     weights = values.get("weights", AverageWeights.SAMPLES.value)
     if weights not in list(AverageWeights):
@@ -65,7 +65,13 @@ def parse_asynchronous(text: str) -> Averaging:
             f"--asynchronous has weights={shown(weights)}; it is samples or equal."
         )
     numbers = {name: _number(word, values[word]) for word, name in _NUMBERS.items() if word in values}
-    return Averaging(every=int(every[:9]), weights=AverageWeights(weights), **numbers)
+    return Averaging(
+        every=int(every), weights=AverageWeights(weights), delay=int(delay), **numbers
+    )
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def _number(word: str, value: str) -> float:

@@ -1,7 +1,8 @@
 """Averaging on real ranks: islands' parameters come together after every H steps."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +51,13 @@ class OuterState:
     momentum: Tensor
 
 
-@dataclass(slots=True)
-class _UnderWay:
-    """A bucket whose sum is on its way."""
+class _UnderWay(NamedTuple):
+    """A bucket whose average is on its way."""
 
     bucket: AveragedBucket
-    total: Pending = field()
+    sent: Tensor | None
+    """What this rank had when it was sent, flat; only where islands train on meanwhile."""
+    total: Pending
 
 
 class Averager:
@@ -94,6 +96,7 @@ class Averager:
         self._values = {
             row: parameters[graph.updates[row][1]] for each in self._buckets for row in each.rows
         }
+        self._under_way: list[_UnderWay] = []
         self.outer: dict[int, OuterState] = {}
         self.begin(0)
 
@@ -109,41 +112,67 @@ class Averager:
                 now = self._stepped(row).detach()
                 self.outer[row] = OuterState(now.clone(), torch.zeros_like(now))
 
-    def steps_to_go(self, num_steps: int) -> int:
-        """Steps from a number of steps to the next averaging; 0 where islands are alike."""
-        return 0 if num_steps == self._alike_after else self._left(num_steps)
-
-    def _left(self, num_steps: int) -> int:
-        return -num_steps % self.averaging.every
+    def is_alike(self, num_steps: int) -> bool:
+        """Whether all islands have the same parameters after so many steps."""
+        return num_steps == self._alike_after
 
     def after_step(self, num_steps: int) -> None:
-        """Average if this many steps since the start of training complete a window."""
-        if self._left(num_steps) == 0:
-            with torch.no_grad():
-                self._average()
-            self._alike_after = num_steps
+        """Begin an averaging after every H-th step since the start of training, and end it.
 
-    def _average(self) -> None:
-        under_way = [_UnderWay(bucket, self._send(bucket)) for bucket in self._buckets]
-        while under_way:
-            each = under_way.pop(0)  # and let its copy go when it has been read
-            self._take_over(each.bucket.rows, each.total.wait())
+        Its end is D steps later; without a delay that is at once.
+        """
+        due = num_steps % self.averaging.every
+        with torch.no_grad():
+            if due == 0:
+                self._begin_average(keeps_sent=self.averaging.delay > 0)
+            if due == self.averaging.delay:
+                self._end_average()
+                if not self.averaging.delay:
+                    self._alike_after = num_steps
+
+    def settle(self, num_steps: int) -> None:
+        """End the window here: what is under way arrives, and islands average what they have.
+
+        Args:
+            num_steps: since the start of training.
+        """
+        if self.is_alike(num_steps):
+            return
+        with torch.no_grad():
+            self._end_average()
+            self._begin_average(keeps_sent=False)
+            self._end_average()
+        self._alike_after = num_steps
+
+    def _begin_average(self, *, keeps_sent: bool) -> None:
+        """Issue the weighted sum of every bucket."""
+        for bucket in self._buckets:
+            weight = bucket.weights[bucket.devices.index(self._rank)]
+            flat = torch.cat([self._stepped(row).detach().reshape(-1) for row in bucket.rows])
+            sent = flat.clone() if keeps_sent else None
+            total = self._communicator.all_reduce(flat.mul_(weight), bucket.devices)
+            self._under_way.append(_UnderWay(bucket, sent, total))
+
+    def _end_average(self) -> None:
+        """Take over what is under way, if anything is."""
+        while self._under_way:
+            each = self._under_way.pop(0)  # and let its copies go when they have been read
+            self._take_over(each)
         self._masters.write_back(self._values.values())
 
-    def _send(self, bucket: AveragedBucket) -> Pending:
-        """Issue the weighted sum of a bucket."""
-        weight = bucket.weights[bucket.devices.index(self._rank)]
-        flat = torch.cat([self._stepped(row).detach().reshape(-1) for row in bucket.rows])
-        return self._communicator.all_reduce(flat.mul_(weight), bucket.devices)
-
-    def _take_over(self, rows: Sequence[int], average: Tensor) -> None:
+    def _take_over(self, each: _UnderWay) -> None:
         """Write an average back, or let the outer optimizer step towards it."""
+        rows = each.bucket.rows
         values = [self._stepped(row) for row in rows]
-        parts = torch.split(average, [value.numel() for value in values])
-        for row, value, part in zip(rows, values, parts, strict=True):
-            new = part.view(value.shape)
+        sizes = [value.numel() for value in values]
+        averages = torch.split(each.total.wait(), sizes)
+        sent = [None] * len(rows) if each.sent is None else torch.split(each.sent, sizes)
+        for row, value, average, before in zip(rows, values, averages, sent, strict=True):
+            new = average.view(value.shape)
             if self.averaging.has_outer:
                 new = outer_step(self.outer[row], new, self.averaging)
+            if before is not None:  # and what this island has learned since
+                new = new + (value - before.view(value.shape))
             value.copy_(new)
 
     def _stepped(self, row: int) -> nn.Parameter:

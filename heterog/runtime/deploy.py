@@ -337,13 +337,23 @@ class DeployedStep:
         Raises:
             StrategyError: they have trained apart since the last averaging.
         """
-        to_go = 0 if self.averager is None else self.averager.steps_to_go(self.num_steps)
-        if to_go:
+        if self.averager is not None and not self.averager.is_alike(self.num_steps):
+            every = self.plan.strategy.averaging.every if self.plan.strategy.averaging else 0
             raise StrategyError(
-                f"after step {self.num_steps} the islands of this plan have trained apart, and "
-                f"each has weights of its own; train {to_go} more step{'s' * (to_go > 1)} to the "
-                "next averaging, then read or save the model."
+                f"after step {self.num_steps} the islands of this plan, which average every "
+                f"{every} steps, have trained apart, and each has weights of its own; call "
+                "settle() on every rank to average now, then read or save the model."
             )
+
+    def settle(self) -> None:
+        """Bring islands together now, in the middle of a window; every rank has to call it.
+
+        Afterwards all of them have the same parameters, to be read or saved. An exact plan has
+        nothing to do.
+        """
+        self.flush()
+        if self.averager is not None:
+            self.averager.settle(self.num_steps)
 
     def _join_statistics(self) -> None:
         """Bring buffers that are stepped in parts together where their owner is."""

@@ -187,6 +187,7 @@ def train(
         if number > steps_before + WARM_UP_STEPS:
             seconds.append(elapsed_s)
             losses.append(loss)
+    step.settle()  # where islands average: one model comes out, whatever the number of steps
     if save:
         tell("saving the checkpoint")
         from heterog.runtime.checkpoint import save_checkpoint

@@ -331,7 +331,10 @@ class Evaluator:
         if strategy.averaging is None:
             return choice
         seconds = self.averaging_seconds(strategy, choice)
-        return choice._replace(averaging_s=seconds / strategy.averaging.every)
+        # What a delay hides follows from the step alone, which is simulated once for it.
+        lowered = self._ready(choice) if strategy.averaging.delay else None
+        local_s = 0.0 if lowered is None else self._run(lowered, Order.FIFO, math.inf)[0]
+        return choice._replace(averaging_s=strategy.averaging.step_s(local_s, seconds) - local_s)
 
     def averaging_seconds(self, strategy: Strategy, choice: Choice) -> float:
         """Seconds of one averaging of a strategy's parameters, by the referee.

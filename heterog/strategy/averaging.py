@@ -41,17 +41,24 @@ class Averaging:
     the outer optimizer takes d = a - w as a gradient: m = momentum * m + d, and the new parameters
     are a - rate * (d + momentum * m). With rate 1 and momentum 0 they are w.
 
+    With a delay of D steps the average of the parameters s after step t arrives after step t + D,
+    while islands train on: what they have then, x, becomes new + (x - s). Nobody waits for it
+    unless it takes longer than D steps (CoCoD-SGD, Shen et al. 2019, for D = H), and what an island
+    knows of the others is at most H + D steps old.
+
     Attributes:
         every: H, training steps from one averaging to the next.
         weights: what each island counts.
         outer_rate: learning rate of the outer optimizer.
         outer_momentum: its Nesterov momentum.
+        delay: D, steps for which an average may be under way; below H.
     """
 
     every: int
     weights: AverageWeights = AverageWeights.SAMPLES
     outer_rate: float = 1.0
     outer_momentum: float = 0.0
+    delay: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.every <= MOST_STEPS:
@@ -68,11 +75,35 @@ class Averaging:
                 f"the outer momentum is {self.outer_momentum:g}; it must be at least 0 and below "
                 "1 (0.9 is DiLoCo's)."
             )
+        if not 0 <= self.delay < self.every:
+            raise StrategyError(
+                f"the delay is {self.delay} steps of a window of {self.every}; it must be at "
+                "least 0 and below the steps between two averagings."
+            )
 
     @property
     def has_outer(self) -> bool:
         """Whether there is an outer optimizer, with two copies of all parameters as its state."""
         return self.outer_rate != 1.0 or self.outer_momentum != 0.0
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of all parameters that stay on a device: outer state, and what is under way."""
+        return 2 * self.has_outer + 2 * (self.delay > 0)
+
+    def step_s(self, local_s: float, averaging_s: float) -> float:
+        """Seconds of a step in the mean over a window.
+
+        T = T_local + max(T_average - D T_local, 0) / H.
+
+        >>> Averaging(every=8).step_s(1.0, 4.0), Averaging(every=8, delay=3).step_s(1.0, 4.0)
+        (1.5, 1.125)
+
+        Args:
+            local_s: of a step without averaging.
+            averaging_s: of one averaging.
+        """
+        return local_s + max(averaging_s - self.delay * local_s, 0.0) / self.every
 
     @property
     def words(self) -> str:
@@ -87,6 +118,8 @@ class Averaging:
             text = f"parameters averaged every {steps} with equal weights"
         if self.has_outer:
             text += f", outer SGD of rate {self.outer_rate:g}, momentum {self.outer_momentum:g}"
+        if self.delay:
+            text += f", arriving {self.delay} steps later"
         return text
 
     def check(self, strategy: "Strategy", batch_size: int) -> None:

@@ -110,6 +110,7 @@ class _AveragingRecord(Record):
     weights: str
     outer_rate: float = 1.0
     outer_momentum: float = 0.0
+    delay: Annotated[int, Field(ge=0, le=MAX_INT32)] = 0
 
 
 class _StrategyRecord(Record):
@@ -180,6 +181,7 @@ def _averaging(record: _AveragingRecord | None) -> Averaging | None:
         weights=AverageWeights(record.weights),
         outer_rate=record.outer_rate,
         outer_momentum=record.outer_momentum,
+        delay=record.delay,
     )
 
 

@@ -83,7 +83,7 @@ class Choice(NamedTuple):
     rule_set: int = 0  # number of its op rules at the evaluator that encoded it
     turns: Turns = NO_SCHEDULE
     averaging_s: float = 0.0  # of one averaging, for each step; set by the evaluator
-    num_outer_copies: int = 0  # of all parameters, that the outer optimizer keeps
+    num_copies: int = 0  # of all parameters, that are kept for averaging
 
 
 class DivisionRows(NamedTuple):
@@ -373,7 +373,7 @@ def encode(
         num_steps=num_steps,
         within_teams=averaging is not None,
     )
-    return choice._replace(num_outer_copies=2 * (averaging is not None and averaging.has_outer))
+    return choice._replace(num_copies=0 if averaging is None else averaging.num_copies)
 
 
 @helper

@@ -23,9 +23,9 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     resident: FloatArray = np.zeros(choice.member.shape[1])
     workspace = np.zeros_like(resident)
     _resident_kernel(tables, choice, resident, workspace)
-    if choice.num_outer_copies:  # of whole parameters, which every replica has
+    if choice.num_copies:  # of whole parameters, which every replica has
         holds = choice.member[choice.division[tables.parameter_group]]
-        resident += choice.num_outer_copies * (tables.parameter_bytes[:, None] * holds).sum(0)
+        resident += choice.num_copies * (tables.parameter_bytes[:, None] * holds).sum(0)
     return resident + workspace
 
 
