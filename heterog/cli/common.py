@@ -218,7 +218,6 @@ def load_layout(source: str, *, is_required: bool) -> "GivenLayout | None":
     """
     if not source:
         return None
-    from heterog.planners.averaged import AveragedReplicas
     from heterog.planners.given import GivenLayout
     from heterog.strategy.layouts.files import is_layout_file, read_layout
     from heterog.strategy.layouts.layout import parse_layout

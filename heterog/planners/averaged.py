@@ -5,7 +5,8 @@ are not those of one device. It is a row beside the exact methods, judged by the
 step costs its own seconds and the H-th part of an averaging.
 
 Islands are single devices, or the devices of a host, which then sum gradients in every step.
-Samples follow the devices' speeds, so that islands come to an averaging together.
+Samples follow the devices' speeds, so that islands come to an averaging together. A device that
+adds more communication than it takes work off the others is left out.
 """
 
 import time
@@ -24,13 +25,17 @@ from heterog.planners.data_parallel import (
 from heterog.planners.planner import Candidate, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
-from heterog.strategy.averaging import Averaging, AverageWeights
+from heterog.simulator.unequal_updates import is_worth_adding
+from heterog.strategy.averaging import AverageWeights, Averaging
+from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import Decision, Strategy, Sync
 
 AVERAGE = "average"
 """Name of the row, and the word that asks for it."""
 _MOST_MOVED = 8
 """Samples that are moved, one after another, from the slowest island to another one."""
+_MOST_ASKED = 8
+"""Islands, the slowest first, about each of which it is asked whether it is worth what it costs."""
 _NUMBERS = {"rate": "outer_rate", "momentum": "outer_momentum"}
 
 
@@ -61,10 +66,10 @@ def parse_asynchronous(text: str) -> Averaging:
         )
     weights = values.get("weights", AverageWeights.SAMPLES.value)
     if weights not in list(AverageWeights):
-        raise HeterogError(
-            f"--asynchronous has weights={shown(weights)}; it is samples or equal."
-        )
-    numbers = {name: _number(word, values[word]) for word, name in _NUMBERS.items() if word in values}
+        raise HeterogError(f"--asynchronous has weights={shown(weights)}; it is samples or equal.")
+    numbers = {
+        name: _number(word, values[word]) for word, name in _NUMBERS.items() if word in values
+    }
     return Averaging(
         every=int(every), weights=AverageWeights(weights), delay=int(delay), **numbers
     )
@@ -108,6 +113,7 @@ class AveragedReplicas:
                 tried.append(self._tried(evaluator, decision))
             if tried:
                 tried += self._refined(evaluator, min(tried, key=_by_preference))
+                tried += self._without_slow(evaluator, min(tried, key=_by_preference))
         if not tried:
             return _nothing("there are no two devices or hosts with samples to average between")
         tried.sort(key=_by_preference)
@@ -128,7 +134,9 @@ class AveragedReplicas:
     def _note(self, found: Evaluation, exact: Evaluation | None) -> str:
         note = f"not exact: {self.averaging.words}"
         if exact is not None and exact.is_ok and found.is_ok:
-            note += f"; {exact.step_time_s / found.step_time_s:.2f}x as fast as the best exact plan"
+            note += (
+                f"; {exact.step_time_s / found.step_time_s:.2f}x as fast as the best exact plan"
+            )
         return note
 
     def _tried(self, evaluator: Evaluator, decision: Decision) -> tuple[Evaluation, Strategy]:
@@ -145,6 +153,47 @@ class AveragedReplicas:
                 if decision is not None and decision not in known:
                     known.add(decision)
                     yield decision
+
+    def _without_slow(
+        self, evaluator: Evaluator, best: tuple[Evaluation, Strategy]
+    ) -> Iterator[tuple[Evaluation, Strategy]]:
+        """Leave islands out while one costs more communication than it computes.
+
+        A CPU beside GPUs, say; ``is_worth_adding`` is the closed form.
+        """
+        speeds = device_speeds(evaluator)
+        while len(teams := best[1].decisions[0].teams) > 2:
+            by_speed = sorted(teams, key=lambda team: sum(speeds[device] for device in team))
+            found = [
+                rest
+                for team in by_speed[:_MOST_ASKED]
+                if (rest := self._unless_worth(evaluator, best, team, speeds)) is not None
+            ]
+            if not found:
+                return
+            yield from found
+            best = min(found, key=_by_preference)
+
+    def _unless_worth(
+        self,
+        evaluator: Evaluator,
+        whole: tuple[Evaluation, Strategy],
+        team: tuple[int, ...],
+        speeds: tuple[float, ...],
+    ) -> tuple[Evaluation, Strategy] | None:
+        """The strategy without an island; ``None`` if the island is worth what it costs."""
+        kept = [each for each in whole[1].decisions[0].teams if each != team]
+        devices = {device for each in kept for device in each}
+        weights = [speed if device in devices else 0.0 for device, speed in enumerate(speeds)]
+        shares = split_in_proportion(evaluator.graph.batch_size, weights)
+        decision = _decision(kept, shares)
+        if decision is None:
+            return None
+        rest = self._tried(evaluator, decision)
+        whole_s, rest_s = (evaluator.encode(each[1]).averaging_s for each in (whole, rest))
+        relative = sum(speeds[device] for device in team) / sum(weights)
+        compute_s = rest[0].step_time_s - rest_s
+        return None if is_worth_adding(relative, compute_s, whole_s - rest_s) else rest
 
     def _refined(
         self, evaluator: Evaluator, best: tuple[Evaluation, Strategy]
@@ -210,4 +259,3 @@ def _moved(decision: Decision, speeds: tuple[float, ...]) -> Decision | None:
     shares[slowest] -= 1
     shares[quickest] += 1
     return replace(decision, shares=tuple(shares[device] for device in decision.devices))
-

@@ -352,7 +352,7 @@ class Evaluator:
             has_outer=strategy.averaging.has_outer,
         )
         prices = self._prices(choice, self._type_of_device, self._price_channels(tape))
-        lowered = _Lowered(choice._replace(num_steps=1), tape, prices)
+        lowered = _Lowered(choice._replace(num_steps=1, averaging_s=0.0), tape, prices)
         self._run(lowered, Order.FIFO, math.inf)
         return self._replay(lowered)[0]
 

@@ -12,7 +12,7 @@ from heterog.graph.op_rule import Scatter
 from heterog.graph.placement import H, L, P, Placement, R, S, Window
 from heterog.names import shown
 from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, parse_record
-from heterog.strategy.averaging import Averaging, AverageWeights
+from heterog.strategy.averaging import AverageWeights, Averaging
 from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
 from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy, Sync
 

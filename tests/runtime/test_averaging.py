@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import load_plan
 from heterog.runtime.averaging import OuterState, outer_step
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.deploy import deploy
-from heterog.strategy.averaging import Averaging, AverageWeights
+from heterog.strategy.averaging import AverageWeights, Averaging
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import batch_of, workload_of
 from tests.runtime.ranks import Ranks
@@ -23,9 +22,7 @@ from tests.runtime.strategies import graph_of, plan_of, strategy_of
 ISLANDS = ((0,), (1, 2))
 SAMPLES = (3, 5)
 STEPS = 4
-DILOCO = Averaging(
-    every=2, weights=AverageWeights.EQUAL, outer_rate=0.7, outer_momentum=0.9
-)
+DILOCO = Averaging(every=2, weights=AverageWeights.EQUAL, outer_rate=0.7, outer_momentum=0.9)
 
 
 def averaged(
@@ -39,9 +36,7 @@ def averaged(
     if piped:
         for group in range(count):
             other = 1 if group < count // 2 else 2
-            decisions[group] = Decision(
-                devices=(0, other), shares=SAMPLES, teams=((0,), (other,))
-            )
+            decisions[group] = Decision(devices=(0, other), shares=SAMPLES, teams=((0,), (other,)))
     return replace(strategy_of(graph, decisions, bucket_bytes=300), averaging=averaging)
 
 
@@ -161,3 +156,68 @@ def test_ranks_train_as_the_loop_does(
         ranks.run(train_averaged, name, optimizer, str(path)),
         reference(name, optimizer, averaging),
     )
+
+
+def interrupted(rank: int, path: str, folder: str, cut: int) -> tuple[str, object, object]:
+    """Four steps in one go, and four with a checkpoint after some that another step resumes."""
+    workload = workload_of("mlp", "AdamW")
+    whole = deploy(workload, load_plan(path))
+    first = deploy(workload, load_plan(path))
+    for number in range(STEPS):
+        whole(batch_of("mlp", number))
+    for number in range(cut):
+        first(batch_of("mlp", number))
+    refused = ""
+    try:
+        save_checkpoint(first, folder)
+    except StrategyError as error:
+        refused = str(error)
+        first.settle()
+        save_checkpoint(first, folder)
+    again = deploy(workload, load_plan(path))
+    load_checkpoint(again, folder)
+    for number in range(cut, STEPS):
+        again(batch_of("mlp", number))
+    return refused, whole.state_dict(), again.state_dict()
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_holds_every_island_and_the_outer_momentum(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """AdamW's moments differ between islands: the resumed run is the uninterrupted one."""
+    path = tmp_path / "plan.json"
+    strategy = averaged("mlp", DILOCO, optimizer="AdamW", piped=True)
+    plan_of(graph_of("mlp", "AdamW"), strategy).save(path)
+    for refused, whole, again in ranks.run(interrupted, str(path), str(tmp_path / "even"), 2):
+        assert not refused
+        if whole is not None:
+            torch.testing.assert_close(again, whole, rtol=1e-6, atol=1e-7)
+    texts = [each[0] for each in ranks.run(interrupted, str(path), str(tmp_path / "odd"), 1)]
+    assert all("call settle() on every rank" in text for text in texts)
+
+
+def test_the_outer_step_is_that_of_torch() -> None:
+    anchor = torch.tensor([1.0, -2.0])
+    wanted = [anchor.clone()]
+    sgd = torch.optim.SGD(wanted, lr=0.7, momentum=0.9, nesterov=True)
+    state = OuterState(anchor.clone(), torch.zeros(2))
+    for average in (torch.tensor([0.5, -1.0]), torch.tensor([0.0, 0.5])):
+        wanted[0].grad = wanted[0] - average
+        sgd.step()
+        torch.testing.assert_close(outer_step(state, average, DILOCO), wanted[0])
+
+
+def clipped(rank: int, path: str) -> str:
+    try:
+        deploy(workload_of("mlp"), load_plan(path), max_grad_norm=1.0)
+    except StrategyError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_clipping_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan_of(graph_of("mlp"), averaged("mlp", Averaging(every=2))).save(path)
+    assert all("islands of this plan" in text for text in ranks.run(clipped, str(path)))

@@ -1,0 +1,191 @@
+"""Closed forms about workers of unequal speed that do not wait for each other.
+
+They say what dispatch, elastic batches and one more device are worth before anything is simulated:
+Adaptive SGD (arXiv 2110.07029), CPU+GPU Hogbatch (arXiv 2004.08771).
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MERGE_BOOST = 0.1
+"""Of the largest weight that is added to it, and of the smallest that it loses: Adaptive SGD's
+code, whose weights then do not add up to 1."""
+
+
+def is_worth_adding(relative_speed: float, step_s: float, extra_s: float) -> bool:
+    """Whether one more device pays: it takes s/(1+s) of the work, and costs communication.
+
+    With speed 1 so far and s of the new device, compute shrinks from T to T/(1+s), so it helps
+    while the extra communication is below T s/(1+s).
+
+    >>> is_worth_adding(0.25, 1.0, 0.19), is_worth_adding(0.25, 1.0, 0.21)
+    (True, False)
+
+    Args:
+        relative_speed: s, of the new device beside all others together.
+        step_s: T, compute of a step without it.
+        extra_s: communication that it adds to a step.
+    """
+    return extra_s < step_s * relative_speed / (1.0 + relative_speed)
+
+
+def merge_weights(updates: Sequence[int], *, boost: float = 0.0) -> tuple[float, ...]:
+    """What each worker's parameters count, in proportion to its updates.
+
+    With a boost b the largest weight grows by b of itself and the smallest shrinks by b of itself,
+    so that they add up to 1 + b (largest - smallest), not to 1.
+
+    >>> merge_weights((3, 1))
+    (0.75, 0.25)
+
+    Args:
+        updates: of each worker since the last merge.
+        boost: ``MERGE_BOOST`` in Adaptive SGD while the norm of its weights grows.
+    """
+    weights = [each / sum(updates) for each in updates]
+    largest = max(range(len(weights)), key=weights.__getitem__)
+    smallest = min(range(len(weights)), key=weights.__getitem__)
+    weights[largest] += boost * weights[largest]
+    weights[smallest] -= boost * weights[smallest]
+    return tuple(weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticRule:
+    """How batches follow updates after each mega-batch, as in Adaptive SGD.
+
+    Attributes:
+        step: samples by which a batch grows or shrinks.
+        least: samples of a batch.
+        most: samples of a batch.
+        dead_band: batches by which two workers may differ without a change.
+            0 is the paper's code, which swings around the ratio of speeds for ever.
+    """
+
+    step: int = 32
+    least: int = 32
+    most: int = 1024
+    dead_band: float = 1.0
+
+    def next_batches(self, batches: Sequence[int], updates: Sequence[int]) -> tuple[int, ...]:
+        """The batch of each worker after a mega-batch.
+
+        >>> ElasticRule().next_batches((512, 512), (26, 14))
+        (544, 480)
+        >>> ElasticRule().next_batches((672, 352), (20, 19))
+        (672, 352)
+        """
+        mean = sum(updates) / len(updates)
+        moved = []
+        for batch, own in zip(batches, updates, strict=True):
+            # Between two workers the difference to the mean is half of that to each other.
+            is_near = 2.0 * abs(own - mean) <= self.dead_band
+            sign = 0 if is_near else (own > mean) - (own < mean)
+            moved.append(min(max(batch + sign * self.step, self.least), self.most))
+        return tuple(moved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegaBatch:
+    """One window of dispatch.
+
+    Attributes:
+        batches: samples of a batch of each worker.
+        updates: batches that each worker trained.
+        weights: of the merge.
+        seconds: until the last worker had ended.
+    """
+
+    batches: tuple[int, ...]
+    updates: tuple[int, ...]
+    weights: tuple[float, ...]
+    seconds: float
+
+
+def dispatched(
+    speeds: Sequence[float], batches: Sequence[int], mega_batch: int
+) -> tuple[tuple[int, ...], float]:
+    """(updates of each worker, seconds) when the next batch goes to whoever is free first.
+
+    Args:
+        speeds: samples per second of each worker.
+        batches: samples of a batch of each worker.
+        mega_batch: samples after which nothing is handed out any more; the last batch is whole.
+    """
+    updates = [0] * len(speeds)
+    free = [(0.0, worker) for worker in range(len(speeds))]
+    heapq.heapify(free)
+    left, end_s = mega_batch, 0.0
+    while left > 0:
+        now_s, worker = heapq.heappop(free)
+        left -= batches[worker]
+        updates[worker] += 1
+        done_s = now_s + batches[worker] / speeds[worker]
+        end_s = max(end_s, done_s)
+        heapq.heappush(free, (done_s, worker))
+    return tuple(updates), end_s
+
+
+def elastic_schedule(
+    speeds: Sequence[float],
+    batch: int,
+    mega_batch: int,
+    num_rounds: int,
+    rule: ElasticRule = ElasticRule(),
+) -> list[MegaBatch]:
+    """What elastic batches come to, round after round, when a batch of b takes b/v seconds."""
+    batches, rounds = (batch,) * len(speeds), []
+    for _ in range(num_rounds):
+        updates, seconds = dispatched(speeds, batches, mega_batch)
+        weights = merge_weights(updates, boost=MERGE_BOOST)
+        rounds.append(
+            MegaBatch(batches=batches, updates=updates, weights=weights, seconds=seconds)
+        )
+        batches = rule.next_batches(batches, updates)
+    return rounds
+
+
+@dataclass(slots=True, kw_only=True)
+class HogWorker:
+    """A worker that updates a shared model whenever it has a gradient.
+
+    Attributes:
+        speed: samples per second.
+        batch: samples of its next batch.
+        least: samples of a batch.
+        most: samples of a batch.
+        updates: that it has made.
+    """
+
+    speed: float
+    batch: int
+    least: int
+    most: int
+    updates: int = 0
+
+    def adapt(self, others: Sequence[int], alpha: float) -> None:
+        """Who updates least gets smaller batches, who updates most larger ones."""
+        if self.updates < min(others):
+            self.batch = max(self.least, int(self.batch / alpha))
+        elif self.updates > max(others):
+            self.batch = min(self.most, int(self.batch * alpha))
+
+
+def run_hogbatch(workers: Sequence[HogWorker], seconds: float, *, alpha: float = 2.0) -> None:
+    """Let workers ask for batches for some seconds; their updates and batches are counted there.
+
+    Args:
+        workers: at least two; changed.
+        seconds: after which no batch ends any more.
+        alpha: factor of a change; 1 leaves batches as they are.
+    """
+    ready = [(worker.batch / worker.speed, number) for number, worker in enumerate(workers)]
+    heapq.heapify(ready)
+    while ready and ready[0][0] <= seconds:
+        now_s, number = heapq.heappop(ready)
+        worker = workers[number]
+        if alpha != 1.0:  # by what was known when its batch ended
+            worker.adapt([w.updates for n, w in enumerate(workers) if n != number], alpha)
+        worker.updates += 1
+        heapq.heappush(ready, (now_s + worker.batch / worker.speed, number))

@@ -1,0 +1,187 @@
+"""Averaging as a row beside exact methods: what it is asked by, priced and judged."""
+
+from dataclasses import replace
+
+import pytest
+
+from heterog.errors import HeterogError, StrategyError
+from heterog.graph.grouping import group_ops
+from heterog.planners.averaged import AveragedReplicas, parse_asynchronous
+from heterog.planners.plan import make_plan
+from heterog.planners.planner import Budget, Problem
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.averaged_buckets import averaged_buckets
+from heterog.strategy.averaging import AverageWeights, Averaging
+from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
+from heterog.strategy.strategy import Decision, Strategy
+from tests.runtime.strategies import cluster, graph_of, strategy_of
+from tests.simulator.builders import cluster_of
+
+THREE = Decision(devices=(0, 1, 2), shares=(5, 2, 1), teams=((0,), (1,), (2,)))
+
+
+def strategy(decision: Decision = THREE, every: int = 8, **options: float) -> Strategy:
+    graph = graph_of("mlp")
+    exact = strategy_of(graph, [decision] * len(graph_groups()))
+    return replace(exact, averaging=Averaging(every=every, **options))  # type: ignore[arg-type]
+
+
+def graph_groups() -> range:
+    return range(group_ops(graph_of("mlp")).num_groups)
+
+
+def test_communication_of_a_step_is_a_part_of_one_averaging() -> None:
+    """T = T_local + T_average / H, and T tends to T_local."""
+    evaluator = Evaluator(graph_of("mlp"), cluster())
+    seconds = {
+        every: evaluator.referee(strategy(every=every), Order.FIFO).step_time_s
+        for every in (1, 2, 4, 1_000_000)
+    }
+    local = seconds[1_000_000]
+    averaging = evaluator.averaging_seconds(strategy(), evaluator.encode(strategy()))
+    for every in (1, 2, 4):
+        assert seconds[every] == pytest.approx(local + averaging / every, rel=1e-4)
+    assert averaging > 0
+
+
+def test_a_delay_hides_an_averaging_behind_steps() -> None:
+    evaluator = Evaluator(graph_of("mlp"), cluster())
+    local = evaluator.referee(strategy(every=1_000_000), Order.FIFO).step_time_s
+    averaging = evaluator.averaging_seconds(strategy(), evaluator.encode(strategy()))
+    for delay in (1, 7):
+        found = evaluator.referee(strategy(delay=delay), Order.FIFO).step_time_s
+        wanted = local + max(averaging - delay * local, 0.0) / 8
+        assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_copies_that_averaging_keeps_are_counted() -> None:
+    evaluator = Evaluator(graph_of("mlp"), cluster())
+    plain, outer, late = (
+        evaluator.referee(strategy(**options), Order.FIFO).peak_memory_bytes
+        for options in ({}, {"outer_momentum": 0.9}, {"delay": 2})
+    )
+    copies = 2.0 * evaluator.tables.parameter_bytes.sum() * 1.04
+    assert outer[0] - plain[0] == pytest.approx(copies, abs=2)
+    assert late == outer
+
+
+def test_pipelines_of_unlike_cuts_meet_in_one_ring_for_each_range() -> None:
+    """Ravnest's golden case: cuts (22, 22, 45, 11) and (50, 50) of 100 layers give five rings."""
+    cuts = (
+        [range(0, 22), range(22, 44), range(44, 89), range(89, 100)],
+        [range(50), range(50, 100)],
+    )
+    pairs = [
+        tuple(next(n for n, part in enumerate(own) if layer in part) for own in cuts)
+        for layer in range(100)
+    ]
+    ranges = [layer for layer in range(100) if layer == 0 or pairs[layer] != pairs[layer - 1]]
+    assert ranges == [0, 22, 44, 50, 89]
+    # The same by decisions: as many buckets as there are pairs of owners.
+    graph, groups = graph_of("mlp"), graph_groups()
+    decisions = [
+        Decision(devices=(0, 1 if g < 2 else 2), shares=(4, 4), teams=((0,), (1 if g < 2 else 2,)))
+        for g in groups
+    ]
+    piped = replace(strategy_of(graph, decisions), averaging=Averaging(every=2))
+    piped.check(graph, cluster())
+    buckets = averaged_buckets(graph, piped)
+    assert {bucket.devices for bucket in buckets} == {(0, 1), (0, 2)}
+    assert all(bucket.weights == (0.5, 0.5) for bucket in buckets)
+    rows = sorted(row for bucket in buckets for row in bucket.rows)
+    assert rows == list(range(len(graph.updates)))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"decisions": Decision(devices=(0, 1), shares=(5, 3))}, "at least two teams"),
+        (
+            {"decisions": replace(THREE, shares=(5, 0, 3))},
+            r"islands get \[5, 0, 3\] samples",
+        ),
+        ({"step_barrier": False}, "steps that end with all updates"),
+    ],
+)
+def test_what_is_no_island_is_refused(change: dict[str, object], text: str) -> None:
+    graph = graph_of("mlp")
+    if "decisions" in change:
+        change = {"decisions": (change["decisions"],) * len(graph_groups())}
+    with pytest.raises(StrategyError, match=text):
+        replace(strategy(), **change).check(graph, cluster())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every": 0}, "averaging every 0 steps"),
+        ({"every": 4, "outer_rate": 0.0}, "outer learning rate is 0"),
+        ({"every": 4, "outer_momentum": 1.0}, "outer momentum is 1"),
+        ({"every": 4, "delay": 4}, "delay is 4 steps of a window of 4"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, float], text: str) -> None:
+    with pytest.raises(StrategyError, match=text):
+        Averaging(**options)  # type: ignore[arg-type]
+
+
+def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
+    whole = strategy(outer_rate=0.7, outer_momentum=0.9, delay=3)
+    document = strategy_to_dict(whole)
+    assert strategy_from_dict(document) == whole
+    assert "averaging" not in strategy_to_dict(replace(whole, averaging=None))
+    for wrong in ({"weights": "norm"}, {"every": 0}, {"every": "8"}, {"delay": -1}, {"more": 1}):
+        with pytest.raises(StrategyError):
+            strategy_from_dict(document | {"averaging": document["averaging"] | wrong})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("average", "average=", "average=x", "average=8,average=9", "rate=0.5", "weights=equal"),
+        *("average=8,weights=best", "average=8,rate=fast", "average=8,delay=", "average=\u0663"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(HeterogError, match="--asynchronous"):
+        parse_asynchronous(text)
+
+
+def test_words_are_read() -> None:
+    found = parse_asynchronous("average=8,weights=equal,delay=2,rate=0.7,momentum=0.9")
+    assert found == Averaging(
+        every=8, weights=AverageWeights.EQUAL, outer_rate=0.7, outer_momentum=0.9, delay=2
+    )
+
+
+def test_it_is_a_row_of_its_own_and_never_comes_unasked() -> None:
+    graph, slow = (
+        graph_of("mlp"),
+        cluster_of((0.001, ["T4"]), (0.001, ["T4"]), (0.001, ["P100-16GB"])),
+    )
+    options = {"methods": ("cp_ar",), "budget": "10e"}
+    exact = make_plan(graph, slow, **options)  # type: ignore[arg-type]
+    assert exact.strategy.averaging is None
+    asked = make_plan(
+        graph,
+        slow,
+        asynchronous=AveragedReplicas(Averaging(every=8)),
+        **options,  # type: ignore[arg-type]
+    )
+    assert [row.method for row in asked.rows] == ["cp_ar", "average"]
+    assert asked.rows[0].step_time_s == exact.step_time_s
+    assert asked.strategy.averaging == Averaging(every=8)
+    assert "not exact" in asked.rows[1].note
+    assert "as the best exact plan" in asked.rows[1].note
+    assert asked.summary()["strategy"]["averaging"]["every"] == 8
+
+
+def test_an_island_that_costs_more_than_it_computes_is_left_out() -> None:
+    """A slow device behind a very slow link; with averaging every step it is not worth it."""
+    graph = graph_of("mlp")
+    lame = cluster_of((10.0, ["T4"]), (10.0, ["T4"]), (0.0001, ["T4"]))
+    evaluator = Evaluator(graph, lame)
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=100))
+    found = AveragedReplicas(Averaging(every=1)).plan(problem)
+    assert found.candidates[0].strategy.decisions[0].devices == (0, 1)

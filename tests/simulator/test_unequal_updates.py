@@ -1,0 +1,80 @@
+"""Golden values of Adaptive SGD and Hogbatch, as recomputed by event simulations of the papers."""
+
+import pytest
+
+from heterog.simulator.unequal_updates import (
+    MERGE_BOOST,
+    ElasticRule,
+    HogWorker,
+    elastic_schedule,
+    is_worth_adding,
+    merge_weights,
+    run_hogbatch,
+)
+from heterog.strategy.division import split_in_proportion
+
+SPEEDS = (1000.0, 500.0)
+SWINGING = ElasticRule(dead_band=0.0)
+
+
+def test_the_table_of_adaptive_sgd() -> None:
+    rounds = elastic_schedule(SPEEDS, 512, 20_000, 9, SWINGING)
+    for number, batches, updates, weights, seconds in (
+        (1, (512, 512), (26, 14), (0.715, 0.315), 14.336),
+        (2, (544, 480), (25, 14), (0.7051, 0.3231), 13.6),
+        (6, (672, 352), (20, 19), (0.5641, 0.4385), 13.44),
+        (7, (704, 320), (19, 21), (0.4275, 0.5775), 13.44),
+    ):
+        found = rounds[number - 1]
+        assert (found.batches, found.updates) == (batches, updates)
+        assert found.weights == pytest.approx(weights, abs=1e-4)
+        assert found.seconds == pytest.approx(seconds, abs=1e-3)
+    assert [each.batches for each in rounds[7:]] == [each.batches for each in rounds[5:7]]
+
+
+def test_a_dead_band_ends_the_swing() -> None:
+    rounds = elastic_schedule(SPEEDS, 512, 20_000, 9)
+    assert all(each.batches == (672, 352) for each in rounds[5:])
+
+
+def test_equal_speeds_never_change() -> None:
+    rounds = elastic_schedule((700.0, 700.0), 512, 20_480, 5, SWINGING)
+    assert {each.batches for each in rounds} == {(512, 512)}
+
+
+def test_weights_add_up_to_one_but_for_the_boost() -> None:
+    plain = merge_weights((26, 14, 3))
+    boosted = merge_weights((26, 14, 3), boost=MERGE_BOOST)
+    assert sum(plain) == pytest.approx(1.0)
+    assert sum(boosted) == pytest.approx(1.0 + 0.1 * (max(plain) - min(plain)))
+
+
+def test_hogbatch_without_adaptation_is_arithmetic() -> None:
+    gpu, cpu = workers(8192, 56, 10_000.0, 500.0)
+    run_hogbatch((gpu, cpu), 50.0, alpha=1.0)
+    assert (gpu.updates, cpu.updates) == (61, 446)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 3.0, 20.0, 50.0])
+def test_hogbatch_balances_updates(ratio: float) -> None:
+    gpu, cpu = workers(8192, 56, 500.0 * ratio, 500.0)
+    run_hogbatch((gpu, cpu), 400.0)
+    assert gpu.updates == pytest.approx(cpu.updates, rel=0.01, abs=4)
+    assert 64 <= gpu.batch <= 8192
+    assert 8 <= cpu.batch <= 512
+
+
+def workers(gpu_batch: int, cpu_batch: int, gpu: float, cpu: float) -> tuple[HogWorker, HogWorker]:
+    return (
+        HogWorker(speed=gpu, batch=gpu_batch, least=64, most=8192),
+        HogWorker(speed=cpu, batch=cpu_batch, least=8, most=512),
+    )
+
+
+def test_one_more_device_pays_below_its_part_of_the_work() -> None:
+    assert is_worth_adding(0.25, 1.0, 0.19)
+    assert not is_worth_adding(0.25, 1.0, 0.21)
+
+
+def test_ravnest_shares_follow_the_largest_remainder() -> None:
+    assert split_in_proportion(100, (8, 8, 16, 4)) == (22, 22, 45, 11)
