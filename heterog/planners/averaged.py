@@ -35,7 +35,7 @@ AVERAGE = "average"
 _MOST_MOVED = 8
 """Samples that are moved, one after another, from the slowest island to another one."""
 _MOST_ASKED = 8
-"""Islands, the slowest first, about each of which it is asked whether it is worth what it costs."""
+"""Islands, the slowest first, that are asked about whether each is worth what it costs."""
 _NUMBERS = {"rate": "outer_rate", "momentum": "outer_momentum"}
 
 
@@ -55,7 +55,8 @@ def parse_asynchronous(text: str) -> Averaging:
             raise HeterogError(
                 f"--asynchronous has {shown(part)}; it takes average=H, then if wanted "
                 "weights=samples or weights=equal, delay=D (steps for which an average may be "
-                "under way), rate=0.7 and momentum=0.9 of an outer optimizer, each once, with commas between them."
+                "under way), rate=0.7 and momentum=0.9 of an outer "
+                "optimizer, each once, with commas between them."
             )
         values[word] = value
     every, delay = values.get(AVERAGE, ""), values.get("delay", "0")

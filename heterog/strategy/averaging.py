@@ -43,8 +43,8 @@ class Averaging:
 
     With a delay of D steps the average of the parameters s after step t arrives after step t + D,
     while islands train on: what they have then, x, becomes new + (x - s). Nobody waits for it
-    unless it takes longer than D steps (CoCoD-SGD, Shen et al. 2019, for D = H), and what an island
-    knows of the others is at most H + D steps old.
+    unless it takes longer than D steps (CoCoD-SGD, Shen et al. 2019, for D = H), and what an
+    island knows of the others is at most H + D steps old.
 
     Attributes:
         every: H, training steps from one averaging to the next.

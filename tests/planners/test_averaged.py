@@ -156,10 +156,8 @@ def test_words_are_read() -> None:
 
 
 def test_it_is_a_row_of_its_own_and_never_comes_unasked() -> None:
-    graph, slow = (
-        graph_of("mlp"),
-        cluster_of((0.001, ["T4"]), (0.001, ["T4"]), (0.001, ["P100-16GB"])),
-    )
+    graph = graph_of("mlp")
+    slow = cluster_of((0.001, ["T4"]), (0.001, ["T4"]), (0.001, ["P100-16GB"]))
     options = {"methods": ("cp_ar",), "budget": "10e"}
     exact = make_plan(graph, slow, **options)  # type: ignore[arg-type]
     assert exact.strategy.averaging is None

@@ -50,7 +50,7 @@ def train_averaged(rank: int, name: str, optimizer: str, path: str) -> tuple[lis
 def reference(
     name: str, optimizer: str, averaging: Averaging
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """One copy of the model for each island, in turn; averages are taken parameter by parameter."""
+    """One copy of the model for each island; averages are taken parameter by parameter."""
     workload = workload_of(name, optimizer)
     models = [workload.make_model() for _ in SAMPLES]
     steppers = [
@@ -125,8 +125,10 @@ def move(
                 value.copy_(new + (value - old))
 
 
-def compare(found: list[tuple[list[float], object]], wanted: object) -> None:
-    losses, weights = wanted  # type: ignore[misc]
+def compare(
+    found: list[tuple[list[float], object]], wanted: tuple[list[float], dict[str, Tensor]]
+) -> None:
+    losses, weights = wanted
     for own, _ in found:
         assert own == pytest.approx(losses, rel=1e-5)
     state = found[0][1]

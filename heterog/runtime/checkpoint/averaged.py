@@ -1,8 +1,8 @@
 """What a checkpoint holds beside one model where islands average: their states, and the outer one.
 
 After an averaging all islands have the same parameters, but each has the state of its own
-optimizer. The first island's is saved as that of any plan; those of the others, and the momentum of
-the outer optimizer, have names of their own. A plan with the same islands goes on exactly where
+optimizer. The first island's is saved as that of any plan; those of the others, and the momentum
+of the outer optimizer, have names of their own. A plan with the same islands goes on exactly where
 the saved one was, any other one from the first island's state.
 """
 
@@ -54,7 +54,7 @@ def _speaks(step: DeployedStep) -> bool:
 
 
 def _island_state(step: DeployedStep) -> list[tuple[str, Tensor]]:
-    """Tensors of the optimizer's state of each parameter of which the island's first has a copy."""
+    """Tensors of the optimizer's state, of parameters of which this rank speaks for its island."""
     island, found = _island_of(step), []
     for row, stepped in _stepped_rows(step).items():
         team = step.part.decision(row).teams[island]

@@ -1,0 +1,168 @@
+"""What is averaging every H steps worth on slow networks, and what does it cost in loss?
+
+    python experiments/averaging.py --json                            # Linux, as root
+    python experiments/averaging.py --testbeds skew_network --models mlp --windows 2 --steps 0
+
+On each testbed and model, in one job and in turn: the best exact plan and the best plan that
+averages, in windows of H steps; their median seconds a step beside what was predicted. Then each
+is trained for some steps from the same seed, on a batch that differs from step to step, and the
+mean of the last ten losses is compared. Plans are made with a calibration of the testbed on other
+workloads than these. What Adaptive SGD's dispatch would do on the same speeds is added by its own
+simulation.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from testbed_calibration import calibrated
+from testbed_rounds import report, results_of_ranks, seconds_in_turn
+from torch import Tensor
+
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture, capture_step
+from heterog.planners.averaged import AveragedReplicas, parse_asynchronous
+from heterog.planners.data_parallel import device_speeds
+from heterog.planners.plan import Plan, load_plan, make_plan, plan_from_rows
+from heterog.runtime.deploy import DeployedStep
+from heterog.runtime.rank import end_together, join
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.unequal_updates import elastic_schedule
+from heterog.zoo import load_workload
+
+TESTBEDS = ("skew_network", str(Path(__file__).with_name("slow_network.yaml")))
+MODELS = ("gpt", "vgg")
+WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
+_LAST = 10  # losses whose mean is told
+_ELASTIC = (512, 20_000, 10)  # batch, samples of a mega-batch, rounds
+
+
+def plans_of(cluster: Cluster, model: str, words: str, budget: str) -> dict[str, Plan]:
+    """The best exact plan, and the best that averages as the words say."""
+    graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
+    asked = AveragedReplicas(parse_asynchronous(words))
+    both = make_plan(graph, cluster, budget=budget, asynchronous=asked)
+    averaged = next(row for row in both.rows if row.method == asked.name)
+    exact = [row for row in both.rows if row.method != asked.name]
+    evaluator = Evaluator(graph, cluster)
+    return {
+        name: plan_from_rows(evaluator, rows, budget=budget, seed=0, search_seconds=0.0)
+        for name, rows in (("exact", exact), ("averaged", [averaged]))
+    }
+
+
+def batches_of(batch: tuple[Tensor, ...], number: int) -> tuple[Tensor, ...]:
+    """Other samples in every step, with a rule that can be learned: the labels are the inputs'."""
+    generator = torch.Generator().manual_seed(number)
+    order = torch.randperm(batch[0].shape[0], generator=generator)
+    return tuple(each[order] for each in batch)
+
+
+def serve(folder: Path, model: str, num_windows: int, num_steps: int) -> None:
+    """One rank: windows of all plans in turn, then the losses of each from its own start."""
+    torch.set_num_threads(1)
+    join(timeout_s=1800)
+    workload = load_workload(f"{WORKLOADS}:{model}", None)
+    batch = workload.make_batch()
+    captured = capture_step(workload)
+    plans = {path.stem: load_plan(path) for path in sorted(folder.glob("*.json"))}
+    every = max(
+        plan.strategy.averaging.every for plan in plans.values() if plan.strategy.averaging
+    )
+    steps = {name: DeployedStep(workload, plan, captured=captured) for name, plan in plans.items()}
+
+    def window(step: DeployedStep) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(every):
+                step(batch)
+
+        return run
+
+    seconds = seconds_in_turn({name: window(step) for name, step in steps.items()}, num_windows)
+    losses: dict[str, list[float]] = {}
+    for name, plan in plans.items():
+        steps[name].close()
+        fresh = DeployedStep(workload, plan, captured=captured)
+        losses[name] = [float(fresh(batches_of(batch, n))) for n in range(num_steps)]
+        fresh.close()
+    own = {name: [each / every for each in found] for name, found in seconds.items()}
+    report(folder, {"seconds": own, "losses": losses})
+    end_together()
+
+
+def measure(cluster: Cluster, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Plan, then run both plans on the testbed."""
+    plans = plans_of(cluster, model, arguments.words, arguments.budget)
+    options = ["--models", model, "--windows", str(arguments.windows)]
+    options += ["--steps", str(arguments.steps)]
+    found = results_of_ranks(__file__, cluster, plans, options)[0]
+    speeds = device_speeds(Evaluator(plans["exact"].graph, cluster))
+    elastic = elastic_schedule(speeds, *_ELASTIC)[-1]
+    return {
+        "testbed": cluster.name,
+        "model": model,
+        "words": arguments.words,
+        "elastic": {"batches": elastic.batches, "updates": elastic.updates},
+        "plans": {
+            name: {
+                "method": plan.method,
+                "predicted_s": plan.step_time_s,
+                "median_s": statistics.median(found["seconds"][name]),
+                "seconds": found["seconds"][name],
+                "losses": found["losses"][name],
+            }
+            for name, plan in plans.items()
+        },
+    }
+
+
+def told(row: dict[str, Any]) -> Iterator[str]:
+    """A row for people."""
+    for name, found in row["plans"].items():
+        off = found["predicted_s"] / found["median_s"] - 1.0
+        text = (
+            f"{row['testbed']:13} {row['model']:5} {name:9} by {found['method']:12} "
+            f"{found['median_s']:.3f} s a step (predicted {found['predicted_s']:.3f}, {off:+.1%})"
+        )
+        if found["losses"]:
+            last = statistics.mean(found["losses"][-_LAST:])
+            text += f", loss {last:.4f} after {len(found['losses'])} steps"
+        yield text
+
+
+def main() -> None:
+    """Measure every testbed and model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--testbeds", default=",".join(TESTBEDS))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--words", default="average=8", help="as for --asynchronous")
+    parser.add_argument("--budget", default="300e")
+    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=300, help="trained for the losses")
+    parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
+    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_folder:
+        serve(Path(arguments.rank_folder), arguments.models, arguments.windows, arguments.steps)
+        return
+    rows = []
+    scratch = tempfile.TemporaryDirectory()
+    folder = Path(arguments.folder or scratch.name)
+    for testbed in arguments.testbeds.split(","):
+        cluster = calibrated(testbed, folder)
+        for model in arguments.models.split(","):
+            rows.append(measure(cluster, model, arguments))
+            print("\n".join(told(rows[-1])), file=sys.stderr, flush=True)
+    if arguments.json:
+        print(json.dumps({"rows": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
