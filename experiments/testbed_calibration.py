@@ -18,8 +18,8 @@ def calibrated(testbed: str, folder: Path) -> Cluster:
     Ops are not measured again on types of devices that another testbed has had measured.
     """
     cluster = load_testbed(testbed)
-    path = folder / f"{testbed}.calibration.json"
-    kept = folder / f"{testbed}.measurements.json"
+    path = folder / f"{Path(testbed).stem}.calibration.json"
+    kept = folder / f"{Path(testbed).stem}.measurements.json"
     if not path.exists():
         others = [Measurements.load(each) for each in sorted(folder.glob("*.measurements.json"))]
         types = {of_type.name for of_type in cluster.device_types}
@@ -30,7 +30,7 @@ def calibrated(testbed: str, folder: Path) -> Cluster:
         else:
             sources = [f"{WORKLOADS}:{name}" for name in CALIBRATED_ON]
             measured = profile_cluster(
-                [] if is_known else sources, cluster, folder / f"{testbed}.journal"
+                [] if is_known else sources, cluster, folder / f"{Path(testbed).stem}.journal"
             )
             measured.save(kept)
         if not measured.ops:

@@ -108,16 +108,7 @@ class DeployedStep:
         self._seed = seed
         self._program = program
         self._communicator = Communicator(self.rank, ())
-        self.averager = None
-        if plan.strategy.averaging is not None:
-            self.averager = Averager(
-                graph,
-                plan.strategy,
-                self.rank,
-                self.part.parameters,
-                self.masters,
-                self._communicator,
-            )
+        self.averager = self._make_averager()
         self._planned = planned_signature(graph)
         self._executor = self._make_executor(
             self.captured, plan.strategy, program, plan.task_order, plan.sent_before
@@ -126,6 +117,14 @@ class DeployedStep:
         # When nobody has this step any more, or at exit: gloo may abort a process whose
         # communication nobody has waited for.
         weakref.finalize(self, _abandon, self._by_shape)
+
+    def _make_averager(self) -> Averager | None:
+        """What brings islands together, if the plan has any."""
+        graph, strategy = self.captured.graph, self.plan.strategy
+        if strategy.averaging is None:
+            return None
+        parameters, masters = self.part.parameters, self.masters
+        return Averager(graph, strategy, self.rank, parameters, masters, self._communicator)
 
     def _make_executor(
         self,

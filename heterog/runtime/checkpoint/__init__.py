@@ -74,8 +74,7 @@ def save_checkpoint(
 
     Raises:
         HeterogError: a rank cannot write, the optimizer keeps what JSON and tensors cannot hold,
-            or islands have trained apart since the last averaging. Every rank raises, and the old
-            checkpoint is still there.
+            or islands have trained apart. Every rank raises, and the old checkpoint is there.
     """
     model = step.model  # which ends what is open, on all ranks
     step.require_averaged()
