@@ -12,7 +12,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.masters import Masters
 from heterog.strategy.averaged_buckets import AveragedBucket, averaged_buckets
-from heterog.strategy.averaging import Averaging, island_samples, islands
+from heterog.strategy.averaging import Averaging, island_of, island_samples
 from heterog.strategy.strategy import Strategy
 
 
@@ -34,8 +34,8 @@ def gradient_scale(graph: OpGraph, strategy: Strategy, rank: int) -> float:
             f"of a batch of {graph.batch_size} the islands get {list(samples)} samples; with "
             "averaging each of them needs at least one: leave a smaller last batch out."
         )
-    own = next(n for n, members in enumerate(islands(strategy)) if rank in members)
-    return graph.batch_size / samples[own]
+    own = island_of(strategy, rank)
+    return 1.0 if own is None else graph.batch_size / samples[own]
 
 
 @dataclass(slots=True)

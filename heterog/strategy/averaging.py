@@ -200,6 +200,12 @@ def islands(strategy: "Strategy") -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(own)) for own in members)
 
 
+def island_of(strategy: "Strategy", device: int) -> int | None:
+    """Number of a device's island; ``None`` for one that takes no part in training."""
+    found = (number for number, own in enumerate(islands(strategy)) if device in own)
+    return next(found, None)
+
+
 def _samples(decision: "Decision", batch_size: int) -> tuple[int, ...]:
     """Samples of each team of a decision."""
     shares = batch_shares(decision.shares, batch_size)

@@ -26,11 +26,19 @@ DILOCO = Averaging(every=2, weights=AverageWeights.EQUAL, outer_rate=0.7, outer_
 
 
 def averaged(
-    name: str, averaging: Averaging, *, optimizer: str = "SGD", piped: bool = False
+    name: str,
+    averaging: Averaging,
+    *,
+    optimizer: str = "SGD",
+    piped: bool = False,
+    idle: bool = False,
 ) -> Strategy:
-    """Island 0 is one device; island 1 two, as replicas of each other or as a pipeline."""
+    """Island 0 is one device; island 1 two, as replicas or a pipeline, or one of them alone."""
     graph = graph_of(name, optimizer)
     count = group_ops(graph).num_groups
+    if idle:
+        alone = [Decision(devices=(0, 2), shares=SAMPLES, teams=((0,), (2,)))] * count
+        return replace(strategy_of(graph, alone), averaging=averaging)
     decisions = [Decision(devices=(0, 1, 2), shares=(3, 4, 1), sync=Sync.RING, teams=ISLANDS)]
     decisions *= count
     if piped:
@@ -139,18 +147,23 @@ def compare(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("name", "optimizer", "averaging", "piped"),
+    ("name", "optimizer", "averaging", "cut"),
     [
-        ("mlp", "SGD", Averaging(every=2), False),
-        ("mlp", "AdamW", DILOCO, True),
-        ("residual", "SGD", Averaging(every=4, weights=AverageWeights.EQUAL), True),
-        ("gpt", "SGD", replace(DILOCO, every=3, delay=1), False),
+        ("mlp", "SGD", Averaging(every=2), {"idle": True}),
+        ("mlp", "AdamW", DILOCO, {"piped": True}),
+        ("residual", "SGD", Averaging(every=4, weights=AverageWeights.EQUAL), {"piped": True}),
+        ("gpt", "SGD", replace(DILOCO, every=3, delay=1), {}),
     ],
 )
 def test_ranks_train_as_the_loop_does(
-    ranks: Ranks, tmp_path: Path, name: str, optimizer: str, averaging: Averaging, piped: bool
+    ranks: Ranks,
+    tmp_path: Path,
+    name: str,
+    optimizer: str,
+    averaging: Averaging,
+    cut: dict[str, bool],
 ) -> None:
-    strategy = averaged(name, averaging, optimizer=optimizer, piped=piped)
+    strategy = averaged(name, averaging, optimizer=optimizer, **cut)
     path = tmp_path / "plan.json"
     plan_of(graph_of(name, optimizer), strategy).save(path)
     assert load_plan(path).strategy == strategy

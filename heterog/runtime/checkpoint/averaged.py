@@ -16,7 +16,7 @@ from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.files import Entry
 from heterog.runtime.checkpoint.held import name_and_shape, stepped_values
 from heterog.runtime.deploy import DeployedStep
-from heterog.strategy.averaging import islands
+from heterog.strategy.averaging import island_of, islands
 
 OUTER = "averaging.outer"
 """Before the name of a parameter: the momentum of the outer optimizer."""
@@ -31,7 +31,7 @@ def averaging_entries(step: DeployedStep) -> list[Entry]:
         for row, state in step.averager.outer.items()
         if step.part.owner(row) == step.rank
     ]
-    if _speaks(step):
+    if _island_of(step) > 0:
         found += _island_state(step)
     return [
         Entry(whole=name, shape=tuple(value.shape), box=whole_box(value.shape), value=value)
@@ -40,17 +40,8 @@ def averaging_entries(step: DeployedStep) -> list[Entry]:
 
 
 def _island_of(step: DeployedStep) -> int:
-    """Number of this rank's island."""
-    return next(
-        number
-        for number, members in enumerate(islands(step.plan.strategy))
-        if step.rank in members
-    )
-
-
-def _speaks(step: DeployedStep) -> bool:
-    """Whether what this rank has of its optimizer's state is saved for an island but the first."""
-    return _island_of(step) > 0
+    """Number of this rank's island; 0, whose state is saved as any plan's, for a rank of none."""
+    return island_of(step.plan.strategy, step.rank) or 0
 
 
 def _island_state(step: DeployedStep) -> list[tuple[str, Tensor]]:
