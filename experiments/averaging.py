@@ -57,7 +57,7 @@ def plans_of(cluster: Cluster, model: str, words: str, budget: str) -> dict[str,
     }
 
 
-def batches_of(batch: tuple[Tensor, ...], number: int) -> tuple[Tensor, ...]:
+def batches_of(batch: Any, number: int) -> tuple[Tensor, ...]:
     """Other samples in every step, with a rule that can be learned: the labels are the inputs'."""
     generator = torch.Generator().manual_seed(number)
     order = torch.randperm(batch[0].shape[0], generator=generator)

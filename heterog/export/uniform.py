@@ -15,9 +15,15 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
     """Micro-batches of each device with samples, if every group has the same ones.
 
     Raises:
-        ExportError: names the first group that differs, or the op that needs the whole batch.
+        ExportError: names the first group that differs, or the op that needs the whole batch; or
+            the plan averages.
     """
     strategy, graph = plan.strategy, plan.graph
+    if strategy.averaging is not None:
+        raise ExportError(
+            f"{target} sums gradients in every step, but this plan has {strategy.averaging.words}; "
+            "export with --to torchrun, or plan without --asynchronous."
+        )
     names = group_ops(graph).names
     first = _samples(strategy.decisions[0])
     for name, decision in zip(names, strategy.decisions, strict=True):

@@ -88,6 +88,11 @@ class HealingJob:
         self.options = options or HealOptions()
         self.trained = Trained()
         self._plan, self._path = load_plan(plan), plan.resolve()
+        if self._plan.strategy.averaging is not None:
+            raise HeterogError(
+                f"{plan} has {self._plan.strategy.averaging.words}, and jobs that heal keep copies "
+                "of one model only; run it without --heal, with --save."
+            )
         self._whole = self._plan.cluster
         self._source = model or trusted_source(self._plan.graph.source, sources, str(plan))
         self._arguments = ["--timeout", str(timeout_s), "--model", model]

@@ -1,11 +1,15 @@
 """Averaging as a row beside exact methods: what it is asked by, priced and judged."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from heterog.errors import HeterogError, StrategyError
+from heterog.export.folder import ExportError
+from heterog.export.uniform import uniform_micro_batches
 from heterog.graph.grouping import group_ops
+from heterog.healing.job import HealingJob
 from heterog.planners.averaged import AveragedReplicas, parse_asynchronous
 from heterog.planners.plan import make_plan
 from heterog.planners.planner import Budget, Problem
@@ -15,7 +19,7 @@ from heterog.strategy.averaged_buckets import averaged_buckets
 from heterog.strategy.averaging import AverageWeights, Averaging
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Strategy
-from tests.runtime.strategies import cluster, graph_of, strategy_of
+from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
 from tests.simulator.builders import cluster_of
 
 THREE = Decision(devices=(0, 1, 2), shares=(5, 2, 1), teams=((0,), (1,), (2,)))
@@ -183,3 +187,14 @@ def test_an_island_that_costs_more_than_it_computes_is_left_out() -> None:
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=100))
     found = AveragedReplicas(Averaging(every=1)).plan(problem)
     assert found.candidates[0].strategy.decisions[0].devices == (0, 1)
+
+
+def test_what_cannot_average_refuses_the_plan(tmp_path: Path) -> None:
+    """Other launchers would train exactly, and healing would keep one island's weights."""
+    graph = graph_of("mlp")
+    plan = plan_of(graph, strategy())
+    with pytest.raises(ExportError, match="averaged every 8 steps by samples; export with"):
+        uniform_micro_batches(plan, "ddp")
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(HeterogError, match="copies of one model only; run it without --heal"):
+        HealingJob(tmp_path / "plan.json", num_steps=1)
