@@ -21,8 +21,8 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
     strategy, graph = plan.strategy, plan.graph
     if strategy.averaging is not None:
         raise ExportError(
-            f"{target} sums gradients in every step, but this plan has {strategy.averaging.words}; "
-            "export with --to torchrun, or plan without --asynchronous."
+            f"{target} sums gradients in every step, but this plan has "
+            f"{strategy.averaging.words}; export with --to torchrun, or plan without --asynchronous."
         )
     names = group_ops(graph).names
     first = _samples(strategy.decisions[0])

@@ -90,8 +90,8 @@ class HealingJob:
         self._plan, self._path = load_plan(plan), plan.resolve()
         if self._plan.strategy.averaging is not None:
             raise HeterogError(
-                f"{plan} has {self._plan.strategy.averaging.words}, and jobs that heal keep copies "
-                "of one model only; run it without --heal, with --save."
+                f"{plan} has {self._plan.strategy.averaging.words}, and jobs that heal keep "
+                "copies of one model only; run it without --heal, with --save."
             )
         self._whole = self._plan.cluster
         self._source = model or trusted_source(self._plan.graph.source, sources, str(plan))
