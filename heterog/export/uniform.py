@@ -22,7 +22,8 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
     if strategy.averaging is not None:
         raise ExportError(
             f"{target} sums gradients in every step, but this plan has "
-            f"{strategy.averaging.words}; export with --to torchrun, or plan without --asynchronous."
+            f"{strategy.averaging.words}; export with --to torchrun, or plan without "
+            "--asynchronous."
         )
     names = group_ops(graph).names
     first = _samples(strategy.decisions[0])

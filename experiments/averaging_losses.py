@@ -1,0 +1,172 @@
+"""What averaging costs in loss: a small GPT and a small conv net beside the exact plan.
+
+    python experiments/averaging_losses.py --json
+
+Three ranks over gloo on this machine, islands of one rank each with 4, 2 and 2 samples of a batch
+of 8; eight seeded batches in turn, the same for all; SGD of rate 0.1 with momentum 0.9. Each row
+is the mean loss of the last eight steps. No clock is in it: two runs give the same numbers.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from heterog import Workload
+from heterog.graph.capture import capture
+from heterog.planners.averaged import parse_asynchronous
+from heterog.planners.data_parallel import uniform_strategy
+from heterog.planners.plan import load_plan, plan_from_rows
+from heterog.planners.planner import Candidate, MethodRow
+from heterog.runtime.deploy import deploy
+from heterog.runtime.testbed import load_testbed
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Decision
+
+WORDS = ("", "average=8", "average=8,delay=2", "average=8,weights=equal,rate=0.7,momentum=0.9")
+SHARES = (4, 2, 2)
+_BATCH, _NUM_BATCHES, _LAST = 8, 8, 8
+
+
+class SmallGpt(nn.Module):
+    """Two causal layers of width 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(29, 32)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True, norm_first=True)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(32, 29)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of all tokens, one row each."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out.flatten(0, 1)
+
+
+def conv_net() -> nn.Module:
+    """Two convolutions and a linear layer."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5)),
+    )
+
+
+def batch_of(model: str, number: int) -> tuple[Tensor, Tensor]:
+    """A seeded batch."""
+    generator = torch.Generator().manual_seed(number % _NUM_BATCHES)
+    if model == "gpt":
+        tokens = torch.randint(0, 29, (_BATCH, 12), generator=generator)
+        return tokens, tokens.roll(-1, 1)
+    images = torch.randn(_BATCH, 3, 8, 8, generator=generator)
+    return images, torch.randint(0, 5, (_BATCH,), generator=generator)
+
+
+def workload_of(model: str) -> Workload:
+    """The model with its loss and optimizer."""
+
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return SmallGpt() if model == "gpt" else conv_net()
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, labels.flatten())
+
+    options = {"lr": 0.1, "momentum": 0.9}
+    return Workload(seeded, batch_of(model, 0), loss, torch.optim.SGD, options, name=model)
+
+
+def save_plans(model: str, folder: Path) -> None:
+    """The exact plan and one for each of the words."""
+    graph = capture(workload_of(model))
+    evaluator = Evaluator(graph, load_testbed("skew_network"))
+    for number, words in enumerate(WORDS):
+        teams = ((0,), (1,), (2,)) if words else ()
+        decision = Decision(devices=(0, 1, 2), shares=SHARES, teams=teams)
+        strategy = uniform_strategy(evaluator, decision)
+        if words:
+            strategy = replace(strategy, averaging=parse_asynchronous(words))
+        judged = evaluator.referee(strategy, Order.FIFO)
+        row = MethodRow(
+            method="stated",
+            stage="baseline",
+            outcome=str(judged.outcome),
+            step_time_s=judged.step_time_s,
+            order="fifo",
+            peak_memory_bytes=judged.peak_memory_bytes,
+            num_evaluations=1,
+            search_seconds=0.0,
+            candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
+        )
+        plan = plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+        plan.save(folder / f"{number}.json")
+
+
+def train(rank: int, model: str, folder: Path, num_steps: int) -> None:
+    """One rank: all plans, one after another; rank 0 writes the losses."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=len(SHARES),
+        timeout=timedelta(seconds=300),
+    )
+    losses = []
+    for number in range(len(WORDS)):
+        step = deploy(workload_of(model), load_plan(folder / f"{number}.json"))
+        losses.append([float(step(batch_of(model, each))) for each in range(num_steps)])
+        step.close()
+    if rank == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
+    dist.barrier()
+    os._exit(0)  # gloo's threads may hang an orderly end
+
+
+def main() -> None:
+    """Train both models with every plan."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--steps", type=int, default=300)
+    arguments = parser.parse_args()
+    rows = []
+    for model in ("gpt", "conv"):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            save_plans(model, folder)
+            ranks = [
+                multiprocessing.Process(target=train, args=(rank, model, folder, arguments.steps))
+                for rank in range(len(SHARES))
+            ]
+            for each in ranks:
+                each.start()
+            for each in ranks:
+                each.join()
+            losses = json.loads((folder / "losses.json").read_text())
+        for words, found in zip(WORDS, losses, strict=True):
+            last = statistics.mean(found[-_LAST:])
+            rows.append({"model": model, "words": words or "exact", "loss": last, "losses": found})
+            if not arguments.json:
+                print(f"{model:5} {words or 'exact':45} {last:.4f}")
+    if arguments.json:
+        print(json.dumps({"rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
