@@ -29,6 +29,7 @@ from heterog.planners.cost import Cost, cost_of
 from heterog.planners.given import GIVEN
 from heterog.planners.history import MethodHistory, SearchHistory
 from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
+from heterog.planners.judging import run_method
 from heterog.planners.objective import FASTEST, Aim, Objective, cost_per_s
 from heterog.planners.plan_file import BackgroundRecord, PlanRecord, RowRecord, read_plan_record
 from heterog.planners.planner import Budget, MethodRow, Planner, Problem, Spending, Stop
@@ -38,7 +39,6 @@ from heterog.planners.portfolio import (
     best_row,
     by_time,
     rehearsed,
-    run_method,
     run_methods,
     use_op_rules,
     with_noise,

@@ -5,6 +5,7 @@ What a device does for the positions ``[u, v)`` of a sequence takes
 queries see more keys the later they are. Equal devices then get shorter and shorter runs.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,7 +44,7 @@ class RunCost:
             return begin + left / self.unit_s
         # rising (v^2 - u^2) + unit (v - u) = left, for v
         half = self.unit_s / (2.0 * self.rising_s)
-        return ((half + begin) ** 2 + left / self.rising_s) ** 0.5 - half
+        return math.sqrt((half + begin) ** 2 + left / self.rising_s) - half
 
 
 def run_cost(units: int, first_half_s: float, second_half_s: float, whole_s: float) -> RunCost:
