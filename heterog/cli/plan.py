@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from heterog.explain.explanation import Explanation
     from heterog.planners.plan import Plan
     from heterog.planners.planner import Stop
+    from heterog.strategy.codec import Codec
 
 
 def plan(
@@ -95,6 +96,17 @@ def plan(
         float | None,
         typer.Option("--slow-down", help="most that it may lengthen a step, as a factor; 1.1"),
     ] = None,
+    lossy: Annotated[
+        str,
+        typer.Option(
+            "--lossy",
+            help="encode slow messages: fp16, int8 or top_k=R; changes the numbers of training",
+        ),
+    ] = "",
+    lossy_target: Annotated[
+        float | None,
+        typer.Option("--lossy-target", help="seconds per step; top_k then keeps what it can"),
+    ] = None,
     policy: PolicyOption = "",
     encoder: EncoderOption = "",
     workers: WorkersOption = "1",
@@ -133,6 +145,9 @@ def plan(
     if slow_down is not None and not background:
         raise HeterogError("--slow-down without --background; name the job's model.")
     slow_down = 1.1 if slow_down is None else slow_down
+    codec = _codec(lossy, lossy_target)
+    if codec is not None and background:
+        raise HeterogError("--lossy with --background is not planned yet; ask for one of them.")
     if not slow_down >= 1.0:
         raise HeterogError(f"--slow-down is {slow_down:g}; it must be 1 or more.")
     for path in (output, trace, report):
@@ -144,6 +159,8 @@ def plan(
     use_agents(policy, encoder, methods)
     given = load_layout(layout, is_required=True)
     averaged = load_asynchronous(asynchronous, no_step_barrier)
+    if codec is not None and averaged is not None:
+        raise HeterogError("--lossy with --asynchronous is not planned; ask for one of them.")
     target = load_cluster(cluster)
     aim = parse_aim(objective)
     deadline_s = check_amounts(aim, steps, samples, tokens, deadline)
@@ -161,6 +178,7 @@ def plan(
     evaluator = Evaluator(graph, target)
     library = open_library(no_library)
     lookup = None
+    about_codec: list[str] = []
     if library is not None:
         lookup = library.look_up(evaluator, step_barrier=not no_step_barrier)
         warn(lookup.warning)
@@ -192,6 +210,13 @@ def plan(
         )
         if library is not None and found.strategy.averaging is None:
             warn(library.keep(found, evaluator))
+        if codec is not None and not stop.is_requested:
+            from heterog.planners.lossy import with_codec
+
+            found, said = with_codec(
+                found, evaluator, codec, target_s=lossy_target, rehearse=rehearse
+            )
+            about_codec = [said]
         if background and not stop.is_requested:
             progress("background", 0.0, float("inf"))
             beside = load_model_graph(background, background_batch)
@@ -222,6 +247,7 @@ def plan(
         explained = None if explanation is None else explanation.to_dict()
         extra: dict[str, Any] = {"extrapolated": extrapolated, "explanation": explained}
         extra |= {"library": learned[0]} if learned else {}
+        extra |= {"lossy": about_codec[0]} if about_codec else {}
         print_json(found.summary() | extra)
         _end_if(stop, found, output)
         return
@@ -232,7 +258,7 @@ def plan(
         remarks.append(_trust(found.calibration, extrapolated))
     if not remarks:
         remarks = _modelled(found.cluster)
-    remarks = [*_not_exact(found), *money_remarks(found), *learned, *remarks]
+    remarks = [*about_codec, *_not_exact(found), *money_remarks(found), *learned, *remarks]
     width, files = min(out.width, 100), _written(output=output, trace=trace, report=report)
     if explanation is None:
         lines = brief_answer(found, width=width, remarks=remarks, files=files)
@@ -244,6 +270,22 @@ def plan(
     if why:
         _print_everything(found, explanation)
     _end_if(stop, found, output)
+
+
+def _codec(text: str, target_s: float | None) -> "Codec | None":
+    """The codec that was asked for by name."""
+    from heterog.strategy.codec import CodecKind, parse_codec
+
+    if not text:
+        if target_s is not None:
+            raise HeterogError("--lossy-target without --lossy; add --lossy top_k=R.")
+        return None
+    codec = parse_codec(text)
+    if target_s is not None and codec.kind != CodecKind.TOP_K:
+        raise HeterogError(f"--lossy-target with --lossy {codec}; only top_k has a reduction.")
+    if target_s is not None and not target_s > 0.0:
+        raise HeterogError(f"--lossy-target is {target_s:g}; it must be more than 0 s.")
+    return codec
 
 
 def _end_if(stop: "Stop", found: "Plan", output: Path | None) -> None:

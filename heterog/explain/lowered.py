@@ -214,6 +214,8 @@ class Lowered:
         bucket = int(self.program.bucket[parameter])
         if (TaskKind.ALL_REDUCE, bucket) in about:
             channel = self.program.channel[about[TaskKind.ALL_REDUCE, bucket]]
+            if self.program.codecs and self.program.codec[about[TaskKind.ALL_REDUCE, bucket]]:
+                return SYNC_NAMES[decision.sync]  # gathered in messages, not reduced
             is_ring = self.program.channels[channel].kind == ChannelKind.ALL_REDUCE_RING
             return SYNC_NAMES[Sync.RING if is_ring else Sync.HIERARCHICAL]
         if (TaskKind.ALL_GATHER, bucket) in about:

@@ -8,6 +8,7 @@ from torch import Tensor
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM
 from heterog.graph.placement import Placement, R
 from heterog.graph.sharding_rules import local_shape
+from heterog.runtime.codecs import decode, encode
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.halos import Halos
 from heterog.runtime.local_op import LocalOp
@@ -54,6 +55,10 @@ class Conversions:
             self._reduce(task, slot, micro)
         elif kind == TaskKind.GATHER_VALUE:
             self._gather(task, slot, micro)
+        elif kind == TaskKind.ENCODE:
+            self._encode(task, slot, micro)
+        elif kind == TaskKind.DECODE:
+            self._decode(task, slot, micro)
         elif kind == TaskKind.CONCAT:
             self._concat(task, slot, micro)
         elif kind == TaskKind.SPLIT:
@@ -91,8 +96,9 @@ class Conversions:
             return along.own_samples(micro, device), EVERY
         return along.team_samples(micro, device), EVERY
 
-    def _send(self, task: int, slot: int, micro: int) -> None:
-        part, tensor = self._part, self._tensor(slot)
+    def _sent(self, task: int, slot: int, micro: int) -> tuple[Span, Span]:
+        """Samples and units that a transfer moves."""
+        part = self._part
         src, dst = part.channel(task).devices
         samples, units = EVERY, EVERY
         if part.program.samples[task] > 0:
@@ -101,14 +107,49 @@ class Conversions:
             samples = _overlap(maker.samples(micro, src), samples)
             if part.program.units[task] > 0:
                 units = _overlap(maker.units_of(src), units)
+        return samples, units
+
+    def _send(self, task: int, slot: int, micro: int) -> None:
+        part, tensor = self._part, self._tensor(slot)
+        src, dst = part.channel(task).devices
+        samples, units = self._sent(task, slot, micro)
+        codec = part.program.codec_of(task)
         if part.rank == src:
             held = self._values.held[part.reads(task)[0]]
-            self._communicator.send(self._piece(slot, held, samples, units), dst, task)
+            piece = self._piece(slot, held, samples, units) if codec is None else held.tensor()
+            self._communicator.send(piece, dst, task)
             return
         like = self._values.zeros(tensor, self._shape(slot, samples, units))
         (made,) = part.made(task)
+        if codec is not None:
+            size = codec.message_bytes(like.numel(), like.element_size())
+            like = torch.empty(size, dtype=torch.uint8, device=like.device)
         received = self._communicator.receive(like, src, task)
         self._values.held[made] = Held(received, samples, units)
+
+    def _encode(self, task: int, slot: int, micro: int) -> None:
+        """Make the message of a transfer."""
+        part = self._part
+        codec = part.program.codec_of(task)
+        assert codec is not None
+        samples, units = self._sent(part.message_of[task], slot, micro)
+        held = self._values.held[part.reads(task)[0]]
+        (made,) = part.made(task)
+        message = encode(self._piece(slot, held, samples, units), codec)
+        self._values.held[made] = Held(message)
+
+    def _decode(self, task: int, slot: int, micro: int) -> None:
+        """Make what a message stands for."""
+        part, tensor = self._part, self._tensor(slot)
+        codec = part.program.codec_of(task)
+        assert codec is not None
+        samples, units = self._sent(part.message_of[task], slot, micro)
+        shape = self._shape(slot, samples, units)
+        message = self._values.held[part.reads(task)[0]].tensor()
+        dtype = getattr(torch, part.graph.tensors[tensor].dtype)
+        value = decode(message, torch.Size(shape).numel(), dtype, codec).view(shape)
+        (made,) = part.made(task)
+        self._values.held[made] = Held(value, samples, units)
 
     def _places(self, slot: int) -> tuple[Placement, Placement]:
         """Where samples, and units of the maker's axis, lie in a slot's value."""

@@ -23,6 +23,7 @@ from heterog.runtime.averaging import Averager
 from heterog.runtime.buffer_owners import buffers_of
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets, local_ops
+from heterog.runtime.feedback import ErrorFeedback
 from heterog.runtime.masters import Masters
 from heterog.runtime.model_part import ModelPart
 from heterog.runtime.placed import cut, join, put
@@ -166,6 +167,7 @@ class DeployedStep:
         if executor is not self._executor:
             self._executor.flush()
             executor.num_steps = self._executor.num_steps
+            executor.feedback = self._executor.feedback
             self._executor = executor
 
     def _executor_for(self, batch: Any) -> StepExecutor:
@@ -240,6 +242,16 @@ class DeployedStep:
     @num_steps.setter
     def num_steps(self, num_steps: int) -> None:
         self._executor.num_steps = num_steps
+
+    @property
+    def rank_program(self) -> RankProgram:
+        """The program as this rank sees it."""
+        return self._executor.seen
+
+    @property
+    def feedback(self) -> ErrorFeedback:
+        """What codecs have left out of this rank's gradients so far."""
+        return self._executor.feedback
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -23,6 +23,7 @@ from heterog.graph.workload import named_leaves
 from heterog.runtime.averaging import gradient_scale
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.conversions import Conversions
+from heterog.runtime.feedback import ErrorFeedback
 from heterog.runtime.gradients import Gradients
 from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.losses import Losses
@@ -35,6 +36,7 @@ from heterog.runtime.slices import Slices
 from heterog.runtime.spans import Span, Spans
 from heterog.runtime.step_order import LOSS, NORM, DueTask, StepOrder
 from heterog.runtime.values import Held, Reader, Values
+from heterog.strategy.codec import Traffic
 from heterog.strategy.program import Program, TaskKind
 
 _RECOMPUTE = TaskKind.RECOMPUTE
@@ -80,6 +82,7 @@ class StepExecutor:
     Attributes:
         turns: what this rank does in a step, in order.
         num_steps: steps that were called; random ops draw other numbers in each.
+        feedback: what codecs have left out of this rank's gradients so far.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class StepExecutor:
         self.program = part.program
         self.rank = part.rank
         self.num_steps = 0
+        self.feedback = ErrorFeedback()
         self._part = part
         _check(part)
         self._communicator = communicator
@@ -157,6 +161,11 @@ class StepExecutor:
         self._op: list[int] = self._part.tables.op_id.tolist()
 
     @property
+    def seen(self) -> RankProgram:
+        """The program as this rank sees it."""
+        return self._part
+
+    @property
     def recorder(self) -> Recorder | None:
         """Notified of every task of the next steps, if set."""
         return self._updates.recorder
@@ -202,7 +211,12 @@ class StepExecutor:
         self._counted.clear()
         self._losses.begin()
         gradients = Gradients(
-            self._part, self._values, self._parameters, self._communicator, self._slices
+            self._part,
+            self._values,
+            self._parameters,
+            self._communicator,
+            self._slices,
+            self.feedback,
         )
         self._step = StepUpdates(gradients, self._updates.options(), scale=self._scale)
         self._summed_loss = None
@@ -302,6 +316,9 @@ class StepExecutor:
                 task, number, micro
             ),
             TaskKind.SUM: lambda task, row, _, step: step.gradients.add_pushed(task, row),
+            TaskKind.ENCODE: self._encode,
+            TaskKind.DECODE: self._convert,
+            TaskKind.DECODE_SUM: self._decode_sum,
             TaskKind.UPDATE: lambda _, row, __, step: updates.update(row, step),
             TaskKind.PUSH: lambda task, row, _, step: step.gradients.push(task, row),
             TaskKind.PULL: lambda task, row, _, __: updates.pull(task, row),
@@ -325,6 +342,20 @@ class StepExecutor:
             step.gradients.scatter(task, bucket, micro)
         else:
             step.gradients.synchronise(task, kind, bucket)
+
+    def _encode(self, task: int, subject: int, micro: int, step: StepUpdates) -> None:
+        if self.program.encodes_value(task):
+            self._conversions.run(task, TaskKind.ENCODE, subject, micro)
+        elif self._part.traffic(task) == Traffic.PARAMETERS:
+            self._updates.encode(task, subject)
+        else:
+            step.gradients.encode(task, subject)
+
+    def _decode_sum(self, task: int, subject: int, _: int, step: StepUpdates) -> None:
+        if self._part.traffic(task) == Traffic.PARAMETERS:
+            self._updates.decode(subject)
+        else:
+            step.gradients.decode(task)
 
     def _convert(self, task: int, slot: int, micro: int, step: StepUpdates) -> None:
         self._conversions.run(task, self._kind[task], slot, micro)

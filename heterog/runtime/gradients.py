@@ -5,16 +5,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from heterog.runtime.codecs import add_decoded, decode
 from heterog.runtime.collectives import Communicator, Pending, add_in_place, slice_counts
+from heterog.runtime.feedback import ErrorFeedback
 from heterog.runtime.rank_program import Near, RankProgram
 from heterog.runtime.slices import SlicedBucket, Slices
 from heterog.runtime.spans import Spans
 from heterog.runtime.values import Values
+from heterog.strategy.codec import Codec
 from heterog.strategy.program import TaskKind
 from heterog.strategy.rings import Ring
 
 _InRing = tuple[int, tuple[int, ...]]
 """A bucket, and the devices of one of its rings."""
+_PUSHED = (TaskKind.PUSH, TaskKind.DECODE_SUM)
 
 
 class Gradients:
@@ -28,6 +32,7 @@ class Gradients:
         parameters: this rank's parameters by tensor id.
         communicator: talks to the other ranks.
         slices: that this rank owns.
+        feedback: what codecs have left out of gradients in the steps before.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class Gradients:
         parameters: Mapping[int, Tensor],
         communicator: Communicator,
         slices: Slices,
+        feedback: ErrorFeedback,
     ) -> None:
         self._part = part
         self._own_slices = slices
@@ -47,6 +53,9 @@ class Gradients:
         # By (row, micro-batch): a device that waits for an earlier one goes on with the next.
         self._fresh: dict[tuple[int, int], Tensor | Pending] = {}
         self._to_replicas: dict[tuple[int, int], Tensor] = {}  # that make none, by row and micro
+        self._feedback = feedback
+        self._messages: dict[_InRing, Tensor] = {}  # that have not been sent
+        self._coming: dict[int, Pending] = {}  # what messages stand for, by their tasks
         self._pushed: dict[int, list[Pending]] = {}  # to this rank, which serves the parameter
         self._sums: dict[int, Tensor] = {}
         self._flat: dict[_InRing, Tensor] = {}
@@ -161,6 +170,9 @@ class Gradients:
         key = bucket, channel.devices
         flat = self._take_flat(task, key, 0, in_place=True)
         if kind == TaskKind.ALL_REDUCE:
+            if key in self._messages:
+                self._totals[key] = self._coming[task] = self._gathered(task, key, flat)
+                return
             self._totals[key] = self._communicator.all_reduce(flat, channel.devices)
             return
         counts = slice_counts(flat.numel(), channel.slices)
@@ -169,6 +181,42 @@ class Gradients:
             return
         self._parts.pop(key).wait()
         self._totals[key] = self._communicator.all_gather_slices(flat, channel.devices, counts)
+
+    def _gathered(self, task: int, key: _InRing, flat: Tensor) -> Pending:
+        """The sum of what all members' messages stand for, in place of this rank's gradient."""
+        message, devices = self._messages.pop(key), key[1]
+        codec = self._part.program.codec_of(task)
+        assert codec is not None
+
+        def total(parts: list[Tensor]) -> Tensor:
+            flat.zero_()
+            for each in parts:  # in one order everywhere: replicas stay alike to the last bit
+                add_decoded(flat, each, codec)
+            return flat
+
+        counts = [message.numel()] * len(devices)
+        return self._communicator.all_gather(message, devices, counts, total)
+
+    def encode(self, task: int, row: int) -> None:
+        """Make the message of a gradient that is pushed, or added up with those of others.
+
+        Args:
+            task: that is played.
+            row: of the parameter, or the first one of the bucket.
+        """
+        message = self._part.message_of[task]
+        devices = self._part.channel(message).devices
+        codec = self._part.program.codec_of(task)
+        assert codec is not None
+        if self._part.kinds[message] is TaskKind.PUSH:
+            flat = _waited(self._own[row]).reshape(-1)
+        else:
+            flat = self._take_flat(task, (row, devices), 0, in_place=True)
+        self._messages[row, devices] = self._feedback.encode((row, devices), flat, codec)
+
+    def decode(self, task: int) -> None:
+        """Make what messages stand for that have arrived."""
+        self._coming.pop(self._part.message_of[task]).wait()
 
     def scatter(self, task: int, number: int, micro: int) -> None:
         """Issue the reduce-scatter of a bucket that is updated in slices."""
@@ -232,14 +280,21 @@ class Gradients:
         if self._part.rank == src:
             gradient = self._own.get(row) if is_served else self._to_replicas[row, micro]
             assert gradient is not None
-            self._communicator.send(_waited(gradient), dst, task)
+            message = self._messages.pop((row, (src, dst)), None)
+            self._communicator.send(_waited(gradient) if message is None else message, dst, task)
             if is_served:
                 self._own.pop(row, None)  # it is needed there and nowhere else
             return
         like = torch.empty_like(
             self._parameter(row), dtype=self._part.gradient_dtype(row), requires_grad=False
         )
-        pending = self._communicator.receive(like, src, task)
+        codec = self._part.program.codec_of(task)
+        if codec is None:
+            pending = self._communicator.receive(like, src, task)
+        else:
+            pending = self._coming[task] = decoded(
+                self._communicator, like, src, task, codec, into=like
+            )
         if is_served:
             self._pushed.setdefault(row, []).append(pending)
         elif self._part.zero_stage(row) > 1:
@@ -252,7 +307,7 @@ class Gradients:
         parts = [pending.wait() for pending in self._pushed[row]]
         kept = self._own.get(row)
         makers = [int(self._part.program.buffer_maker[b]) for b in self._part.reads(task)]
-        is_part = any(self._part.kinds[maker] is not TaskKind.PUSH for maker in makers)
+        is_part = any(self._part.kinds[maker] not in _PUSHED for maker in makers)
         own = None if kept is None or not is_part else _waited(kept)
         total = parts[0]  # received by this rank alone
         for part in (*parts[1:], *(() if own is None else (own,))):
@@ -328,6 +383,31 @@ class Gradients:
 
     def _parameter(self, row: int) -> Tensor:
         return self._parameters[self._part.graph.updates[row][1]]
+
+
+def decoded(
+    communicator: Communicator, like: Tensor, src: int, task: int, codec: Codec, *, into: Tensor
+) -> Pending:
+    """Receive the message of a tensor and copy what it stands for.
+
+    Args:
+        communicator: receives.
+        like: has the tensor's number of elements and dtype.
+        src: who sends.
+        task: the transfer.
+        codec: of the message.
+        into: what is copied to.
+    """
+    size = codec.message_bytes(like.numel(), like.element_size())
+    message = torch.empty(size, dtype=torch.uint8, device=like.device)
+    received = communicator.receive(message, src, task)
+
+    def finish() -> Tensor:
+        flat = decode(received.wait(), like.numel(), like.dtype, codec)
+        into.copy_(flat.view(like.shape))
+        return into
+
+    return Pending(None, finish)
 
 
 def _waited(gradient: Tensor | Pending) -> Tensor:

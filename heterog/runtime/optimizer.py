@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heterog.runtime.codecs import encode
 from heterog.runtime.collectives import Communicator, Pending
-from heterog.runtime.gradients import Gradients
+from heterog.runtime.gradients import Gradients, decoded
 from heterog.runtime.masters import Masters
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import Recorder
@@ -92,6 +93,7 @@ class Updates:
         self._waiting: dict[int, int] = {}  # row by tensor id
         self._arriving: dict[int, Pending] = {}  # by tensor id
         self._gathering: dict[int, Pending] = {}  # by bucket
+        self._messages: dict[int, Tensor] = {}  # of parameters, by the transfer
 
     def options(self) -> Options:
         """The optimizer's options as they are now."""
@@ -145,11 +147,31 @@ class Updates:
         """Send a new parameter to a replica, or receive it."""
         src, dst = self._part.channel(task).devices
         tensor = self._part.graph.updates[row][1]
+        codec = self._part.program.codec_of(task)
         if self._part.rank == src:
-            self._communicator.send(self.read(tensor).detach(), dst, task)
+            value = self.read(tensor).detach()
+            self._communicator.send(
+                value if codec is None else self._messages.pop(task), dst, task
+            )
             return
         like = self.read(tensor).detach()  # the one before may be under way if nobody read it
+        if codec is not None:
+            self._arriving[tensor] = decoded(self._communicator, like, src, task, codec, into=like)
+            return
         self._arriving[tensor] = self._communicator.receive(like, src, task)
+
+    def encode(self, task: int, row: int) -> None:
+        """Make the message of a new parameter that a replica pulls."""
+        codec = self._part.program.codec_of(task)
+        assert codec is not None
+        value = self.read(self._part.graph.updates[row][1]).detach()
+        self._messages[self._part.message_of[task]] = encode(value, codec)
+
+    def decode(self, row: int) -> None:
+        """Take over a pulled parameter's message, unless somebody has read the parameter."""
+        arriving = self._arriving.pop(self._part.graph.updates[row][1], None)
+        if arriving is not None:
+            arriving.wait()
 
     def finish(self) -> None:
         """Step what is left, and wait for all parameters and for everything that was sent."""

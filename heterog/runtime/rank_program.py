@@ -16,6 +16,7 @@ from heterog.runtime.placed import cut, join
 from heterog.runtime.slices import SlicedBucket, parameter_rings, sliced_buckets
 from heterog.runtime.spans import Spans, spans_of_groups
 from heterog.strategy.channels import Channel
+from heterog.strategy.codec import Traffic
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.rings import Ring
 from heterog.strategy.strategy import Strategy
@@ -26,12 +27,13 @@ _KINDS = {int(kind): kind for kind in TaskKind}
 _GATHER_PARAMETERS, _REDUCE_VALUE = TaskKind.GATHER_PARAMETERS, TaskKind.REDUCE_VALUE
 CONVERSIONS = frozenset(
     {
-        *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND),
+        *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.DECODE, TaskKind.SEND),
         *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
     }
 )
 """Kinds of tasks that bring a value to where, and how, it is needed."""
 _ENDS_UPDATE = frozenset({TaskKind.UPDATE, TaskKind.PULL})
+_CODES = frozenset({TaskKind.ENCODE, TaskKind.DECODE, TaskKind.DECODE_SUM})
 
 WINDOW = -1
 """How much of a value was made for a reader of rows that several devices own."""
@@ -82,6 +84,24 @@ def sharded_parameters(graph: OpGraph, strategy: Strategy) -> dict[int, tuple[Pl
     }
 
 
+def _messages(program: Program) -> dict[int, int]:
+    """By task that encodes or decodes, the transfer or collective of its message."""
+    if not program.codecs:
+        return {}
+    found: dict[int, int] = {}
+    is_message = (program.codec > 0) & (program.kind >= FIRST_LINK_KIND)
+    for task in np.flatnonzero(is_message).tolist():
+        reads = program.read_buffer[program.read_start[task] : program.read_start[task + 1]]
+        makers = program.buffer_maker[reads]
+        found |= dict.fromkeys(makers[program.kind[makers] == TaskKind.ENCODE].tolist(), task)
+    decodes = np.isin(program.kind, (TaskKind.DECODE, TaskKind.DECODE_SUM))
+    for task in np.flatnonzero(decodes).tolist():
+        reads = program.read_buffer[program.read_start[task] : program.read_start[task + 1]]
+        makers = program.buffer_maker[reads]
+        found[task] = int(makers[is_message[makers]][0])
+    return found
+
+
 class RankProgram:
     """The program of a strategy, seen from one rank.
 
@@ -106,6 +126,7 @@ class RankProgram:
         bucket_members: rows of each bucket, in the order in which they lie in it.
         sliced: buckets that are updated in slices by this rank, by number.
         sliced_of_tensor: the same by tensor id of the parameters in them.
+        message_of: by task that encodes or decodes, the transfer or collective of its message.
     """
 
     def __init__(self, graph: OpGraph, strategy: Strategy, program: Program, rank: int) -> None:
@@ -138,6 +159,7 @@ class RankProgram:
         self._read_start: list[int] = program.read_start.tolist()
         self._read_buffer: list[int] = program.read_buffer.tolist()
         self._buffer_start: list[int] = program.buffer_start.tolist()
+        self.message_of = _messages(program)
         self._reads_of: dict[int, list[int]] = {}
         self._near_of: dict[int, Near] = {}
         self._ring_devices: dict[int, tuple[int, ...]] = {}
@@ -263,6 +285,8 @@ class RankProgram:
         for task in np.flatnonzero(np.isin(program.kind, collective)).tolist():
             for buffer in self.reads(task):
                 maker = int(program.buffer_maker[buffer])
+                while self.kinds[maker] is TaskKind.ENCODE:
+                    maker = int(program.buffer_maker[self.reads(maker)[0]])
                 if self.kinds[maker] is TaskKind.FLATTEN:
                     self._ring_devices[maker] = self.channel(task).devices
 
@@ -335,7 +359,13 @@ class RankProgram:
         kind = self.kinds[task]
         if kind is _GATHER_PARAMETERS:
             return self.zero_stage(int(self.program.subject[task])) < 3
+        if kind in _CODES:
+            return self.traffic(task) == Traffic.PARAMETERS
         return kind in _ENDS_UPDATE
+
+    def traffic(self, task: int) -> Traffic:
+        """What the message carries that a task encodes, moves or decodes."""
+        return self.program.codecs[int(self.program.codec[task]) - 1].traffic
 
     def takes_part(self, task: int) -> bool:
         """Whether this rank has something to do in a task."""

@@ -23,7 +23,7 @@ LOSS = -1
 NORM = -2
 """Stands for a task: the norm of all gradients together is computed, to clip them."""
 
-_OF_GRADIENTS = frozenset({TaskKind.SUM, TaskKind.ALL_GATHER})
+_OF_GRADIENTS = frozenset({TaskKind.SUM, TaskKind.DECODE_SUM, TaskKind.ALL_GATHER})
 """What has to wait for gradients, as updates do; other tasks only issue their communication."""
 
 

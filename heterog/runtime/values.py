@@ -105,7 +105,7 @@ class Values:
         kind: list[int] = part.program.kind.tolist()
         for position, task in enumerate(tasks):
             self._position[task] = position
-            reads_values = kind[task] in _READS_VALUES
+            reads_values = kind[task] in _READS_VALUES or part.program.encodes_value(task)
             for buffer in part.reads(task):
                 self._num_reads[buffer] = self._num_reads.get(buffer, 0) + 1
                 if reads_values:

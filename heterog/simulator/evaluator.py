@@ -31,11 +31,12 @@ from heterog.simulator.memory import peak_memory
 from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
 from heterog.simulator.referee import replay
 from heterog.strategy.averaged_buckets import averaged_buckets
-from heterog.strategy.channels import ChannelTable
+from heterog.strategy.channels import Channel, ChannelTable
 from heterog.strategy.folding import Fold
 from heterog.strategy.lowering import (
     Choice,
     encode,
+    feedback_bytes,
     lower_to_tape,
     make_scratch,
     program_from_tape,
@@ -392,9 +393,10 @@ class Evaluator:
 
         The busiest device's compute; or the busiest link's share of the gradients, none of which
         is there before its members' forward passes. Constants, updates, parameter servers and
-        whatever moves between groups are left out; everything is if ops run by rules (0).
+        whatever moves between groups are left out; everything is if ops run by rules, or messages
+        are encoded (0).
         """
-        if choice.rule_set:
+        if choice.rule_set or choice.codecs:
             return 0.0
         self._price_rows(choice, self._type_of_device)
         shares = choice.shares[choice.division[:-1]]  # [num_groups, num_micro, num_devices]
@@ -433,6 +435,10 @@ class Evaluator:
             if number >= 0:
                 load += num_bytes * self._held_by(number)
         return load
+
+    def seconds_per_byte(self, channel: Channel) -> float:
+        """Seconds for which a payload byte holds the slowest link of a channel."""
+        return self._pricer.seconds(channel).seconds_per_byte
 
     def _held_by(self, channel: int) -> FloatArray:
         """Seconds for which a channel holds each link per payload byte.  # [num_resources]"""
@@ -636,6 +642,8 @@ class Evaluator:
     def _fold(self, choice: Choice) -> _Lowered | None:
         """Lower a choice on devices that stand for others, ``None`` where that is not the same."""
         tables, num_devices = self.tables_of(choice), self.cluster.num_devices
+        if choice.codecs:  # rules name devices
+            return None
         if len(tables.op_id) * num_devices * choice.num_micro * choice.num_steps < LEAST_FOLDED:
             return None
         self.poll()
@@ -667,7 +675,9 @@ class Evaluator:
         """Peak bytes of each device in any of the timings of what was lowered."""
         choice, tape, prices, fold = lowered
         peaks = np.empty((len(timings), len(prices.type_of_device)))
-        resident = resident_bytes(self.tables_of(choice), choice)
+        resident = resident_bytes(self.tables_of(choice), choice._replace(codecs=()))
+        if choice.codecs:
+            resident = resident + feedback_bytes(tape, choice.codecs, len(resident))
         for each, peak in zip(timings, peaks, strict=True):
             peak_memory(tape, each, resident, peak)
         most = peaks.max(axis=0)

@@ -30,7 +30,10 @@ _VERBS = {
     TaskKind.FLATTEN: "flatten",
     TaskKind.SPLIT: "split",
     TaskKind.CONCAT: "concat",
+    TaskKind.ENCODE: "encode",
+    TaskKind.DECODE: "decode",
     TaskKind.SUM: "sum",
+    TaskKind.DECODE_SUM: "decode",
     TaskKind.UPDATE: "update",
     TaskKind.SEND: "send",
     TaskKind.PUSH: "push",
@@ -47,6 +50,7 @@ _OP_KINDS = (TaskKind.COMPUTE, TaskKind.RECOMPUTE)
 _VALUE_KINDS = (
     TaskKind.SPLIT,
     TaskKind.CONCAT,
+    TaskKind.DECODE,
     TaskKind.SEND,
     TaskKind.REDUCE_VALUE,
     TaskKind.GATHER_VALUE,
@@ -225,9 +229,12 @@ class Timeline:
         kind, subject = TaskKind(self._kind[task]), self._subject[task]
         if kind in _OP_KINDS:
             return f"{self._op_name(self._op(task))} {self.kind(task)}"
-        if kind in _VALUE_KINDS or kind == TaskKind.SCATTER_VALUE:
+        is_bucket = kind in _BUCKET_KINDS or (
+            kind in (TaskKind.ENCODE, TaskKind.DECODE_SUM) and self.program.bucket[subject] >= 0
+        )
+        if self._is_about_value(task) or kind == TaskKind.SCATTER_VALUE:
             words = f"{_VERBS[kind]} {self._op_name(self._op(task))}"
-        elif kind in _BUCKET_KINDS and self._bucket_size[subject] > 1:
+        elif is_bucket and self._bucket_size[subject] > 1:
             words = f"{_VERBS[kind]} {self._bucket_size[subject]} tensors"
         else:
             words = f"{_VERBS[kind]} {self._parameter_name(subject)}"
@@ -251,9 +258,13 @@ class Timeline:
 
     def makes_gradient_whole(self, task: int) -> bool:
         """Whether a task brings a gradient of a parameter together that ops made in parts."""
-        if TaskKind(self._kind[task]) not in _VALUE_KINDS:
+        if not self._is_about_value(task):
             return False
         return self._subject[task] in self._gradient_slots
+
+    def _is_about_value(self, task: int) -> bool:
+        """Whether the subject of a task is a slot."""
+        return TaskKind(self._kind[task]) in _VALUE_KINDS or self.program.encodes_value(task)
 
     @cached_property
     def _gradient_slots(self) -> frozenset[int]:
@@ -264,7 +275,7 @@ class Timeline:
         kind, subject = TaskKind(self._kind[task]), self._subject[task]
         if kind in _OP_KINDS:
             return int(self._tables.op_id[subject])
-        if kind in _VALUE_KINDS:
+        if self._is_about_value(task):
             return int(self._tables.op_id[self._tables.value_op[self._tables.slot_value[subject]]])
         if kind == TaskKind.SCATTER_VALUE:
             return int(self._tables.op_id[self._tables.value_op[subject]])

@@ -9,7 +9,7 @@ reads, and a buffer lives until its last reader is done.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import Channel
+from heterog.strategy.codec import OF_VALUES, Codec, CodecRules
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
@@ -35,24 +36,33 @@ class TaskKind(IntEnum):
     FLATTEN = 3  # copies gradients into a bucket; subject: bucket
     SPLIT = 4  # cuts out the samples that another device needs; subject: slot
     CONCAT = 5  # joins parts from several devices; subject: slot
-    SUM = 6  # adds pushed gradients on a server; subject: parameter
-    UPDATE = 7  # the optimizer step; subject: parameter
-    SEND = 8  # moves (part of) a value; subject: slot
-    PUSH = 9  # gradient to its server; subject: parameter
-    PULL = 10  # new parameter from its server; subject: parameter
-    REDUCE_VALUE = 11  # all-reduce of a partial value; subject: slot
-    GATHER_VALUE = 12  # all-gather of a split value; subject: slot
-    ALL_REDUCE = 13  # of a gradient or bucket; subject: bucket
-    REDUCE_SCATTER = 14  # subject: bucket
-    ALL_GATHER = 15  # of a gradient; subject: bucket
-    GATHER_PARAMETERS = 16  # all-gather of the parameters of a bucket, under ZeRO
-    SCATTER_VALUE = 17  # reduce-scatter of a partial value, right behind its op; subject: value
+    ENCODE = 6  # makes the message of the next transfer or collective; subject: as there
+    DECODE = 7  # makes a value of what was sent of it; subject: slot
+    SUM = 8  # adds pushed gradients on a server; subject: parameter
+    DECODE_SUM = 9  # makes a gradient, their sum or a parameter of messages; subject: as there
+    UPDATE = 10  # the optimizer step; subject: parameter
+    SEND = 11  # moves (part of) a value; subject: slot
+    PUSH = 12  # gradient to its server; subject: parameter
+    PULL = 13  # new parameter from its server; subject: parameter
+    REDUCE_VALUE = 14  # all-reduce of a partial value; subject: slot
+    GATHER_VALUE = 15  # all-gather of a split value; subject: slot
+    ALL_REDUCE = 16  # of a gradient or bucket; subject: bucket
+    REDUCE_SCATTER = 17  # subject: bucket
+    ALL_GATHER = 18  # of a gradient; subject: bucket
+    GATHER_PARAMETERS = 19  # all-gather of the parameters of a bucket, under ZeRO
+    SCATTER_VALUE = 20  # reduce-scatter of a partial value, right behind its op; subject: value
 
 
 FIRST_LINK_KIND = int(TaskKind.SEND)
 FIRST_FREE_KIND = int(TaskKind.SUM)
 """Compute-stream tasks from here on run whenever the stream would otherwise wait; the ones before
 keep program order on their device, as kernels on one CUDA stream do."""
+_CODED = (TaskKind.ENCODE, TaskKind.DECODE, TaskKind.DECODE_SUM)
+_WITHOUT_CODECS = [kind for kind in TaskKind if kind not in _CODED]
+_IN_HASH = np.array(
+    [100 + kind if kind in _CODED else _WITHOUT_CODECS.index(kind) for kind in TaskKind], np.uint8
+)
+"""Each kind's number in hashes: those that there were before codecs keep it, and so do plans."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,6 +99,9 @@ class Program:
             that can go on does.
         op_rules: of the strategy; subjects are numbered in the tables of the graph under them.
         blocks: of the strategy, likewise.
+        codec: 1 + index into ``codecs`` of the rule that a task encodes, moves or decodes by, 0
+            for none; empty if the strategy has no codecs.  # [num_tasks]
+        codecs: of the strategy.
     """
 
     num_devices: int
@@ -113,10 +126,12 @@ class Program:
     is_in_turn: bool = False
     op_rules: OpRules = ()
     blocks: tuple[int, ...] = ()
+    codec: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    codecs: CodecRules = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
 
@@ -124,6 +139,17 @@ class Program:
     def num_tasks(self) -> int:
         """Number of tasks."""
         return len(self.kind)
+
+    def codec_of(self, task: int) -> Codec | None:
+        """How the message of a task is encoded; ``None`` if it is not."""
+        number = int(self.codec[task]) if len(self.codec) else 0
+        return self.codecs[number - 1].codec if number else None
+
+    def encodes_value(self, task: int) -> bool:
+        """Whether a task encodes a value, and no gradient or parameter."""
+        if self.kind[task] != TaskKind.ENCODE:
+            return False
+        return self.codecs[int(self.codec[task]) - 1].traffic in OF_VALUES
 
     @cached_property
     def buffer_maker(self) -> IntArray:
@@ -155,9 +181,11 @@ class Program:
         Turns are left out: ranks follow the order that was found with them.
         """
         digest = hashlib.sha256()
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, np.ndarray) and field.name not in ("channel", "turn"):
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name == "kind":
+                value = _IN_HASH[value]
+            if isinstance(value, np.ndarray) and each.name not in ("channel", "turn"):
                 digest.update(np.ascontiguousarray(value).tobytes())
         for number in self.channel:
             if number >= 0:
@@ -165,4 +193,6 @@ class Program:
                 digest.update(f"{channel.kind}{channel.devices}{channel.slices}".encode())
         if self.op_rules:
             digest.update(repr(self.op_rules).encode())
+        if self.codecs:
+            digest.update(repr(self.codecs).encode())
         return digest.hexdigest()[:16]

@@ -13,6 +13,7 @@ from heterog.graph.placement import H, L, P, Placement, R, S, Window
 from heterog.names import shown
 from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, parse_record
 from heterog.strategy.averaging import AverageWeights, Averaging
+from heterog.strategy.codec import Codec, CodecKind, CodecRule, CodecRules, Traffic
 from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
 from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy, Sync
 
@@ -30,45 +31,51 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
     rules: dict[OpRule, int] = {}
     ops = [[op, rules.setdefault(rule, len(rules))] for op, rule in strategy.op_rules]
     groups = [numbers.setdefault(decision, len(numbers)) for decision in strategy.decisions]
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "graph": strategy.graph,
-        "cluster": strategy.cluster,
-        "decisions": [
-            {
-                "devices": list(decision.devices),
-                "shares": list(decision.shares),
-                "sync": decision.sync.name.lower(),
-                "slices": list(decision.slices),
-                "recompute": decision.recompute,
-                "teams": [list(team) for team in decision.teams],
-                "parts": list(decision.parts),
-            }
-            for decision in numbers
-        ],
-        "groups": groups,
-        "homes": list(strategy.homes),
-        "micro_batches": [list(counts) for counts in strategy.micro_batches],
-        "bucket_bytes": strategy.bucket_bytes,
-        "step_barrier": strategy.step_barrier,
-        "rules": [
-            {
-                "inputs": [str(place) for place in rule.inputs],
-                "outputs": [str(place) for place in rule.outputs],
-                "units": rule.units,
-            }
-            | _scatter_to_dict(rule.scatter)
-            for rule in rules
-        ],
-        "op_rules": ops,
-        "schedule": {
-            "in_flight": [list(caps) for caps in strategy.schedule.in_flight],
-            "splits_backward": strategy.schedule.splits_backward,
-            "turns": [[list(map(int, turn)) for turn in own] for own in strategy.schedule.turns],
-            "chunk_starts": list(strategy.schedule.chunk_starts),
-        },
-        "blocks": list(strategy.blocks),
-    } | _averaging_to_dict(strategy.averaging)
+    return (
+        {
+            "schema_version": SCHEMA_VERSION,
+            "graph": strategy.graph,
+            "cluster": strategy.cluster,
+            "decisions": [
+                {
+                    "devices": list(decision.devices),
+                    "shares": list(decision.shares),
+                    "sync": decision.sync.name.lower(),
+                    "slices": list(decision.slices),
+                    "recompute": decision.recompute,
+                    "teams": [list(team) for team in decision.teams],
+                    "parts": list(decision.parts),
+                }
+                for decision in numbers
+            ],
+            "groups": groups,
+            "homes": list(strategy.homes),
+            "micro_batches": [list(counts) for counts in strategy.micro_batches],
+            "bucket_bytes": strategy.bucket_bytes,
+            "step_barrier": strategy.step_barrier,
+            "rules": [
+                {
+                    "inputs": [str(place) for place in rule.inputs],
+                    "outputs": [str(place) for place in rule.outputs],
+                    "units": rule.units,
+                }
+                | _scatter_to_dict(rule.scatter)
+                for rule in rules
+            ],
+            "op_rules": ops,
+            "schedule": {
+                "in_flight": [list(caps) for caps in strategy.schedule.in_flight],
+                "splits_backward": strategy.schedule.splits_backward,
+                "turns": [
+                    [list(map(int, turn)) for turn in own] for own in strategy.schedule.turns
+                ],
+                "chunk_starts": list(strategy.schedule.chunk_starts),
+            },
+            "blocks": list(strategy.blocks),
+        }
+        | _averaging_to_dict(strategy.averaging)
+        | _codecs_to_dict(strategy.codecs)
+    )
 
 
 class _DecisionRecord(Record):
@@ -113,6 +120,14 @@ class _AveragingRecord(Record):
     delay: Annotated[int, Field(ge=0, le=MAX_INT32)] = 0
 
 
+class _CodecRecord(Record):
+    traffic: str
+    devices: Many[Int32]
+    codec: str
+    reduction: float = 1.0
+    index_bytes: Int32 = 4
+
+
 class _StrategyRecord(Record):
     schema_version: int
     graph: str
@@ -128,6 +143,7 @@ class _StrategyRecord(Record):
     schedule: _ScheduleRecord = Field(default_factory=_ScheduleRecord)
     blocks: Many[Int32] = Field(default_factory=list)
     averaging: _AveragingRecord | None = None
+    codecs: Many[_CodecRecord] = Field(default_factory=list)
 
 
 def strategy_from_dict(record: object) -> Strategy:
@@ -165,6 +181,7 @@ def strategy_from_dict(record: object) -> Strategy:
         schedule=_schedule(found.schedule),
         blocks=tuple(found.blocks),
         averaging=_averaging(found.averaging),
+        codecs=tuple(_codec(number, each) for number, each in enumerate(found.codecs)),
     )
 
 
@@ -190,6 +207,44 @@ def _averaging_to_dict(averaging: Averaging | None) -> dict[str, Any]:
     if averaging is None:
         return {}
     return {"averaging": asdict(averaging) | {"weights": str(averaging.weights)}}
+
+
+def _codecs_to_dict(rules: CodecRules) -> dict[str, Any]:
+    """Nothing for a strategy without codecs, whose files stay as they were before there were."""
+    if not rules:
+        return {}
+    return {
+        "codecs": [
+            {
+                "traffic": rule.traffic.name.lower(),
+                "devices": list(rule.devices),
+                "codec": rule.codec.kind.value,
+                "reduction": rule.codec.reduction,
+                "index_bytes": rule.codec.index_bytes,
+            }
+            for rule in rules
+        ]
+    }
+
+
+def _codec(number: int, record: _CodecRecord) -> CodecRule:
+    traffic, kinds = record.traffic, [kind.value for kind in CodecKind]
+    if traffic.upper() not in Traffic.__members__ or traffic != traffic.lower():
+        raise StrategyError(
+            f"strategy: field 'codecs.{number}.traffic' is {shown(traffic)}, none of "
+            f"{', '.join(each.name.lower() for each in Traffic)}."
+        )
+    if record.codec not in kinds:
+        raise StrategyError(
+            f"strategy: field 'codecs.{number}.codec' is {shown(record.codec)}, none of "
+            f"{', '.join(kinds)}."
+        )
+    codec = Codec(
+        kind=CodecKind(record.codec),
+        reduction=record.reduction,
+        index_bytes=record.index_bytes,
+    )
+    return CodecRule(traffic=Traffic[traffic.upper()], devices=tuple(record.devices), codec=codec)
 
 
 def _scatter_to_dict(scatter: Scatter | None) -> dict[str, Any]:

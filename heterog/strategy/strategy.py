@@ -15,6 +15,7 @@ from heterog.graph.op_rule import OpRule as OpRule
 from heterog.graph.op_rule import OpRules
 from heterog.graph.resized_rules import resized_rules
 from heterog.strategy.averaging import Averaging as Averaging
+from heterog.strategy.codec import CodecRules, Traffic
 from heterog.strategy.division import (
     Division,
     cut_division,
@@ -137,6 +138,8 @@ class Strategy:
             a block of its own.
         averaging: teams train alone and average their parameters every few steps, which gives
             other weights than one device; ``None``: every step is exact.
+        codecs: lossy encodings of messages; with any, training has other numbers than on a single
+            device. See ``codec``.
     """
 
     graph: str
@@ -150,6 +153,7 @@ class Strategy:
     schedule: PipelineSchedule = AS_IT_COMES
     blocks: tuple[int, ...] = ()
     averaging: Averaging | None = None
+    codecs: CodecRules = ()
 
     def with_decisions(self, decisions: tuple[Decision, ...]) -> "Strategy":
         """The same with other decisions; a block ends where they no longer agree."""
@@ -233,6 +237,7 @@ class Strategy:
         self._check_blocks(grouping.names)
         if self.averaging is not None:
             self.averaging.check(self, graph.batch_size)
+        self._check_codecs(cluster)
         if self.bucket_bytes < 0:
             raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
 
@@ -308,6 +313,26 @@ class Strategy:
                         f"groups '{names[first]}' and '{names[group]}' are in one block but have "
                         "different decisions; begin a block at the second one."
                     )
+
+    def _check_codecs(self, cluster: Cluster) -> None:
+        if self.codecs and self.averaging is not None:
+            raise StrategyError(
+                "the strategy averages parameters and has codecs; what a codec leaves out would "
+                "never be made up for, so keep one of the two."
+            )
+        seen: set[tuple[Traffic, tuple[int, ...]]] = set()
+        for rule in self.codecs:
+            if not all(0 <= device < cluster.num_devices for device in rule.devices):
+                raise StrategyError(
+                    f"the strategy has a codec, {rule}, but the cluster has devices 0 to "
+                    f"{cluster.num_devices - 1}."
+                )
+            if (rule.traffic, rule.devices) in seen:
+                raise StrategyError(
+                    f"the strategy has two codecs on {rule.traffic.words} between devices "
+                    f"{', '.join(map(str, rule.devices))}; keep one of them."
+                )
+            seen.add((rule.traffic, rule.devices))
 
     def _check_schedule(self, cluster: Cluster) -> None:
         if self.schedule.is_default:

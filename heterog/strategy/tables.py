@@ -89,6 +89,7 @@ class GraphTables(NamedTuple):
     value_is_outermost: IntArray  # 1 if units are contiguous in memory
     value_batch_is_outermost: IntArray  # 1 if samples are
     value_is_early: IntArray  # 1 if it follows from the batch alone, before any op has run
+    value_item_bytes: IntArray  # of an element, 0 if it is no floating-point number
     value_slot_start: IntArray  # slots of each value  # [num_values + 1]
     # Slots, sorted by value.
     slot_value: IntArray
@@ -101,6 +102,8 @@ class GraphTables(NamedTuple):
     parameter_group: IntArray
     parameter_bytes: FloatArray
     gradient_bytes: FloatArray  # of what is added up, which may have another dtype
+    gradient_item_bytes: IntArray  # of an element, likewise
+    parameter_item_bytes: IntArray
     parameter_dtype: IntArray  # number of its dtype and its gradient's: flat tensors have one
     num_dtypes: int
     parameter_workspace: FloatArray  # bytes that a kernel needs beside it while it reads it
@@ -300,6 +303,7 @@ class _Builder:
             "value_is_outermost": _ints([_is_outermost(plan.placements[t]) for t in values]),
             "value_batch_is_outermost": _ints([_is_outermost(place) for place in over_batch]),
             "value_is_early": _ints([int(self._is_early(tensor)) for tensor in values]),
+            "value_item_bytes": _ints([_item_bytes(graph, tensor) for tensor in values]),
         }
 
     def _slot_tables(self) -> dict[str, Any]:
@@ -335,6 +339,8 @@ class _Builder:
             "gradient_bytes": np.array(
                 [float(graph.tensor_bytes[g]) for _, _, g in graph.updates]
             ),
+            "gradient_item_bytes": _ints([_item_bytes(graph, g) for _, _, g in graph.updates]),
+            "parameter_item_bytes": _ints([_item_bytes(graph, p) for _, p, _ in graph.updates]),
             "parameter_dtype": _ints([numbers[pair] for pair in dtypes]),
             "num_dtypes": max(len(numbers), 1),
             "parameter_workspace": workspace,
@@ -554,6 +560,14 @@ def block_of_groups(num_groups: int, blocks: Sequence[int]) -> tuple[int, ...]:
         return tuple(range(num_groups))
     first = np.array(blocks)[np.searchsorted(blocks, np.arange(num_groups), side="right") - 1]
     return tuple(int(group) for group in first)
+
+
+def _item_bytes(graph: OpGraph, tensor: int) -> int:
+    """Bytes of each element of a tensor, 0 if these are no floating-point numbers."""
+    meta = graph.tensors[tensor]
+    if "float" not in meta.dtype or not meta.meta.num_elements:
+        return 0
+    return int(graph.tensor_bytes[tensor]) // meta.meta.num_elements
 
 
 def _ints(values: Sequence[int]) -> IntArray:

@@ -49,6 +49,7 @@ from heterog.runtime.checkpoint.files import (
     read_boxes,
     write_tensors,
 )
+from heterog.runtime.checkpoint.left_out import NewLeftOut, left_out_entries
 from heterog.runtime.checkpoint.resume import NewState
 from heterog.runtime.checkpoint.state import check_fits, own_entries
 from heterog.runtime.collectives import gather_texts
@@ -95,6 +96,7 @@ def save_checkpoint(
                     "that all ranks share."
                 )
             entries, states = own_entries(step, model)
+            entries += left_out_entries(step)
             tensors = write_tensors(entries, data, step.rank)
         # Parts of the index are small, and collected as text.
         said = gather_texts(json.dumps([to_json(tensors), to_json(states)]))
@@ -145,9 +147,11 @@ def load_checkpoint(step: DeployedStep, folder: str | Path) -> dict[str, Any]:
         contents = read_contents(folder)
         check_fits(step, model, contents, folder)
         state = NewState(step, model, contents)
+        left_out = NewLeftOut(step, contents, state.wanted)
         read_boxes(contents, Path(folder), state.wanted)
         state.check_counters()
     state.take_over()
+    left_out.take_over()
     return dict(contents.extra)
 
 

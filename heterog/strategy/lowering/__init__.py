@@ -30,6 +30,8 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import ChannelTable
+from heterog.strategy.encoding import encode_messages
+from heterog.strategy.encoding import feedback_bytes as feedback_bytes
 from heterog.strategy.lowering.choice import Choice as Choice
 from heterog.strategy.lowering.choice import Encoder as Encoder
 from heterog.strategy.lowering.choice import encode as encode
@@ -107,9 +109,10 @@ def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: T
             entered=np.empty((num_devices, num_chunks), np.int32),
             begun=np.empty((num_devices, num_chunks), np.int32),
         )
+    coded, choice = choice.codecs, choice._replace(codecs=())
     while not lower_kernel(tables, choice, scratch, tape):
         tape = make_tape(2 * len(tape.tasks), len(tape.bucket), len(tape.turn))
-    return tape
+    return encode_messages(tape, tables, choice.home, coded) if coded else tape
 
 
 def used_channels(channel: IntArray, num_channels: int) -> tuple[IntArray, IntArray]:
@@ -161,9 +164,12 @@ def program_from_tape(
         buffer_device=buffers["device"].copy(),
         buffer_bytes=buffers["num_bytes"].copy(),
         bucket=tape.bucket.copy(),
-        resident_bytes=resident_bytes(tables, choice),
+        resident_bytes=resident_bytes(tables, choice._replace(codecs=()))
+        + feedback_bytes(tape, choice.codecs, num_devices),
         # One at least: whoever looks up those of all tasks finds something for -1, too.
         channels=tuple(channels[number] for number in used.tolist() or [0]),
         op_rules=op_rules,
         blocks=blocks,
+        codec=tasks["codec"].copy() if choice.codecs else np.zeros(0, np.int32),
+        codecs=tuple(each.rule for each in choice.codecs),
     )

@@ -14,6 +14,7 @@ from heterog.strategy.division import (
     cut_division,
     micro_sizes,
 )
+from heterog.strategy.encoding import CodedChannel, coded_channels
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.turns import NO_SCHEDULE, Turns, encode_turns
 from heterog.strategy.pipeline_schedule import PipelineSchedule
@@ -84,6 +85,7 @@ class Choice(NamedTuple):
     turns: Turns = NO_SCHEDULE
     averaging_s: float = 0.0  # of one averaging, for each step; set by the evaluator
     num_copies: int = 0  # of all parameters, that are kept for averaging
+    codecs: tuple[CodedChannel, ...] = ()  # kernels get none
 
 
 class DivisionRows(NamedTuple):
@@ -373,7 +375,10 @@ def encode(
         num_steps=num_steps,
         within_teams=averaging is not None,
     )
-    return choice._replace(num_copies=0 if averaging is None else averaging.num_copies)
+    return choice._replace(
+        num_copies=0 if averaging is None else averaging.num_copies,
+        codecs=coded_channels(strategy.codecs, channels),
+    )
 
 
 @helper

@@ -1,0 +1,360 @@
+"""Codecs on the slowest boundaries of an exact plan, if somebody asked for a codec by name.
+
+A *boundary* is all messages of one kind of traffic between the same devices: activations from one
+stage to the next, their gradients back, the sums of gradients of some replicas, what is pushed to
+a server and pulled from it. Let ``t_i`` be the seconds for which the exact messages of boundary i
+hold its slowest link in a step, ``t* = max t_i``.
+
+- ``fp16`` and ``int8`` are put on the slowest boundary, the two slowest, the four slowest, ...;
+  the fewest boundaries within ``EQUALLY_FAST`` of the best step are taken: more of them would
+  only lose accuracy.
+- ``top_k=R`` shortens the slowest boundary by R and the others by what brings them to the same
+  seconds, ``r_i = max(1, R t_i / t*)``: links above t*/R end at t*/R, the rest stay exact. This
+  is AdaTopK (FusionLLM, arXiv 2410.12707) as we read it; its own code is not public.
+- With a target for the step, R is an upper bound, and reductions
+  ``r_i = min(R, max(1, t_i / tau))`` are as small as the target allows: tau is bisected.
+
+The sum of n replicas' gradients becomes an all-gather of messages, which carries n/2 times the
+bytes of a ring for the same length: their reductions are multiplied by that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from heterog.errors import StrategyError
+from heterog.planners.issue_order import Rehearse, issued_step
+from heterog.planners.judging import under_noise
+from heterog.planners.plan import Plan
+from heterog.planners.planner import Candidate, MethodRow
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.strategy.codec import MOST_REDUCTION, Codec, CodecKind, CodecRule, Traffic
+from heterog.strategy.program import Program, TaskKind
+from heterog.strategy.strategy import Strategy
+from heterog.strategy.tables import GraphTables
+
+EQUALLY_FAST = 0.01
+"""Steps this close are as good as each other: no prediction is that exact."""
+_BISECTIONS = 12
+"""Halvings of the range of tau: to within a thousandth of it where R is below 4."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """Messages of one kind of traffic between the same devices.
+
+    Attributes:
+        traffic: what they carry.
+        devices: source and destination, or the members of an all-reduce.
+        seconds: for which the exact messages of a step hold their slowest link.
+    """
+
+    traffic: Traffic
+    devices: tuple[int, ...]
+    seconds: float
+
+
+def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> list[Boundary]:
+    """What codecs can be put on in an exact program, the slowest first.
+
+    Args:
+        evaluator: knows the links.
+        program: of one step.
+        tables: that it was lowered with.
+    """
+    seconds: dict[tuple[Traffic, tuple[int, ...]], float] = {}
+    for task in np.flatnonzero(program.channel >= 0).tolist():
+        kind, subject = TaskKind(int(program.kind[task])), int(program.subject[task])
+        if kind == TaskKind.SEND:
+            maker = int(tables.value_op[tables.slot_value[subject]])
+            is_backward = tables.op_is_backward[maker] == 1
+            traffic = Traffic.ACTIVATION_GRADIENTS if is_backward else Traffic.ACTIVATIONS
+        elif kind in (TaskKind.PUSH, TaskKind.ALL_REDUCE):
+            traffic = Traffic.GRADIENTS
+        elif kind == TaskKind.PULL:
+            traffic = Traffic.PARAMETERS
+        else:
+            continue
+        channel = program.channels[int(program.channel[task])]
+        per_byte = evaluator.seconds_per_byte(channel)
+        key = traffic, channel.devices
+        seconds[key] = seconds.get(key, 0.0) + float(program.num_bytes[task]) * per_byte
+    found = [
+        Boundary(traffic=traffic, devices=devices, seconds=total)
+        for (traffic, devices), total in seconds.items()
+        if total > 0.0
+    ]
+    return sorted(found, key=lambda each: (-each.seconds, each.traffic, each.devices))
+
+
+def adaptive_reductions(seconds: Sequence[float], reduction: float) -> list[float]:
+    """``r_i = max(1, R t_i / t*)``: how much shorter each boundary's messages become.
+
+    >>> adaptive_reductions([0.1, 0.5, 1.0, 4.0], 100.0)
+    [2.5, 12.5, 25.0, 100.0]
+    """
+    longest = max(seconds)
+    return [max(1.0, reduction * each / longest) for each in seconds]
+
+
+def reductions_to(seconds: Sequence[float], tau_s: float, most: float) -> list[float]:
+    """``r_i = min(R, max(1, t_i / tau))``: so that no boundary takes longer than tau.
+
+    >>> reductions_to([0.1, 0.5, 4.0], 0.25, 10.0)
+    [1.0, 2.0, 10.0]
+    """
+    return [min(most, max(1.0, each / tau_s)) for each in seconds]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossyResult:
+    """An exact strategy with codecs.
+
+    Attributes:
+        strategy: with the codecs; the exact one if none makes it faster.
+        evaluation: of it.
+        exact: of the exact strategy.
+        halves: of the exact strategy with ``fp16`` on all boundaries: what is cheap and loses
+            little, for comparison.
+        num_boundaries: that codecs could be put on.
+        misses_target: whether a target was given and even the strongest codecs do not reach it.
+    """
+
+    strategy: Strategy
+    evaluation: Evaluation
+    exact: Evaluation
+    halves: Evaluation
+    num_boundaries: int
+    misses_target: bool = False
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether any codec is used."""
+        return bool(self.strategy.codecs)
+
+
+def lossy_strategy(
+    evaluator: Evaluator,
+    strategy: Strategy,
+    order: Order,
+    codec: Codec,
+    *,
+    target_s: float | None = None,
+) -> LossyResult:
+    """Put a codec on the boundaries of an exact strategy that limit its step.
+
+    Args:
+        evaluator: of the graph and cluster.
+        strategy: an exact one.
+        order: in which its tasks run.
+        codec: as asked for by name.
+        target_s: for the step, with ``top_k``: reductions are then the least that reach it.
+
+    Raises:
+        StrategyError: the strategy has codecs already, or a target was given for another codec.
+    """
+    if strategy.codecs:
+        raise StrategyError("the strategy has codecs already; begin with an exact one.")
+    if target_s is not None and codec.kind != CodecKind.TOP_K:
+        raise StrategyError(f"{codec} has no reduction to choose for a target; only top_k has.")
+    search = _Search(evaluator, strategy, order)
+    halves = search.with_rules(search.rules(Codec(kind=CodecKind.FP16), len(search.boundaries)))
+    misses = False
+    if codec.kind != CodecKind.TOP_K:
+        best = search.fewest(codec)
+    elif target_s is None:
+        reductions = adaptive_reductions(search.seconds or [1.0], codec.reduction)
+        best = search.with_rules(search.sparse(codec, reductions))
+    else:
+        best, misses = search.to_target(codec, target_s)
+    if best[1].preference >= search.exact.preference:
+        best = strategy, search.exact
+    return LossyResult(
+        strategy=best[0],
+        evaluation=best[1],
+        exact=search.exact,
+        halves=halves[1],
+        num_boundaries=len(search.boundaries),
+        misses_target=misses,
+    )
+
+
+_Tried = tuple[Strategy, Evaluation]
+
+
+class _Search:
+    """Tries codecs on one strategy."""
+
+    def __init__(self, evaluator: Evaluator, strategy: Strategy, order: Order) -> None:
+        self._evaluator = evaluator
+        self._strategy = strategy
+        self._order = order
+        choice = evaluator.encode(strategy)._replace(num_steps=1)
+        found = boundaries(evaluator, evaluator.program(choice), evaluator.tables_of(choice))
+        # A rule about no message is refused: values that have no codec, integers say.
+        self.boundaries = [each for each in found if self._has_messages(each)]
+        self.seconds = [each.seconds for each in self.boundaries]
+        self.exact = evaluator.referee(strategy, order)
+
+    def _has_messages(self, boundary: Boundary) -> bool:
+        half = Codec(kind=CodecKind.FP16)
+        rule = CodecRule(traffic=boundary.traffic, devices=boundary.devices, codec=half)
+        coded = replace(self._strategy, codecs=(rule,))
+        try:
+            choice = self._evaluator.encode(coded)._replace(num_steps=1)
+            return bool(self._evaluator.program(choice).codec.any())
+        except StrategyError:
+            return False
+
+    def with_rules(self, rules: tuple[CodecRule, ...]) -> _Tried:
+        """The strategy with some rules."""
+        coded = replace(self._strategy, codecs=rules)
+        return coded, self._evaluator.referee(coded, self._order)
+
+    def rules(self, codec: Codec, number: int) -> tuple[CodecRule, ...]:
+        """One codec on the slowest boundaries."""
+        return tuple(
+            CodecRule(traffic=each.traffic, devices=each.devices, codec=codec)
+            for each in self.boundaries[:number]
+        )
+
+    def sparse(self, codec: Codec, reductions: Sequence[float]) -> tuple[CodecRule, ...]:
+        """``top_k`` by boundary; parameters and what need not be shorter stay exact."""
+        rules = []
+        for each, reduction in zip(self.boundaries, reductions, strict=False):
+            if reduction <= 1.0 or each.traffic == Traffic.PARAMETERS:
+                continue
+            if len(each.devices) > 2:
+                reduction *= len(each.devices) / 2.0
+            own = replace(codec, reduction=min(reduction, MOST_REDUCTION))
+            rules.append(CodecRule(traffic=each.traffic, devices=each.devices, codec=own))
+        return tuple(rules)
+
+    def fewest(self, codec: Codec) -> _Tried:
+        """The codec on the fewest boundaries that are enough."""
+        counts, number = [], 1
+        while number < len(self.boundaries):
+            counts.append(number)
+            number *= 2
+        counts.append(len(self.boundaries))
+        tried = [self.with_rules(self.rules(codec, count)) for count in counts]
+        best = min(each.preference for _, each in tried)
+        enough = best[0], best[1] * (1.0 + EQUALLY_FAST)
+        return next(each for each in tried if each[1].preference <= enough)
+
+    def to_target(self, codec: Codec, target_s: float) -> tuple[_Tried, bool]:
+        """The least reductions that reach a step, and whether even the largest do not."""
+        is_reached = self.exact.step_time_s <= target_s
+        if is_reached or not self.seconds:
+            return (self._strategy, self.exact), not is_reached
+
+        def at(tau_s: float) -> _Tried:
+            wanted = reductions_to(self.seconds, tau_s, codec.reduction)
+            return self.with_rules(self.sparse(codec, wanted))
+
+        low, high = max(self.seconds) / codec.reduction, max(self.seconds)
+        best = at(low)
+        if best[1].step_time_s > target_s:
+            return best, True
+        for _ in range(_BISECTIONS):
+            middle = (low * high) ** 0.5
+            tried = at(middle)
+            if tried[1].is_ok and tried[1].step_time_s <= target_s:
+                best, low = tried, middle
+            else:
+                high = middle
+        return best, False
+
+
+def with_codec(
+    plan: Plan,
+    evaluator: Evaluator,
+    codec: Codec,
+    *,
+    target_s: float | None = None,
+    rehearse: Rehearse | None = None,
+) -> tuple[Plan, str]:
+    """A plan with codecs beside the exact one it was made of.
+
+    Its method is the exact one's name with ``+ CODEC (lossy)``, and a row of that name is added:
+    wherever a method is named, it is said that training has other numbers.
+
+    Args:
+        plan: an exact one that is ``ok``.
+        evaluator: of its graph and cluster.
+        codec: as asked for by name.
+        target_s: see ``lossy_strategy``.
+        rehearse: plays the result through on shapes.
+
+    Returns:
+        The plan, and a remark that compares it; the plan as it was if no codec makes it faster.
+
+    Raises:
+        StrategyError: the plan does not run, or its step is too large to say task by task.
+    """
+    if plan.step_time_s is None:
+        raise StrategyError(f"no exact plan fits to put {codec} on: {plan.shortage}")
+    plan.require_written()
+    order = Order[plan.order.upper()]
+    found = lossy_strategy(evaluator, plan.strategy, order, codec, target_s=target_s)
+    if not found.is_lossy:
+        why = "nothing travels that codecs are for" if not found.num_boundaries else "slower"
+        return plan, f"{codec} is not used: {why}. The plan is exact"
+    candidate = Candidate(strategy=found.strategy, orders=(order,))
+    issued = issued_step(evaluator, candidate)
+    fault = "" if rehearse is None else rehearse(found.strategy, issued, lambda: None)
+    if fault:
+        return plan, f"{codec} is not used: it cannot be executed ({fault}). The plan is exact"
+    exact = next(row for row in plan.rows if row.method == plan.method)
+    row = _row(evaluator, exact, candidate, found.evaluation, codec, rehearse is not None)
+    lossy = replace(
+        plan,
+        strategy=found.strategy,
+        task_order=issued.task_order,
+        sent_before=issued.sent_before,
+        program_hash=issued.program.hash,
+        step_time_s=row.step_time_s,
+        peak_memory_bytes=row.peak_memory_bytes,
+        method=row.method,
+        rows=(*plan.rows, row),
+        interval_s=evaluator.interval(found.evaluation.step_time_s),
+    )
+    return lossy, _remark(found, exact.method, codec, target_s)
+
+
+def _row(
+    evaluator: Evaluator,
+    exact: MethodRow,
+    candidate: Candidate,
+    evaluation: Evaluation,
+    codec: Codec,
+    is_rehearsed: bool,
+) -> MethodRow:
+    noisy: tuple[float, ...] = ()
+    if exact.noisy_step_times_s:
+        noisy = under_noise(evaluator, candidate.strategy, candidate.orders[0])
+    return replace(
+        exact,
+        method=f"{exact.method} + {codec} (lossy)",
+        step_time_s=evaluation.step_time_s,
+        peak_memory_bytes=evaluation.peak_memory_bytes,
+        candidate=candidate,
+        noisy_step_times_s=noisy,
+        is_rehearsed=is_rehearsed,
+        note="lossy: changes the numbers of training",
+    )
+
+
+def _remark(found: LossyResult, exact: str, codec: Codec, target_s: float | None) -> str:
+    """What it brings, against what."""
+    step = found.evaluation.step_time_s
+    text = (
+        f"LOSSY: {codec} on {len(found.strategy.codecs)} of {found.num_boundaries} boundaries "
+        f"changes the numbers of training; {found.exact.step_time_s / step:.2f}x over the exact "
+        f"{exact}, {found.halves.step_time_s / step:.2f}x over it with fp16 on all boundaries"
+    )
+    if found.misses_target:
+        text += f"; the target of {target_s:g} s is not reached"
+    return text

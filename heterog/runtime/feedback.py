@@ -1,0 +1,44 @@
+"""Error feedback: what a codec leaves out of a gradient is kept and added to the next one.
+
+    m_t = encode(g_t + e_t),   e_{t+1} = g_t + e_t - decode(m_t),   e_0 = 0
+
+(Seide et al. 2014 for one bit, Stich et al. 2018 for top-k.) Each rank keeps what its own messages
+left out, in the gradient's dtype. Activations have none: their elements belong to other samples in
+every step.
+"""
+
+import torch
+from torch import Tensor
+
+from heterog.runtime.codecs import decode, encode
+from heterog.strategy.codec import Codec
+
+Key = tuple[int, tuple[int, ...]]
+"""A bucket, or a row of ``graph.updates``, and the devices that its messages go between."""
+
+
+class ErrorFeedback:
+    """What this rank's messages have left out of gradients so far.
+
+    Attributes:
+        left_out: flat tensors, by what they belong to.
+    """
+
+    def __init__(self) -> None:
+        self.left_out: dict[Key, Tensor] = {}
+
+    def encode(self, key: Key, gradient: Tensor, codec: Codec) -> Tensor:
+        """The message of a gradient and what earlier messages left out of it.
+
+        Args:
+            key: whose gradient it is.
+            gradient: flat; it is not changed.
+            codec: how it is encoded.
+        """
+        kept = self.left_out.get(key)
+        whole = gradient if kept is None else kept.add_(gradient)
+        message = encode(whole, codec)
+        if not message.is_meta:
+            meant = decode(message, whole.numel(), whole.dtype, codec)
+            self.left_out[key] = torch.sub(whole, meant)
+        return message

@@ -1,0 +1,216 @@
+"""Codecs: lossy encodings of what travels, by the kind of traffic and the devices it is between.
+
+A codec changes the numbers of training, so no strategy has one unless somebody asked for it by
+name. It is a trait of a transfer or of a synchronisation: ``Strategy.codecs`` lists ``CodecRule``
+values, and lowering (``strategy.lowering.encoding``) makes an encoding and a decoding task of each
+message that a rule is about. A message is one run of bytes whose length follows from the number
+of elements alone, so that the receiver knows it beforehand.
+
+- ``fp16``: every element in half precision. Finite values beyond its range become the largest
+  that it has.
+- ``int8``: every element as one of 255 steps of the largest magnitude in its block of 256
+  elements; the block's scale travels as an fp32 number.
+- ``top_k``: the k elements of largest magnitude, as they are; zeros elsewhere. Ties are decided
+  for the lowest index. Where they lie is told by indices or by a bitmap, whichever leaves room
+  for more values.
+
+With ``d`` elements of ``v`` bytes and indices of ``x`` bytes, k kept elements cost ``k (v + x)``
+bytes, or ``k v + d / 8`` with a bitmap. ``reduction`` is stated in bytes, ``r = d v / message``,
+and k follows from it: ``k / d = v / (r (v + x))`` with indices. Below ``r = (v + x) / v`` a
+message of half the elements would be as long as all of them: they are sent as they are.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+from heterog.errors import StrategyError
+
+INT8_BLOCK = 256
+"""Elements that share a scale: one in 64 bytes of the message is a scale's. A bucket mixes
+gradients of layers, whose magnitudes differ by orders; a block lies within one of them."""
+MOST_REDUCTION = 1e6
+"""Of ``top_k``: less than one of a million elements is no training."""
+
+
+class CodecKind(StrEnum):
+    """How a message is encoded."""
+
+    FP16 = "fp16"
+    INT8 = "int8"
+    TOP_K = "top_k"
+
+
+class Traffic(IntEnum):
+    """What a message carries."""
+
+    ACTIVATIONS = 0
+    """Values of the forward pass, sent between groups on unlike devices."""
+    ACTIVATION_GRADIENTS = 1
+    """Values of the backward pass, likewise."""
+    GRADIENTS = 2
+    """Gradients of parameters: in all-reduces, and pushed to parameter servers."""
+    PARAMETERS = 3
+    """New parameters, pulled from parameter servers."""
+
+    @property
+    def words(self) -> str:
+        """Its name in a sentence."""
+        return self.name.lower().replace("_", " ")
+
+
+OF_VALUES = (Traffic.ACTIVATIONS, Traffic.ACTIVATION_GRADIENTS)
+"""Traffic of values, which belong to other samples in each step: what a codec leaves out of them
+is lost. What it leaves out of a gradient is kept and added to the next one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec:
+    """How messages are encoded.
+
+    Attributes:
+        kind: see the module.
+        reduction: of ``top_k``: bytes of the plain message over bytes of the encoded one.
+        index_bytes: of ``top_k``: 4 or 8 bytes for each index.
+    """
+
+    kind: CodecKind
+    reduction: float = 1.0
+    index_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        if self.kind == CodecKind.TOP_K:
+            if not 1.0 <= self.reduction <= MOST_REDUCTION:
+                raise StrategyError(
+                    f"top_k is to shorten messages {self.reduction:g} times; choose a reduction "
+                    f"from 1 to {MOST_REDUCTION:g}."
+                )
+        elif self.reduction != 1.0:
+            raise StrategyError(
+                f"{self.kind} has no reduction to choose, got {self.reduction:g}; only top_k has."
+            )
+        if self.index_bytes not in (4, 8):
+            raise StrategyError(f"index_bytes is {self.index_bytes}; it must be 4 or 8.")
+
+    def __str__(self) -> str:
+        """As ``parse_codec`` reads it."""
+        return f"{self.kind}={self.reduction:g}" if self.kind == CodecKind.TOP_K else self.kind
+
+    def message_bytes(self, num_elements: int, value_bytes: int) -> int:
+        """Bytes of the encoded message of some elements."""
+        if self.is_plain(num_elements, value_bytes):
+            return num_elements * value_bytes
+        if self.kind == CodecKind.FP16:
+            return 2 * num_elements
+        if self.kind == CodecKind.INT8:
+            return num_elements + 4 * -(-num_elements // INT8_BLOCK)
+        kept, has_bitmap = self.kept(num_elements, value_bytes)
+        where = -(-num_elements // 8) if has_bitmap else kept * self.index_bytes
+        return kept * value_bytes + where
+
+    def is_plain(self, num_elements: int, value_bytes: int) -> bool:
+        """Whether a message would not become shorter, and is sent as it is."""
+        if self.kind == CodecKind.FP16:
+            return value_bytes <= 2
+        if self.kind == CodecKind.INT8:
+            return num_elements + 4 * -(-num_elements // INT8_BLOCK) >= num_elements * value_bytes
+        return (
+            self.reduction < (value_bytes + self.index_bytes) / value_bytes
+            or num_elements * self.index_bytes >= (1 << 8 * self.index_bytes) // 2
+        )
+
+    def kept(self, num_elements: int, value_bytes: int) -> tuple[int, bool]:
+        """(elements that ``top_k`` keeps, whether a bitmap says which): one at least."""
+        room = num_elements * value_bytes / self.reduction
+        by_index = int(room / (value_bytes + self.index_bytes))
+        by_bitmap = int((room - -(-num_elements // 8)) / value_bytes)
+        kept = max(by_index, by_bitmap, min(num_elements, 1))
+        return min(kept, num_elements), by_bitmap > by_index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecRule:
+    """Which messages are encoded, and how.
+
+    Attributes:
+        traffic: what they carry.
+        devices: source and destination of transfers; or the members of an all-reduce, in any
+            order.
+        codec: how they are encoded.
+    """
+
+    traffic: Traffic
+    devices: tuple[int, ...]
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if len(self.devices) < 2 or len(set(self.devices)) != len(self.devices):
+            raise StrategyError(
+                f"a codec for {self.traffic.words} names devices {self.devices}; it needs at "
+                "least two different ones."
+            )
+        if self.traffic != Traffic.GRADIENTS and len(self.devices) != 2:
+            raise StrategyError(
+                f"a codec for {self.traffic.words} names {len(self.devices)} devices; it needs "
+                "the one that sends and the one that receives."
+            )
+        if self.traffic == Traffic.PARAMETERS and self.codec.kind == CodecKind.TOP_K:
+            raise StrategyError(
+                "top_k on parameters would set most of them to 0; choose fp16 or int8."
+            )
+
+    def __str__(self) -> str:
+        """For people and error messages."""
+        between = ", ".join(map(str, self.devices))
+        return f"{self.codec} on {self.traffic.words} between devices {between}"
+
+
+CodecRules = tuple[CodecRule, ...]
+
+
+def parse_codec(text: str) -> Codec:
+    """The codec of a text: ``fp16``, ``int8``, or ``top_k=R`` with a reduction of bytes.
+
+    >>> parse_codec("top_k=20").reduction
+    20.0
+
+    Raises:
+        StrategyError: it is none.
+    """
+    name, given, value = text.partition("=")
+    try:
+        kind = CodecKind(name)
+        reduction = float(value) if given else (10.0 if kind == CodecKind.TOP_K else 1.0)
+    except ValueError:
+        raise StrategyError(
+            f"'{text[:60]}' is no codec; choose fp16, int8, top_k or top_k=R, where R is how many "
+            "times shorter messages become."
+        ) from None
+    if given and kind != CodecKind.TOP_K:
+        raise StrategyError(f"{kind} takes no number, got '{text[:60]}'; only top_k does.")
+    return Codec(kind=kind, reduction=reduction)
+
+
+ENCODE_BYTES: dict[CodecKind, float] = {
+    CodecKind.FP16: 2.5,
+    CodecKind.INT8: 9.0,
+    CodecKind.TOP_K: 80.0,
+}
+"""Bytes of device memory that could be copied while one payload byte is encoded: CPU seconds over
+those of a copy, for 0.1 to 16 MB of fp32 numbers; ``experiments/codecs.py --cost`` measures them.
+An accelerator's ratios are other ones, of ``top_k`` probably smaller."""
+DECODE_BYTES: dict[CodecKind, float] = {
+    CodecKind.FP16: 3.5,
+    CodecKind.INT8: 3.5,
+    CodecKind.TOP_K: 12.0,
+}
+"""The same for one payload byte that is decoded."""
+_FEEDBACK_BYTES = 6.0
+"""Of what is kept of a gradient: a sum and a difference, each reads two and writes one."""
+
+
+def encode_bytes(rule: CodecRule) -> float:
+    """Bytes of copies that take as long as encoding a payload byte; of gradients with feedback."""
+    kind = rule.codec.kind
+    if rule.traffic != Traffic.GRADIENTS:
+        return ENCODE_BYTES[kind]
+    return ENCODE_BYTES[kind] + DECODE_BYTES[kind] + _FEEDBACK_BYTES

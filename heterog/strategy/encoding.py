@@ -1,0 +1,330 @@
+"""The last step of lowering: messages that codecs are about get tasks that encode and decode them.
+
+It works on a finished tape, so that a strategy without codecs is lowered as if there were none.
+(It stays out of the folder ``lowering`` because every change there has all kernels compiled anew.)
+
+    SEND, PUSH, PULL   ->  ENCODE on the source, the shorter message, DECODE on the destination
+    ALL_REDUCE         ->  ENCODE on every member, an all-gather of the messages,
+                           DECODE_SUM on every member: all messages decoded and added up in the
+                           order of the members, so that replicas stay equal bit for bit
+
+Encoding and decoding take a device's time, in ``codec.ENCODE_BYTES`` and ``DECODE_BYTES`` of
+copies. Values are decoded in program order, as other conversions are; gradients and parameters
+whenever the device would otherwise wait.
+
+What has no codec: values that do not follow the batch or are no floating-point numbers, rows of
+neighbours, parts of sums, gradients in reduce-scatters, and gradients that replicas give to
+replicas which have made none.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.errors import StrategyError
+from heterog.strategy.channels import ChannelTable
+from heterog.strategy.codec import DECODE_BYTES, CodecRule, CodecRules, Traffic, encode_bytes
+from heterog.strategy.kernels import records
+from heterog.strategy.lowering.tape import (
+    BUFFER,
+    NUM_BUFFERS,
+    NUM_READS,
+    NUM_TASKS,
+    TASK,
+    Tape,
+)
+from heterog.strategy.program import FIRST_FREE_KIND, FloatArray, IntArray, TaskKind
+from heterog.strategy.tables import Domain, GraphTables
+
+_BEFORE, _SELF, _AFTER = 0, 1, 2
+
+
+class CodedChannel(NamedTuple):
+    """A rule with the channels that it is about.
+
+    Attributes:
+        rule: of the strategy.
+        transfer: number of the channel between two devices, -1 if there are more.
+        reduces: numbers of the all-reduces over the devices.
+        gather: number of the all-gather that takes the place of those, -1 if there are none.
+    """
+
+    rule: CodecRule
+    transfer: int
+    reduces: tuple[int, ...]
+    gather: int
+
+
+def coded_channels(rules: CodecRules, channels: ChannelTable) -> tuple[CodedChannel, ...]:
+    """The channels of a strategy's rules; those of new collectives are numbered."""
+    found = []
+    for rule in rules:
+        transfer, gather = -1, -1
+        reduces: tuple[int, ...] = ()
+        if len(rule.devices) == 2:
+            src, dst = rule.devices
+            transfer = src * channels.cluster.num_devices + dst
+        if rule.traffic == Traffic.GRADIENTS:
+            members = tuple(sorted(rule.devices))
+            reduces = tuple(channels.all_reduce(members, hierarchical=h) for h in (False, True))
+            gather = channels.all_gather(members, ())
+        found.append(CodedChannel(rule, transfer, reduces, gather))
+    return tuple(found)
+
+
+def encode_messages(
+    tape: Tape, tables: GraphTables, home: IntArray, coded: Sequence[CodedChannel]
+) -> Tape:
+    """A tape with the tasks that encode and decode messages, in memory of its own.
+
+    Args:
+        tape: as the kernel has written it.
+        tables: of the graph.
+        home: of each parameter.
+        coded: the rules; the first that is about a message counts.
+
+    Raises:
+        StrategyError: a rule is about no message at all.
+    """
+    tasks = tape.tasks[: tape.counts[NUM_TASKS]]
+    tasks["codec"] = 0
+    item_bytes = _item_bytes(tasks, tables)
+    rule_of = np.full(len(tasks), -1, np.int32)
+    for number, each in enumerate(coded):
+        mine = _messages_of(each, tasks, tables, home)
+        if not mine.any():
+            raise StrategyError(
+                f"the strategy has a codec, {each.rule}, but no such message travels there; "
+                "codecs are for values sent from device to device, for all-reduces, and for "
+                "pushes and pulls of parameter servers. Remove it."
+            )
+        rule_of[mine & (rule_of < 0) & (item_bytes > 0)] = number
+    splice = _Splice(tape)
+    for task in np.flatnonzero(rule_of >= 0).tolist():
+        each, value_bytes = coded[rule_of[task]], int(item_bytes[task])
+        codec, num_elements = each.rule.codec, round(float(tasks[task]["num_bytes"]) / value_bytes)
+        if num_elements == 0 or codec.is_plain(num_elements, value_bytes):
+            continue
+        message = float(codec.message_bytes(num_elements, value_bytes))
+        if tasks[task]["kind"] == TaskKind.ALL_REDUCE:
+            splice.gathered(task, int(rule_of[task]), message, each)
+        else:
+            splice.sent(task, int(rule_of[task]), message, each)
+    return splice.tape()
+
+
+def _item_bytes(tasks: npt.NDArray[np.void], tables: GraphTables) -> IntArray:
+    """Bytes of each element that a task moves, 0 where it moves no floating-point numbers."""
+    found = np.zeros(len(tasks), np.int32)
+    kind, subject = tasks["kind"], tasks["subject"]
+    sends = kind == TaskKind.SEND
+    found[sends] = tables.value_item_bytes[tables.slot_value[subject[sends]]]
+    gradients = (kind == TaskKind.ALL_REDUCE) | (kind == TaskKind.PUSH)
+    found[gradients] = tables.gradient_item_bytes[subject[gradients]]
+    pulls = kind == TaskKind.PULL
+    found[pulls] = tables.parameter_item_bytes[subject[pulls]]
+    return found
+
+
+def _messages_of(
+    each: CodedChannel, tasks: npt.NDArray[np.void], tables: GraphTables, home: IntArray
+) -> npt.NDArray[np.bool_]:
+    """The tasks that a rule is about.  # [num_tasks]"""
+    kind, subject, channel = tasks["kind"], tasks["subject"], tasks["channel"]
+    traffic = each.rule.traffic
+    is_there = channel == each.transfer
+    if traffic == Traffic.PARAMETERS:
+        return np.asarray(is_there & (kind == TaskKind.PULL))
+    if traffic == Traffic.GRADIENTS:
+        found = (kind == TaskKind.ALL_REDUCE) & np.isin(channel, each.reduces)
+        pushes = np.flatnonzero(is_there & (kind == TaskKind.PUSH))
+        row = subject[pushes]
+        is_added = tables.gradient_domain[row] == Domain.ALL
+        found[pushes[(home[row] == tasks["device"][pushes]) & is_added]] = True
+        return np.asarray(found)
+    found = np.zeros(len(tasks), np.bool_)
+    sends = np.flatnonzero(is_there & (kind == TaskKind.SEND) & (tasks["samples"] > 0))
+    slot = subject[sends]
+    backward = tables.op_is_backward[tables.value_op[tables.slot_value[slot]]] == 1
+    wanted = backward == (traffic == Traffic.ACTIVATION_GRADIENTS)
+    found[sends[wanted & (tables.slot_window[slot, 3] == 0)]] = True
+    return found
+
+
+def feedback_bytes(tape: Tape, coded: Sequence[CodedChannel], num_devices: int) -> FloatArray:
+    """Bytes of what codecs leave out of gradients, which each device keeps.  # [num_devices]
+
+    Args:
+        tape: with the tasks that encode, of one or more steps.
+        coded: the rules.
+        num_devices: of the cluster.
+    """
+    kept = np.zeros(num_devices)
+    tasks = tape.tasks[: tape.counts[NUM_TASKS]]
+    largest: dict[tuple[int, int, int], float] = {}  # the same one in each step
+    for task in np.flatnonzero((tasks["kind"] == TaskKind.ENCODE) & (tasks["codec"] > 0)).tolist():
+        rule = int(tasks[task]["codec"]) - 1
+        if coded[rule].rule.traffic == Traffic.GRADIENTS:
+            device, subject = int(tasks[task]["device"]), int(tasks[task]["subject"])
+            payload = tasks[task]["num_bytes"] / encode_bytes(coded[rule].rule)
+            largest[rule, device, subject] = float(payload)
+    for (_, device, _), payload in largest.items():
+        kept[device] += payload
+    return kept
+
+
+class _Splice:
+    """Puts tasks, buffers and reads into a tape and numbers everything anew at the end.
+
+    New tasks, buffers and reads get the next free numbers first; ``tape`` brings them in order.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self._old = tape
+        num_tasks, num_buffers = (int(tape.counts[each]) for each in (NUM_TASKS, NUM_BUFFERS))
+        self._tasks = tape.tasks[: num_tasks + 1].copy()
+        self._num_tasks, self._num_buffers = num_tasks, num_buffers
+        self._maker = tape.buffers["maker"][:num_buffers].copy()
+        self._buffer_device = tape.buffers["device"]
+        starts = self._tasks["read_start"]
+        self._reader = np.repeat(np.arange(num_tasks, dtype=np.int32), np.diff(starts))
+        self._read = tape.reads[: tape.counts[NUM_READS]].copy()
+        self._is_kept = np.ones(len(self._read), np.bool_)
+        self._new_tasks: list[npt.NDArray[np.void]] = []
+        self._keys: list[int] = []
+        self._new_buffers: list[tuple[float, int, int]] = []
+        self._new_reads: list[tuple[int, int]] = []
+
+    def sent(self, task: int, rule: int, message: float, each: CodedChannel) -> None:
+        """Encode what a transfer moves."""
+        record = self._tasks[task]
+        size = float(record["num_bytes"])
+        (made,) = self._made(task)
+        # The device that sends has made what is read; a pull reads tokens of the server.
+        read = self._take_reads(task)
+        src = int(self._old.buffers["device"][read[0]])
+        encode = self._add(task, _BEFORE, TaskKind.ENCODE, src, size * encode_bytes(each.rule))
+        self._follow(encode, read)
+        self._new_reads += [(encode, buffer) for buffer in read]
+        self._new_reads.append((task, self._buffer(message, encode, src)))
+        dst = int(record["device"])
+        is_value = record["kind"] == TaskKind.SEND
+        kind = TaskKind.DECODE if is_value else TaskKind.DECODE_SUM
+        decode = self._add(task, _AFTER, kind, dst, size * DECODE_BYTES[each.rule.codec.kind])
+        self._new_reads.append((decode, self._buffer(message, task, dst)))
+        self._maker[made] = decode
+        self._mark(rule, message, task, encode, decode)
+
+    def gathered(self, task: int, rule: int, message: float, each: CodedChannel) -> None:
+        """Gather the messages of all members of an all-reduce, and add them up everywhere."""
+        size = float(self._tasks[task]["num_bytes"])
+        members = sorted(each.rule.devices)
+        token = self._made(task)[-1]
+        begin, end = self._span(task)
+        reads = self._read[begin:end].tolist()
+        self._is_kept[begin:end] = False
+        devices = self._buffer_device[reads].tolist()
+        later = np.flatnonzero(self._read == token)
+        sums = {}
+        for member in members:
+            own = [b for b, device in zip(reads, devices, strict=True) if device == member]
+            cost = size * encode_bytes(each.rule)
+            encode = self._add(task, _BEFORE, TaskKind.ENCODE, member, cost)
+            self._follow(encode, own)
+            self._new_reads += [(encode, buffer) for buffer in own]
+            self._new_reads.append((task, self._buffer(message, encode, member)))
+            cost = size * len(members) * DECODE_BYTES[each.rule.codec.kind]
+            decode = self._add(task, _AFTER, TaskKind.DECODE_SUM, member, cost)
+            received = self._buffer(message * (len(members) - 1), task, member)
+            self._new_reads += [(decode, token), (decode, received)]
+            self._new_reads += [(decode, buffer) for buffer in own]
+            sums[member] = self._buffer(0.0, decode, -1)
+            self._mark(rule, message, encode, decode)
+        others = [b for b, device in zip(reads, devices, strict=True) if device < 0]
+        self._new_reads += [(task, buffer) for buffer in others]
+        for read in later.tolist():
+            self._read[read] = sums[int(self._tasks[self._reader[read]]["device"])]
+        self._tasks[task]["channel"] = each.gather
+        self._mark(rule, message * len(members), task)
+
+    def _span(self, task: int) -> tuple[int, int]:
+        start = self._old.tasks["read_start"]
+        return int(start[task]), int(start[task + 1])
+
+    def _made(self, task: int) -> range:
+        start = self._old.tasks["buffer_start"]
+        return range(int(start[task]), int(start[task + 1]))
+
+    def _take_reads(self, task: int) -> list[int]:
+        """What a task reads; from now on it reads nothing."""
+        begin, end = self._span(task)
+        self._is_kept[begin:end] = False
+        return [int(each) for each in self._read[begin:end]]
+
+    def _add(self, task: int, side: int, kind: TaskKind, device: int, num_bytes: float) -> int:
+        """A task on a device, before or after another one."""
+        record = self._tasks[task : task + 1].copy()
+        record["kind"], record["device"], record["channel"] = int(kind), device, -1
+        record["num_bytes"] = num_bytes
+        self._new_tasks.append(record)
+        self._keys.append(3 * task + side)
+        return self._num_tasks + len(self._new_tasks) - 1
+
+    def _follow(self, task: int, read: Sequence[int]) -> None:
+        """A task comes in no turn of its device before those of what it reads."""
+        record, turn = self._new_tasks[task - self._num_tasks], 0
+        for buffer in read:
+            number = int(self._maker[buffer])
+            is_new = number >= self._num_tasks
+            maker = self._new_tasks[number - self._num_tasks][0] if is_new else self._tasks[number]
+            if maker["device"] == record["device"][0] and maker["kind"] < FIRST_FREE_KIND:
+                turn = max(turn, int(maker["turn"]))
+        record["turn"] = turn
+
+    def _buffer(self, num_bytes: float, maker: int, device: int) -> int:
+        self._new_buffers.append((num_bytes, maker, device))
+        return self._num_buffers + len(self._new_buffers) - 1
+
+    def _mark(self, rule: int, message: float, *tasks: int) -> None:
+        """Tasks belong to a rule; what travels has the length of the message."""
+        for task in tasks:
+            if task < self._num_tasks:
+                self._tasks[task]["codec"] = rule + 1
+                self._tasks[task]["num_bytes"] = message
+            else:
+                self._new_tasks[task - self._num_tasks]["codec"] = rule + 1
+
+    def tape(self) -> Tape:
+        """Everything in order."""
+        if not self._new_tasks:
+            return self._old
+        tasks = np.concatenate([self._tasks[: self._num_tasks], *self._new_tasks])
+        keys = np.concatenate([3 * np.arange(self._num_tasks) + _SELF, np.array(self._keys)])
+        order = np.argsort(keys, kind="stable")
+        place = np.empty(len(order), np.int32)  # new number of each task
+        place[order] = np.arange(len(order))
+        old, extra = self._old.buffers[: self._num_buffers], np.array(self._new_buffers)
+        maker = place[np.concatenate([self._maker, extra[:, 1].astype(np.int32)])]
+        by_maker = np.argsort(maker, kind="stable")
+        buffer_place = np.empty(len(by_maker), np.int32)
+        buffer_place[by_maker] = np.arange(len(by_maker))
+        pairs = np.array(self._new_reads, np.int32)
+        reader = place[np.concatenate([self._reader[self._is_kept], pairs[:, 0]])]
+        read = buffer_place[np.concatenate([self._read[self._is_kept], pairs[:, 1]])]
+        by_reader = np.argsort(reader, kind="stable")
+        counts = self._old.counts.copy()
+        counts[NUM_TASKS], counts[NUM_BUFFERS], counts[NUM_READS] = map(len, (tasks, maker, read))
+        all_tasks, all_buffers = records(len(tasks) + 3, TASK), records(len(maker) + 1, BUFFER)
+        all_tasks[: len(tasks)] = tasks[order]
+        numbers = np.arange(len(tasks) + 1)
+        all_tasks["read_start"][: len(tasks) + 1] = np.searchsorted(reader[by_reader], numbers)
+        all_tasks["buffer_start"][: len(tasks) + 1] = np.searchsorted(maker[by_maker], numbers)
+        all_buffers["maker"][:-1] = maker[by_maker]
+        for column, name in ((0, "num_bytes"), (2, "device")):
+            values = np.concatenate([old[name], extra[:, column]])
+            all_buffers[name][:-1] = values[by_maker]
+        return self._old._replace(
+            tasks=all_tasks, buffers=all_buffers, reads=read[by_reader], counts=counts
+        )

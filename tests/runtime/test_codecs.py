@@ -1,0 +1,80 @@
+"""Codecs on real ranks: the numbers of one device that encodes and decodes at the same places."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from heterog.graph.grouping import group_ops
+from heterog.strategy.codec import Codec, CodecKind, CodecRule, Traffic
+from heterog.strategy.strategy import Decision, Strategy, Sync
+from tests.runtime.cases import SGD, Trained, assert_same, train
+from tests.runtime.codec_reference import pipelined, replicated, served
+from tests.runtime.ranks import Ranks
+from tests.runtime.strategies import graph_of, plan_of, strategy_of
+
+FP16, INT8 = Codec(kind=CodecKind.FP16), Codec(kind=CodecKind.INT8)
+TOP_K = Codec(kind=CodecKind.TOP_K, reduction=4.0)
+CODECS = {"fp16": FP16, "int8": INT8, "top_k": TOP_K}
+
+
+def trained(ranks: Ranks, folder: Path, strategy: Strategy) -> list[Trained]:
+    path = folder / "plan.json"
+    plan_of(graph_of("mlp"), strategy).save(path)
+    return ranks.run(train, "mlp", SGD, str(path))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", CODECS)
+def test_activations_and_their_gradients(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """Two stages and micro-batches; the way back has a codec of its own."""
+    graph = graph_of("mlp")
+    names = group_ops(graph).names
+    decisions = [Decision(devices=(0 if group < "2" else 1,), shares=(8,)) for group in names]
+    there, back = CODECS[name], INT8 if name == "fp16" else FP16
+    strategy = replace(
+        strategy_of(graph, decisions, micro_batches=((3, 5),) * 3),
+        codecs=(
+            CodecRule(traffic=Traffic.ACTIVATIONS, devices=(0, 1), codec=there),
+            CodecRule(traffic=Traffic.ACTIVATION_GRADIENTS, devices=(1, 0), codec=back),
+        ),
+    )
+    assert_same(trained(ranks, tmp_path, strategy), pipelined(2, (3, 5), there, back))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("step_barrier", [True, False])
+def test_sums_of_gradients(ranks: Ranks, tmp_path: Path, name: str, step_barrier: bool) -> None:
+    graph = graph_of("mlp")
+    sync = Sync.HIERARCHICAL if name == "int8" else Sync.RING
+    decision = Decision(devices=(0, 1, 2), shares=(4, 3, 1), sync=sync)
+    rule = CodecRule(traffic=Traffic.GRADIENTS, devices=(0, 1, 2), codec=CODECS[name])
+    strategy = strategy_of(
+        graph, [decision] * group_ops(graph).num_groups, step_barrier=step_barrier
+    )
+    found = trained(ranks, tmp_path, replace(strategy, codecs=(rule,)))
+    assert_same(found, replicated((4, 3, 1), CODECS[name]))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("pull", [None, FP16, INT8])
+def test_servers(ranks: Ranks, tmp_path: Path, pull: Codec | None) -> None:
+    graph = graph_of("mlp")
+    decision = Decision(devices=(0, 1, 2), shares=(4, 3, 1), sync=Sync.PARAMETER_SERVER)
+    codecs = [
+        CodecRule(traffic=Traffic.GRADIENTS, devices=(src, 0), codec=TOP_K) for src in (1, 2)
+    ]
+    if pull is not None:
+        codecs += [
+            CodecRule(traffic=Traffic.PARAMETERS, devices=(0, dst), codec=pull) for dst in (1, 2)
+        ]
+    strategy = strategy_of(
+        graph,
+        [decision] * group_ops(graph).num_groups,
+        homes=(0,) * len(graph.updates),
+        step_barrier=pull is not INT8,
+    )
+    found = trained(ranks, tmp_path, replace(strategy, codecs=tuple(codecs)))
+    expected = served((4, 3, 1), 0, TOP_K, pull)
+    assert_same(found, expected)
