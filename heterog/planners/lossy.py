@@ -351,9 +351,9 @@ def _remark(found: LossyResult, exact: str, codec: Codec, target_s: float | None
     """What it brings, against what."""
     step = found.evaluation.step_time_s
     text = (
-        f"LOSSY: {codec} on {len(found.strategy.codecs)} of {found.num_boundaries} boundaries "
-        f"changes the numbers of training; {found.exact.step_time_s / step:.2f}x over the exact "
-        f"{exact}, {found.halves.step_time_s / step:.2f}x over it with fp16 on all boundaries"
+        f"LOSSY, trains with other numbers: {codec} on {len(found.strategy.codecs)} of "
+        f"{found.num_boundaries} boundaries; {found.exact.step_time_s / step:.2f}x the exact "
+        f"{exact}, {found.halves.step_time_s / step:.2f}x it with fp16"
     )
     if found.misses_target:
         text += f"; the target of {target_s:g} s is not reached"

@@ -675,7 +675,7 @@ class Evaluator:
         """Peak bytes of each device in any of the timings of what was lowered."""
         choice, tape, prices, fold = lowered
         peaks = np.empty((len(timings), len(prices.type_of_device)))
-        resident = resident_bytes(self.tables_of(choice), choice._replace(codecs=()))
+        resident = resident_bytes(self.tables_of(choice), choice)
         if choice.codecs:
             resident = resident + feedback_bytes(tape, choice.codecs, len(resident))
         for each, peak in zip(timings, peaks, strict=True):

@@ -120,7 +120,11 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
     for timings in (evaluator.timings, evaluator.referee_timings):
         program, start, finish = timings(choice, order)
         kinds = _buffer_kinds(program, evaluator.tables_of(choice), evaluator.graph)
-        by_times.append(_parts_at_peak(program, start, finish, kinds, resident))
+        # What codecs have left out of gradients stays, too.
+        kept = program.resident_bytes - resident_bytes(evaluator.tables_of(choice), choice)
+        parts = resident.copy()
+        parts[:, _NUMBER[MemoryKind.GRADIENTS]] += kept
+        by_times.append(_parts_at_peak(program, start, finish, kinds, parts))
     devices = []
     for index, device in enumerate(evaluator.cluster.devices):
         parts, at_s = max((tried[index] for tried in by_times), key=lambda p: p[0].sum())

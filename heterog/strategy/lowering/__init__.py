@@ -164,7 +164,7 @@ def program_from_tape(
         buffer_device=buffers["device"].copy(),
         buffer_bytes=buffers["num_bytes"].copy(),
         bucket=tape.bucket.copy(),
-        resident_bytes=resident_bytes(tables, choice._replace(codecs=()))
+        resident_bytes=resident_bytes(tables, choice)
         + feedback_bytes(tape, choice.codecs, num_devices),
         # One at least: whoever looks up those of all tasks finds something for -1, too.
         channels=tuple(channels[number] for number in used.tolist() or [0]),

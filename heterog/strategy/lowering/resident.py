@@ -22,7 +22,7 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     """
     resident: FloatArray = np.zeros(choice.member.shape[1])
     workspace = np.zeros_like(resident)
-    _resident_kernel(tables, choice, resident, workspace)
+    _resident_kernel(tables, choice._replace(codecs=()), resident, workspace)
     if choice.num_copies:  # of whole parameters, which every replica has
         holds = choice.member[choice.division[tables.parameter_group]]
         resident += choice.num_copies * (tables.parameter_bytes[:, None] * holds).sum(0)
