@@ -14,6 +14,7 @@ import numpy as np
 from heterog.errors import StrategyError
 from heterog.graph.batch_plan import BatchPlan, batch_plan, counts_known_labels, op_work
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.op_costs import RESHAPES
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules, Scatter
 from heterog.graph.placement import P, Placement, R, S, Window
@@ -41,6 +42,7 @@ class AxisPlan:
         op_axis: axis whose shares say how much each op does, and on which devices.  # [num_ops]
         tensor_axis: axis along which each tensor lies.  # [num_tensors]
         viewed: tensors that are views of others.
+        reshaped: views of values that have the same rows, one for one, where there is one sample.
         scattered: tensors that their ops make as parts of a sum, and that a reduce-scatter right
             behind them turns into slices.
         sharded: parameters of which each device holds its own slice only.
@@ -60,6 +62,7 @@ class AxisPlan:
     op_axis: IntArray
     tensor_axis: IntArray
     viewed: frozenset[int]
+    reshaped: frozenset[int]
     scattered: frozenset[int]
     sharded: frozenset[int]
     flops_fixed: FloatArray
@@ -94,20 +97,24 @@ class AxisPlan:
         """Whether rows that lie over a team are those of which a reader needs a window.
 
         What a view shows of a value has rows of its own, and samples must lie apart from rows.
+        Neighbours in a graph are also found through views that keep the rows of one sample.
         """
-        return (
-            self.placements[tensor] == S(needed.dim)
-            and int(self.tensor_axis[tensor]) == axis
-            and tensor not in self.viewed
-            and self.batch_placement(tensor).kind == "S"
-            and self.batch_placement(tensor).dim != needed.dim
-        )
+        if self.placements[tensor] != S(needed.dim) or int(self.tensor_axis[tensor]) != axis:
+            return False
+        along = self.batch_placement(tensor)
+        if needed.pattern and self.axes[BATCH_AXIS] == 1:
+            return along.kind == "S" and (tensor not in self.viewed or tensor in self.reshaped)
+        return tensor not in self.viewed and along.kind == "S" and along.dim != needed.dim
 
     def window_needed(self, op: int, position: int, tensor: int) -> Window | None:
         """Rows that an op needs of an input of which it gets those that its device lacks."""
-        needed, given = self.needed[op][position], self.placements[tensor]
-        is_brought = given.kind == "S" and self.whole_needed(op, position, tensor) == AS_MADE
-        return needed.window if is_brought else None
+        is_brought = self.is_brought(op, position, tensor)
+        return self.needed[op][position].window if is_brought else None
+
+    def is_brought(self, op: int, position: int, tensor: int) -> bool:
+        """Whether an op gets those rows of an input that its device lacks, and no others."""
+        is_split = self.placements[tensor].kind == "S"
+        return is_split and self.whole_needed(op, position, tensor) == AS_MADE
 
     def batch_placement(self, tensor: int) -> Placement:
         """How a tensor lies along the batch: over devices, or over teams if a rule made it."""
@@ -192,6 +199,7 @@ def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
             op_axis=np.zeros(graph.num_ops, np.int32),
             tensor_axis=np.zeros(len(graph.tensors), np.int32),
             viewed=frozenset(),
+            reshaped=frozenset(),
             scattered=frozenset(),
             sharded=frozenset(),
             flops_fixed=batch.flops_fixed,
@@ -275,6 +283,7 @@ class _Propagation:
             op_axis=np.array(self.op_axis, np.int32),
             tensor_axis=np.array(self.tensor_axis, np.int32),
             viewed=frozenset(np.flatnonzero(graph.storage != np.arange(len(graph.tensors)))),
+            reshaped=self._reshaped(),
             scattered=frozenset(self.scattered),
             sharded=frozenset(sharded),
             flops_fixed=work[:, 0],
@@ -283,6 +292,23 @@ class _Propagation:
             bytes_per_unit=work[:, 3],
             follows_batch=np.array([self._follows_batch(op, made) for op in range(graph.num_ops)]),
         )
+
+    def _reshaped(self) -> frozenset[int]:
+        """Views that have the rows of their values, in the same order, along their axis."""
+        graph, places, found = self.graph, self.placements, set[int]()
+        for op in np.flatnonzero(graph.is_view).tolist():
+            source, *others = graph.ops[op].inputs
+            storage, outputs = int(graph.storage[source]), graph.outputs(op)
+            is_kept = graph.ops[op].kind in RESHAPES and not others and len(outputs) == 1
+            if is_kept and (source == storage or source in found):
+                (shown,) = outputs
+                if places[shown].kind == places[storage].kind == "S" and (
+                    places[shown].outer == places[storage].outer == 1
+                    and graph.tensors[shown].shape[places[shown].dim]
+                    == graph.tensors[storage].shape[places[storage].dim]
+                ):
+                    found.add(shown)
+        return frozenset(found)
 
     def _follows_batch(self, op: int, made: Sequence[Placement]) -> tuple[float, float, float]:
         """Of an op with a rule, the parts of its work that grow with the samples of the batch.

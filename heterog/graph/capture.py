@@ -49,6 +49,7 @@ from heterog.graph.op_costs import (
     convolution_flops,
     elementwise_flops,
     grouped_product_flops,
+    sparse_flops,
 )
 from heterog.graph.op_graph import (
     GraphOp,
@@ -58,6 +59,9 @@ from heterog.graph.op_graph import (
     TensorKind,
 )
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
+from heterog.graph.sharding_rules.sparse import pattern_key
+from heterog.graph.sparse_pattern import SparsePattern
+from heterog.graph.sparse_product import SparseProduct
 from heterog.graph.traced_constants import (
     MADE_AT,
     make_repeated_constants_once,
@@ -168,7 +172,15 @@ def _capture_step(workload: Workload, planned: OpGraph | None) -> CapturedStep:
     if make_repeated_constants_once(step.graph, step.module, step.node_of_op):
         merge_equal_constants(traced.graph)
         step = _Reader(workload, traced, *inputs).read()
-    return step
+    return replace(step, graph=replace(step.graph, patterns=_patterns(model, step.graph)))
+
+
+def _patterns(model: nn.Module, graph: OpGraph) -> tuple[SparsePattern, ...]:
+    """Entries of the sparse matrices that a step multiplies with, in the order of its ops."""
+    products = (module for module in model.modules() if isinstance(module, SparseProduct))
+    by_key = {pattern.key: pattern for each in products for pattern in each.patterns}
+    used = dict.fromkeys(pattern_key(op.args) for op in graph.ops)
+    return tuple(by_key[key] for key in used if key in by_key)
 
 
 @contextmanager
@@ -924,7 +936,7 @@ def _flops(node: fx.Node, call: OpCall) -> float:
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     counter = flop_registry.get(target.overloadpacket) or flop_registry.get(target)
-    for flops in (convolution_flops(call), grouped_product_flops(call)):
+    for flops in (convolution_flops(call), grouped_product_flops(call), sparse_flops(call)):
         if flops is not None:
             return flops
     if counter is None and call.kind in _ATTENTION_ARGS:

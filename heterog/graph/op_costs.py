@@ -28,6 +28,10 @@ VIEW_KINDS = frozenset({
 ``unsafe_*`` ops are views to everybody but autograd. Checked against torch by a test.
 """
 
+RESHAPES = frozenset({"alias.default", "detach.default", "squeeze.dim", "squeeze.dims",
+                      "unsqueeze.default", "view.default", "_unsafe_view.default"})  # fmt: skip
+"""Views that show all elements of input 0, in the same order."""
+
 FLOPS_PER_ELEMENT: Mapping[str, float] = {
     # Counted on the larger of input and output; rounded counts of the textbook formulas.
     "native_layer_norm.default": 8,
@@ -107,6 +111,32 @@ def grouped_product_flops(call: OpCall) -> float | None:
     return 2.0 * made * left[-1]
 
 
+SPARSE_PRODUCT = "heterog_sparse.product.default"
+"""Rows of a constant sparse matrix times rows of features; see ``sparse_product``."""
+
+
+def sparse_flops(call: OpCall) -> float | None:
+    """FLOPs of a product with a sparse matrix, 2 for each entry and feature; ``None`` for others.
+
+    >>> from heterog.graph.placement import TensorMeta, TensorRef
+    >>> rows, entries = TensorMeta((1, 6, 4), "float32"), TensorMeta((10,), "int32")
+    >>> args = {"dense": TensorRef(0), "columns": TensorRef(1)}
+    >>> inputs = rows, entries
+    >>> sparse_flops(OpCall(kind=SPARSE_PRODUCT, args=args, inputs=inputs, outputs=(rows,)))
+    80.0
+    """
+    if call.kind != SPARSE_PRODUCT:
+        return None
+    return 2.0 * _row_reads(call)
+
+
+def _row_reads(call: OpCall) -> float:
+    """Elements that a sparse product reads: for each entry a row of features of each sample."""
+    dense = _input(call, "dense").shape
+    samples = prod(dense[:-2])
+    return float(samples * _input(call, "columns").num_elements * dense[-1])
+
+
 def _input(call: OpCall, name: str) -> TensorMeta:
     reference = call.args[name]
     assert isinstance(reference, TensorRef)
@@ -131,6 +161,10 @@ def bytes_read_and_written(call: OpCall) -> tuple[float, float]:
     if call.kind in _WRITES_ONLY:
         return 0.0, written
     sizes = [meta.num_bytes for meta in call.inputs]
+    if call.kind == SPARSE_PRODUCT:
+        # A row is read once for each entry: those of a huge graph do not stay in a cache.
+        item = call.outputs[0].num_bytes / max(call.outputs[0].num_elements, 1)
+        return float(_row_reads(call) * item + sum(sizes[1:])), written
     if call.kind in {
         "embedding.default",
         "index_select.default",

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from heterog.errors import GraphError
 from heterog.graph.op_costs import VIEW_KINDS
 from heterog.graph.placement import Arg, OpCall, Placement, TensorMeta
+from heterog.graph.sparse_pattern import SparsePattern
 from heterog.names import is_identifier, name_fault, shown, text_fault
 
 MAX_BATCH_SIZE = 2**20
@@ -130,6 +131,7 @@ class OpGraph:
         optimizer_state_ratio: optimizer state bytes per byte of parameter.
         loss: tensor id of the loss.
         grouped_like: the same ops on a batch of another shape, whose groups this graph has.
+        patterns: entries of the constant sparse matrices, which ops name by their keys.
 
     Raises:
         GraphError: an op reads a tensor that does not exist or is made later, sizes disagree, or a
@@ -146,6 +148,7 @@ class OpGraph:
     optimizer_state_ratio: float
     loss: int
     grouped_like: "OpGraph | None" = None
+    patterns: tuple[SparsePattern, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_words()

@@ -11,6 +11,8 @@ A placement says which part of a tensor a device holds when an axis (the batch, 
 - ``L``: statistics of the local part (BatchNorm); never moved between devices.
 - ``H(dim, window)``: only of what an op needs: the rows of dimension ``dim`` that its part of the
   output reads. They may reach into what neighbours own (a *halo*; see ``heterog.graph.halo``).
+  ``neighbours(dim, key)``: likewise, but these rows are any: those that the entries of a sparse
+  matrix name (``heterog.graph.sparse_pattern``).
 """
 
 import math
@@ -48,8 +50,11 @@ class Placement:
     dim: int = 0
     outer: int = 1
     window: Window | None = field(default=None, repr=False)
+    pattern: str = field(default="", repr=False)
 
     def __str__(self) -> str:
+        if self.pattern:
+            return f"H({self.dim},@{self.pattern})"
         if self.window is not None:
             return f"H({self.dim},{self.window.step},{self.window.before},{self.window.after})"
         return f"S({self.dim},{self.outer})" if self.kind == "S" else self.kind
@@ -73,6 +78,16 @@ def S(dim: int, outer: int = 1) -> Placement:
 def H(dim: int, window: Window) -> Placement:
     """Split dimension ``dim``, with the rows beside the own ones that an op reads."""
     return Placement("H", dim, window=window)
+
+
+def neighbours(dim: int, pattern: str) -> Placement:
+    """Of dimension ``dim`` the rows that the own rows of a sparse product read.
+
+    Args:
+        dim: of what is read.
+        pattern: key of the entries; see ``SparsePattern``.
+    """
+    return Placement("H", dim, pattern=pattern)
 
 
 ITEM_BYTES: Mapping[str, int] = {

@@ -77,6 +77,10 @@ latency.
 Names (of the graph and of device types) are letters, digits, spaces and
 ``. _ : @ + , ( ) / # = -``; every other text is one line that can be printed.
 
+``patterns`` lists the sparse matrices that ops (``heterog_sparse.product.default``) name by the
+hash in their argument ``pattern``: ``num_columns``, ``row_entries`` with the number of entries of
+each row, and ``columns`` with their columns, row by row. Only needed where rows are cut.
+
 ``tensors`` and ``ops`` may also be one object of equally long columns instead of a list of
 records, with ``null`` for a field that is left out; ``save_graph`` writes that. There ``kind`` and
 ``module`` of an op may be positions in the lists ``kinds`` and ``modules`` of the file.
@@ -107,6 +111,7 @@ from heterog.graph.op_graph import (
 )
 from heterog.graph.placement import ITEM_BYTES, Arg, L, OpCall, P, Placement, R, S, TensorRef
 from heterog.graph.sharding_rules import RULES
+from heterog.graph.sparse_pattern import MOST_COLUMNS, SparsePattern
 from heterog.names import shown
 from heterog.records import (
     Amount,
@@ -202,6 +207,22 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
             "measured_s": [_measured_to_json(op) for op in ops],
             "name": [op.name or None for op in ops],
         },
+    } | _patterns_to_json(graph)
+
+
+def _patterns_to_json(graph: OpGraph) -> dict[str, Any]:
+    """Sparse matrices; nothing in a graph without any."""
+    if not graph.patterns:
+        return {}
+    return {
+        "patterns": [
+            {
+                "num_columns": pattern.num_columns,
+                "row_entries": np.diff(pattern.row_starts).tolist(),
+                "columns": pattern.columns.tolist(),
+            }
+            for pattern in graph.patterns
+        ]
     }
 
 
@@ -283,6 +304,18 @@ class _OpRecord(Record):
     name: Text = ""
 
 
+class _PatternRecord(Record):
+    num_columns: Annotated[int, Field(ge=1, le=MOST_COLUMNS)]
+    row_entries: Many[Annotated[int, Field(ge=0, le=MOST_COLUMNS)]]
+    columns: Many[Int32]
+
+    def pattern(self) -> SparsePattern:
+        """The entries, checked."""
+        starts = np.zeros(len(self.row_entries) + 1, np.int64)
+        np.cumsum(np.array(self.row_entries, np.int64), out=starts[1:])
+        return SparsePattern(starts, np.array(self.columns, np.int32), self.num_columns)
+
+
 class _GraphRecord(Record):
     schema_version: int
     name: Name
@@ -295,6 +328,7 @@ class _GraphRecord(Record):
     modules: Many[Text] = Field(default_factory=list)
     tensors: Many[_TensorRecord]
     ops: Many[_OpRecord]
+    patterns: list[_PatternRecord] = Field(default_factory=list)
 
 
 def _rows(value: object, field: str) -> object:
@@ -393,6 +427,7 @@ class _Reader:
             optimizer=spec.optimizer,
             optimizer_state_ratio=spec.optimizer_state_ratio,
             loss=number_of[loss],
+            patterns=tuple(each.pattern() for each in spec.patterns),
         )
 
     def _graph_op(

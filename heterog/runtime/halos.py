@@ -7,12 +7,15 @@ from torch import Tensor
 from heterog.graph.halo import Rows
 from heterog.graph.placement import S, Window
 from heterog.graph.sharding_rules import local_shape
+from heterog.graph.sparse_pattern import SparsePattern
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.placed import cut, join
 from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.row_sets import RowSet, common, count, first, rows_of_neighbours, take
 from heterog.runtime.spans import Span, unit_rows
 from heterog.runtime.values import Held, Values, rows_held
 from heterog.strategy.program import TaskKind
+from heterog.strategy.tables import matrix_of
 
 
 class _Slot(NamedTuple):
@@ -22,6 +25,7 @@ class _Slot(NamedTuple):
     dim: int
     window: Window
     size: int
+    pattern: SparsePattern | None = None
 
 
 class Halos:
@@ -37,6 +41,7 @@ class Halos:
         self._part = part
         self._values = values
         self._communicator = communicator
+        self._patterns: dict[int, SparsePattern] = {}
 
     def run(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
         """Play one task."""
@@ -56,13 +61,24 @@ class Halos:
         step, before, after, size = map(int, tables.slot_window[slot])
         tensor = int(tables.value_tensor[tables.slot_value[slot]])
         dim = self._part.plan.placements[tensor].dim
-        return _Slot(tensor, dim, Window(step, before, after), size)
+        return _Slot(tensor, dim, Window(step, before, after), size, self._pattern(step))
 
-    def _wanted(self, slot: int, micro: int, device: int) -> tuple[Span, Rows]:
+    def _pattern(self, step: int) -> SparsePattern | None:
+        """The sparse matrix that names the rows; ``None`` for a window."""
+        if step >= 0:
+            return None
+        if step not in self._patterns:
+            self._patterns[step] = matrix_of(self._part.tables.sparse, -1 - step)
+        return self._patterns[step]
+
+    def _wanted(self, slot: int, micro: int, device: int) -> tuple[Span, RowSet]:
         """Samples and rows that a slot brings to a device."""
         along, _ = self._part.target_of_slot(slot)
         said = self._slot(slot)
         begin, count = along.units_of(device)
+        if said.pattern is not None:
+            rows = rows_of_neighbours(said.pattern, (begin, count), along.units)
+            return along.team_samples(micro, device), rows
         return along.team_samples(micro, device), said.window.rows(begin, begin + count, said.size)
 
     def _owned(self, slot: int, micro: int, device: int) -> tuple[Span, Rows]:
@@ -78,7 +94,7 @@ class Halos:
         src, dst = part.channel(task).devices
         samples, wanted = self._wanted(slot, micro, dst)
         owned_samples, owned = self._owned(slot, micro, src)
-        samples, rows = _overlap(owned_samples, samples), owned.overlap(wanted)
+        samples, rows = _overlap(owned_samples, samples), common(owned, wanted)
         if part.rank == src:
             held = self._values.held[part.reads(task)[0]]
             piece = self._piece(said, held, samples, rows)
@@ -86,20 +102,20 @@ class Halos:
             return
         place, batch = part.plan.batch_placement(said.tensor), part.graph.batch_size
         shape = list(local_shape(part.graph.tensors[said.tensor].shape, place, samples[1], batch))
-        shape[said.dim] = rows.num
+        shape[said.dim] = count(rows)
         (made,) = part.made(task)
         like = self._values.zeros(said.tensor, tuple(shape))
         received = self._communicator.receive(like, src, task)
         self._values.held[made] = Held(received, samples, rows=rows)
 
-    def _piece(self, said: _Slot, held: Held, samples: Span, rows: Rows) -> Tensor:
+    def _piece(self, said: _Slot, held: Held, samples: Span, rows: RowSet) -> Tensor:
         """Some samples and rows of what is held."""
         place, value = self._part.plan.batch_placement(said.tensor), held.tensor()
         low, owned = held.samples
         value = cut(value, place, owned, samples[0] - low, samples[1])
         units = self._part.plan.axes[int(self._part.plan.tensor_axis[said.tensor])]
         have = rows_held(held, said.size, units)
-        return value.narrow(said.dim, rows.begin - have.begin, rows.num).contiguous()
+        return take(value, said.dim, have, rows)
 
     def _join(self, task: int, slot: int, micro: int) -> None:
         part, said = self._part, self._slot(slot)
@@ -108,11 +124,9 @@ class Halos:
         pieces: dict[Span, list[tuple[int, Tensor]]] = {}
         for buffer in part.reads(task):
             held = self._values.held[buffer]
-            rows = rows_held(held, said.size, units).overlap(wanted)
-            common = _overlap(held.samples, samples)
-            pieces.setdefault(common, []).append(
-                (rows.begin, self._piece(said, held, common, rows))
-            )
+            rows = common(rows_held(held, said.size, units), wanted)
+            both = _overlap(held.samples, samples)
+            pieces.setdefault(both, []).append((first(rows), self._piece(said, held, both, rows)))
         across = [
             join([piece for _, piece in sorted(each, key=_first)], S(said.dim))
             for _, each in sorted(pieces.items())

@@ -11,6 +11,7 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
 from heterog.graph.capture import ATTENTION_ALIASES
 from heterog.graph.halo import Rows
+from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Arg, OpCall, Placement, R, TensorMeta, TensorRef
 from heterog.graph.sharding_rules import (
@@ -25,6 +26,7 @@ from heterog.graph.sharding_rules.table import positions
 from heterog.runtime.attention import ATTENTION
 from heterog.runtime.causal_rows import on_causal_rows, on_masked_rows
 from heterog.runtime.placed import nested
+from heterog.runtime.row_sets import ProductOfRows
 from heterog.runtime.spans import Span, unit_rows, window_rows
 from heterog.runtime.windows import Windows, run_on_windows
 
@@ -97,6 +99,9 @@ class LocalOp:
         self.has_windows = self.call.kind in RUNS_ON_WINDOWS and (
             halo_dim(self.along_axis.inputs) is not None
         )
+        self._of_rows: ProductOfRows | None = None
+        if self.has_windows and self.call.kind == SPARSE_PRODUCT:
+            self._of_rows = ProductOfRows(self.call, graph, self.whole.units)
         self.specials = frozenset({self.along_batch.special, self.along_axis.special})
         self.minds_position = self.has_windows or Special.CAUSAL_ROWS in self.specials
         self.is_random = bool(self.specials & _RANDOM)
@@ -144,6 +149,8 @@ class LocalOp:
         """
         if self.has_windows:
             units = first_unit, extent.units
+            if self._of_rows is not None:
+                return self._of_rows(inputs, units)
             return run_on_windows(self.call, inputs, self._windows(units))
         if self.call.kind in _RESHAPES or Special.AS_RESHAPE in self.specials:
             # After a gather or a cut the strides may not allow a view.

@@ -22,6 +22,13 @@ from heterog.runtime.rank_program import (
     gathered,
     nearest,
 )
+from heterog.runtime.row_sets import (
+    RowSet,
+    count,
+    pattern_of_placement,
+    rows_of_neighbours,
+    take,
+)
 from heterog.runtime.spans import EVERY, Span, Spans, unit_rows, window_rows
 from heterog.runtime.windows import fit
 from heterog.strategy.program import TaskKind
@@ -44,7 +51,7 @@ class Held:
     value: Tensor | Pending
     samples: Span = EVERY
     units: Span = EVERY
-    rows: Rows | None = None
+    rows: RowSet | None = None
 
     def tensor(self) -> Tensor:
         """The tensor, waited for if it is on its way."""
@@ -218,6 +225,8 @@ class Values:
         """The rows of a tensor that an op on this rank needs, and no others."""
         part, plan = self._part, self._part.plan
         place = plan.needed[op][position]
+        if place.pattern:
+            return self._neighbours(op, position, tensor, whole, near, reader)
         size = part.graph.tensors[tensor].shape[place.dim]
         wanted = window_rows(place, reader.units, size)
         value = part.value_of.get(tensor, -1)
@@ -239,7 +248,40 @@ class Values:
         if reader.samples != held.samples:
             (low, owned), (begin, count) = held.samples, reader.samples
             result = cut(result, in_batch, owned, begin - low, count)
-        return fit(result, place.dim, rows_held(held, size, reader.all_units), wanted)
+        have = rows_held(held, size, reader.all_units)
+        assert isinstance(have, Rows)
+        return fit(result, place.dim, have, wanted)
+
+    def _neighbours(
+        self, op: int, position: int, tensor: int, whole: int, near: Near, reader: Reader
+    ) -> Tensor:
+        """The rows of a tensor that the own rows of a sparse product read, in their order."""
+        part, plan, graph = self._part, self._part.plan, self._part.graph
+        place, in_batch = plan.needed[op][position], plan.batch_needed(op, position)
+        pattern = pattern_of_placement(graph, place)
+        wanted = rows_of_neighbours(pattern, reader.units, reader.all_units)
+        if not plan.is_brought(op, position, tensor):
+            seen = self.look(tensor, whole, near, reader)
+            seen = self._cut_free(seen, op, position, reader, along_axis=False)
+            return take(seen.value, place.dim, Rows(0, pattern.num_columns), wanted)
+        storage = int(graph.storage[tensor])
+        value = part.value_of[storage]
+        buffer = near.get((value, WINDOW), near.get((value, AS_MADE)))
+        shown = list(
+            local_shape(
+                graph.tensors[tensor].shape, in_batch, reader.samples[1], reader.all_samples[1]
+            )
+        )
+        shown[place.dim] = count(wanted)
+        if buffer is None:  # it needs none, and has none
+            return self.zeros(tensor, tuple(shown))
+        held = self.held[buffer]
+        result = held.tensor()
+        if reader.samples != held.samples:
+            (low, owned), (begin, number) = held.samples, reader.samples
+            result = cut(result, plan.batch_placement(storage), owned, begin - low, number)
+        have = rows_held(held, pattern.num_columns, reader.all_units)
+        return take(result, plan.placements[storage].dim, have, wanted).reshape(shown)
 
     def cut_whole(self, value: Tensor, op: int, position: int, reader: Reader) -> Tensor:
         """What an op wants of a tensor that is here whole: its own samples or units."""
@@ -423,8 +465,8 @@ class Values:
         )
 
 
-def rows_held(held: Held, size: int, all_units: int) -> Rows:
-    """Rows of a tensor that are held: those of a window, of some units, or all."""
+def rows_held(held: Held, size: int, all_units: int) -> RowSet:
+    """Rows of a tensor that are held: those brought together, of some units, or all."""
     if held.rows is not None:
         return held.rows
     return Rows(0, size) if held.units == EVERY else unit_rows(held.units, size, all_units)

@@ -30,6 +30,7 @@ from heterog.simulator.intervals import Interval, interval_around
 from heterog.simulator.memory import peak_memory
 from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
 from heterog.simulator.referee import replay
+from heterog.simulator.sparse_work import SparseWork
 from heterog.strategy.averaged_buckets import averaged_buckets
 from heterog.strategy.channels import Channel, ChannelTable
 from heterog.strategy.folding import Fold
@@ -156,7 +157,8 @@ class _RuleSet:
         self.has_rule = np.array([int(op) in ruled for op in self.tables.op_id], np.bool_)
         self._plan = axis_plan(graph, op_rules)
         self._graph = graph
-        self.minds_position = len(self._plan.causal_ops) > 0
+        self._sparse = SparseWork(graph, self._plan)
+        self.minds_position = len(self._plan.causal_ops) > 0 or self._sparse.by_rows
         self._seconds: dict[tuple[int, int, int, int], FloatArray] = {}
 
     @property
@@ -209,6 +211,7 @@ class _RuleSet:
         if key not in self._seconds:
             (kind, units, samples, begin), batch = key, self._graph.batch_size
             work = self._plan.work(units, samples or batch, batch, begin)
+            work = self._sparse.put(work, begin, units, samples or batch)
             row = cost_model.work_seconds(self._graph, cluster.device_types[kind], *work)
             self._seconds[key] = row[self.tables.op_id]
         return self._seconds[key]

@@ -196,7 +196,8 @@ ENCODE_BYTES: dict[CodecKind, float] = {
     CodecKind.TOP_K: 80.0,
 }
 """Bytes of device memory that could be copied while one payload byte is encoded: CPU seconds over
-those of a copy, for 0.1 to 16 MB of fp32 numbers; ``experiments/codecs.py --cost`` measures them.
+those of a copy, for 0.1 to 16 MB of fp32 numbers; ``experiments/lossy_codecs.py --cost`` measures
+them.
 An accelerator's ratios are other ones, of ``top_k`` probably smaller."""
 DECODE_BYTES: dict[CodecKind, float] = {
     CodecKind.FP16: 3.5,

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from heterog.errors import InputFileError, StrategyError
 from heterog.graph.op_rule import Scatter
-from heterog.graph.placement import H, L, P, Placement, R, S, Window
+from heterog.graph.placement import H, L, P, Placement, R, S, Window, neighbours
 from heterog.names import shown
 from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, parse_record
 from heterog.strategy.averaging import AverageWeights, Averaging
@@ -303,7 +303,7 @@ def _entry(table: Sequence[_T], number: int, field: str) -> _T:
 
 
 def _placement(text: str) -> Placement:
-    """The placement of a text like ``R``, ``S(0,3)`` or ``H(2,4,1,-1)``.
+    """The placement of a text like ``R``, ``S(0,3)``, ``H(2,4,1,-1)`` or ``H(1,@key)``.
 
     >>> _placement("S(0,3)")
     Placement(kind='S', dim=0, outer=3)
@@ -314,10 +314,13 @@ def _placement(text: str) -> Placement:
     halo = re.fullmatch(r"H\((\d{1,9}),(\d{1,9}),(-?\d{1,9}),(-?\d{1,9})\)", text)
     if halo is not None:
         return H(int(halo[1]), Window(int(halo[2]), int(halo[3]), int(halo[4])))
+    sparse = re.fullmatch(r"H\((\d{1,9}),@([0-9a-f]{16})\)", text)
+    if sparse is not None:
+        return neighbours(int(sparse[1]), sparse[2])
     found = re.fullmatch(r"S\((\d{1,9}),(\d{1,9})\)", text)
     if found is None or int(found[2]) < 1:
         raise StrategyError(
             f"strategy: {shown(text)} is no placement; R, P, L or S(dim,outer) is meant, "
-            "or H(dim,step,before,after) for an input."
+            "or H(dim,step,before,after) for an input, H(dim,@key) for one of a sparse product."
         )
     return S(int(found[1]), int(found[2]))

@@ -8,7 +8,7 @@ rule that keeps its tensors cut; a convolution, pooling or upsampling reads a wi
 team: the linear layers behind the last pooling, whose weights then need no sums of gradients.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -104,9 +104,23 @@ def spatial_rules(graph: OpGraph, dim: int, units: int) -> OpRules:
         dim: the dimension.
         units: of the axis.
     """
+    seeds = {
+        tensor: S(dim) for tensor in _seeds(graph) if graph.tensors[tensor].shape[dim] % units == 0
+    }
+    return rules_from(graph, units, seeds)
+
+
+def rules_from(graph: OpGraph, units: int, seeds: Mapping[int, Placement]) -> OpRules:
+    """Rules of all ops that keep cut what is cut, as far as nothing large has to be gathered.
+
+    Args:
+        graph: one training step.
+        units: of the axis.
+        seeds: inputs of the step that are cut, and how; they follow from nothing else.
+    """
     uncut: set[int] = set()
     while True:
-        rules, unlike = _Pass(graph, dim, units, uncut).run()
+        rules, unlike = _Pass(graph, units, seeds, uncut).run()
         if not unlike:
             return rules
         uncut |= unlike
@@ -117,20 +131,22 @@ class _Pass:
 
     Args:
         graph: one training step.
-        dim: the dimension that is cut.
         units: of the axis.
+        seeds: inputs of the step that are cut, and how.
         uncut: ops that are done whole.
     """
 
-    def __init__(self, graph: OpGraph, dim: int, units: int, uncut: Collection[int]) -> None:
+    def __init__(
+        self,
+        graph: OpGraph,
+        units: int,
+        seeds: Mapping[int, Placement],
+        uncut: Collection[int],
+    ) -> None:
         self.graph = graph
-        self.dim = dim
         self.units = units
         self.uncut = uncut
-        self.places: dict[int, Placement] = {}
-        for tensor in _seeds(graph):
-            if graph.tensors[tensor].shape[dim] % units == 0:
-                self.places[tensor] = S(dim)
+        self.places = dict(seeds)
 
     def run(self) -> tuple[OpRules, set[int]]:
         """The rules, and makers of local statistics that a reader cannot take."""

@@ -22,6 +22,7 @@ from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
+from heterog.graph.sparse_pattern import SparsePattern
 from heterog.strategy.recomputation import Recomputation, recomputations
 
 IntArray = npt.NDArray[np.int32]
@@ -50,6 +51,20 @@ class Domain(IntEnum):
     SLICES = 3
     """Each team has a part, of which its members hold slices along the first axis after the
     batch; along the next axes the numbers after this one."""
+
+
+class SparseTables(NamedTuple):
+    """Entries of the sparse matrices whose rows are cut, one after the other; see ``window_row``.
+
+    A matrix has a number for each axis along which its rows are cut.
+    """
+
+    axis: IntArray  # [num_matrices]
+    first_row: IntArray  # of each in ``row_starts``  # [num_matrices + 1]
+    first_entry: npt.NDArray[np.int64]  # of each in ``columns``  # [num_matrices + 1]
+    row_starts: npt.NDArray[np.int64]  # each matrix's own
+    columns: IntArray
+    num_columns: IntArray  # [num_matrices]
 
 
 class GraphTables(NamedTuple):
@@ -98,6 +113,7 @@ class GraphTables(NamedTuple):
     slot_axis: IntArray  # of the reader
     slot_pass: IntArray  # whose readers it is for; see ``ANY_PASS``
     slot_window: IntArray  # step, before, after, all rows; see ``window_row``  # [num_slots, 4]
+    sparse: "SparseTables"
     # Parameters, in the order of OpGraph.updates.
     parameter_group: IntArray
     parameter_bytes: FloatArray
@@ -147,7 +163,8 @@ _Slot = tuple[int, int, int, int, int, WindowRow]
 def window_row(graph: OpGraph, tensor: int, needed: Placement) -> WindowRow:
     """A window as the kernel sees it: its three numbers, and the rows that there are.
 
-    All 0 for slots that need no rows of others.
+    All 0 for slots that need no rows of others. For the rows that a sparse matrix names, the first
+    number is -1 minus that of the matrix in ``SparseTables``.
     """
     assert needed.window is not None
     return *needed.window, graph.tensors[tensor].shape[needed.dim]
@@ -187,6 +204,7 @@ class _Builder:
         # Per op, the values that it reads (and from which slot) and the parameters.
         self.reads: list[list[tuple[int, _Slot | None]]] = []
         self.parameter_reads: list[list[int]] = []
+        self.matrices: dict[tuple[str, int], int] = {}  # (key, axis): number
         self.outside: dict[int, set[int]] = {}  # ways in which other groups look at a value
         for index in self.ops:
             entries, parameters = self._reads_of(index)
@@ -199,6 +217,7 @@ class _Builder:
             self._gradient_value(parameter, gradient) for _, parameter, gradient in graph.updates
         ]
         self.gradient_slots = [self._gradient_slot(p, made) for _, p, made in graph.updates]
+        self.sparse = _sparse_tables(graph, self.matrices)
         read_slots = [slot for entries in self.reads for _, slot in entries]
         slots = {*self.gradient_slots, *read_slots}
         self.slots = sorted(slot for slot in slots if slot is not None)
@@ -225,6 +244,7 @@ class _Builder:
             **self._recomputation_tables(),
             **self._value_tables(),
             **self._slot_tables(),
+            sparse=self.sparse,
             **self._parameter_tables(),
             **self._gradient_tables(),
             **self._batch_tables(),
@@ -438,6 +458,11 @@ class _Builder:
         """The rows that an op reads, where its device may lack some of them."""
         plan, graph = self.plan, self.graph
         window = plan.window_needed(index, position, tensor)
+        sparse = plan.needed[index][position]
+        if sparse.pattern and plan.is_brought(index, position, tensor):
+            matrix = sparse.pattern, int(plan.op_axis[index])
+            number = self.matrices.setdefault(matrix, len(self.matrices))
+            return -1 - number, 0, 0, graph.tensors[tensor].shape[sparse.dim]
         if window is None:
             return NO_WINDOW
         needed = plan.needed[index][position]
@@ -544,6 +569,34 @@ class _Builder:
         )
         size = int(self.graph.tensor_bytes[storage])
         return min(seen / size, 1.0) if size and seen else 1.0
+
+
+def matrix_of(sparse: SparseTables, number: int) -> SparsePattern:
+    """The entries of one of the matrices."""
+    rows = slice(*sparse.first_row[number : number + 2].tolist())
+    entries = slice(*sparse.first_entry[number : number + 2].tolist())
+    return SparsePattern(
+        sparse.row_starts[rows], sparse.columns[entries], int(sparse.num_columns[number])
+    )
+
+
+def _sparse_tables(graph: OpGraph, matrices: dict[tuple[str, int], int]) -> SparseTables:
+    by_key = {pattern.key: pattern for pattern in graph.patterns}
+    missing = [key for key, _ in matrices if key not in by_key]
+    if missing:
+        raise StrategyError(
+            f"graph '{graph.name}' has no entries of the sparse matrix {missing[0]}, whose rows a "
+            "rule cuts; capture the workload again, or take a graph file that has its patterns."
+        )
+    found = [by_key[key] for key, _ in matrices]
+    return SparseTables(
+        axis=_ints([axis for _, axis in matrices]),
+        first_row=_starts([len(each.row_starts) for each in found]),
+        first_entry=np.cumsum([0, *(each.num_entries for each in found)], dtype=np.int64),
+        row_starts=np.concatenate([np.zeros(0, np.int64), *(each.row_starts for each in found)]),
+        columns=np.concatenate([np.zeros(0, np.int32), *(each.columns for each in found)]),
+        num_columns=_ints([each.num_columns for each in found]),
+    )
 
 
 def _is_outermost(place: Placement) -> bool:

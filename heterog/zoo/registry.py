@@ -33,7 +33,7 @@ class ZooEntry:
 
     Attributes:
         name: what users type.
-        family: ``"vision"``, ``"language"`` or ``"moe"``.
+        family: ``"vision"``, ``"language"``, ``"moe"`` or ``"graph"``.
         default_batch_size: global batch size, in samples, used when the user gives none.
         num_parameters: number of trainable scalars, a tied tensor counted once.
         description: one line for tables.
@@ -231,6 +231,8 @@ for _name, _family, _module, _batch_size, _num_parameters, _description in (
     ("xlnet_large_48l", "language", "language", 24, 687_800_576, "XLNet-large, 48 layers"),
     ("gpt2", "language", "language", 32, 124_439_808, "GPT-2, 512 tokens"),
     ("llama_1b", "language", "language", 16, 1_235_814_400, "Llama 3.2 1B, 512 tokens"),
+    ("gcn_2l", "graph", "graphs", 1, 34_960, "GCN, two layers, a graph of 8,192 nodes"),
+    ("sage_2l", "graph", "graphs", 1, 69_776, "GraphSAGE, two layers, 8,192 nodes"),
     ("bert_moe", "moe", "moe", 64, 534_605_370, "BERT-base, 16 experts in every second layer"),
 ):
     register(

@@ -14,6 +14,7 @@ from heterog.graph.sharding_rules import (  # noqa: F401 - importing fills the t
     norm,
     pointwise,
     reduction,
+    sparse,
     spatial,
     view,
 )

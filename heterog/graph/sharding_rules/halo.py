@@ -12,7 +12,9 @@ such a one: each part is normalised by statistics of its own (``Special.LOCAL_ST
 from collections.abc import Callable
 
 from heterog.graph.halo import Stencil
+from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.placement import H, L, OpCall, P, Placement, R, S, Window
+from heterog.graph.sharding_rules.sparse import product_of_rows
 from heterog.graph.sharding_rules.table import RuleResult, Special, integers, positions
 
 CONVOLUTION = "convolution.default"
@@ -94,7 +96,8 @@ def halo_rule(call: OpCall, dim: int, units: int) -> RuleResult | None:
         The rule, or ``None``: the op has none, or the units divide something that they should not.
     """
     found = _RULES.get(call.kind)
-    if found is None or units < 1 or not 2 <= dim < len(call.inputs[0].shape):
+    first = 0 if call.kind == SPARSE_PRODUCT else 2
+    if found is None or units < 1 or not first <= dim < len(call.inputs[0].shape):
         return None
     result = found(call, dim, units)
     if result is None:
@@ -229,6 +232,7 @@ _RULES: dict[str, _HaloRule] = {
     "_native_batch_norm_legit.default": _batch_norm,
     "_native_batch_norm_legit_functional.default": _batch_norm,
     "native_batch_norm_backward.default": _batch_norm_backward,
+    SPARSE_PRODUCT: product_of_rows,
 }
 
 RUNS_ON_WINDOWS = frozenset(kind for kind in _RULES if "batch_norm" not in kind)

@@ -30,12 +30,12 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import ChannelTable
-from heterog.strategy.encoding import encode_messages
-from heterog.strategy.encoding import feedback_bytes as feedback_bytes
 from heterog.strategy.lowering.choice import Choice as Choice
 from heterog.strategy.lowering.choice import Encoder as Encoder
 from heterog.strategy.lowering.choice import encode as encode
 from heterog.strategy.lowering.choice import ring_decision as ring_decision
+from heterog.strategy.lowering.encoding import encode_messages
+from heterog.strategy.lowering.encoding import feedback_bytes as feedback_bytes
 from heterog.strategy.lowering.resident import resident_bytes as resident_bytes
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.scratch import make_scratch as make_scratch

@@ -14,8 +14,9 @@ from heterog.strategy.division import (
     cut_division,
     micro_sizes,
 )
-from heterog.strategy.encoding import CodedChannel, coded_channels
 from heterog.strategy.kernels import helper
+from heterog.strategy.lowering.encoding import CodedChannel, coded_channels
+from heterog.strategy.lowering.sparse_rows import SparseRows
 from heterog.strategy.lowering.turns import NO_SCHEDULE, Turns, encode_turns
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.program import FloatArray, IntArray
@@ -59,6 +60,10 @@ class Rings(NamedTuple):
     slice_part: FloatArray  # under ZeRO, of the ring's part, that each owns
 
 
+NO_ROWS: IntArray = np.zeros((0, 0, 0, 0, 0), np.int32)
+"""Of a strategy under which no sparse matrix is cut by rows."""
+
+
 class Choice(NamedTuple):
     """A strategy in flat arrays.
 
@@ -83,6 +88,8 @@ class Choice(NamedTuple):
     stands_for: IntArray  # devices that do alike; all ones unless folded  # [num_devices]
     rule_set: int = 0  # number of its op rules at the evaluator that encoded it
     turns: Turns = NO_SCHEDULE
+    # Rows that the entries of a sparse matrix make one device read of what another owns.
+    sparse_rows: IntArray = NO_ROWS  # [matrices, reading division, division, reader, owner]
     averaging_s: float = 0.0  # of one averaging, for each step; set by the evaluator
     num_copies: int = 0  # of all parameters, that are kept for averaging
     codecs: tuple[CodedChannel, ...] = ()  # kernels get none
@@ -133,6 +140,7 @@ class Encoder:
         self._rings: dict[tuple[Division, Sync, tuple[int, ...], bool], RingRows] = {}
         self._rows: dict[MicroBatches, dict[Division, DivisionRows]] = {}
         self._classes: dict[tuple[Division, Sync, tuple[int, ...]], int] = {}
+        self._sparse_rows = SparseRows(tables)
 
     def encode(
         self,
@@ -193,6 +201,9 @@ class Encoder:
             home=home,
             stands_for=np.ones(self._num_devices, np.int32),
             turns=encode_turns(schedule, self._tables, devices, row_of_group, all_shares),
+            sparse_rows=self._sparse_rows.of(
+                [row.unit_begin for row in rows], [row.units for row in rows]
+            ),
         )
 
     def _teams(self, rows: Sequence[DivisionRows]) -> Teams:

@@ -2,7 +2,8 @@
 
 The target's box then overlaps those of its neighbours: each device gets the rows of its window
 that it lacks from whoever owns them, and joins them with its own. How many rows that are follows
-from the devices' units alone (see ``Window`` in ``heterog.graph.placement``).
+from the devices' units alone (see ``Window`` in ``heterog.graph.placement``), or from the entries
+of a sparse matrix (``sparse_rows``).
 """
 
 from heterog.strategy.kernels import helper
@@ -52,6 +53,7 @@ def bring_windows(
     step, before = tables.slot_window[slot, 0], tables.slot_window[slot, 1]
     after, rows = tables.slot_window[slot, 2], tables.slot_window[slot, 3]
     inner = rows // tables.axis_units[axis]
+    is_sparse = step < 0
     row_bytes = tables.value_bytes_per_unit[value] / (inner * tables.batch_size)
     for device in range(num_devices):
         if choice.shares[target, micro, device] == 0:
@@ -62,7 +64,7 @@ def bring_windows(
         first = min(max(first_unit * step - before, 0), rows)
         end = max(first, min((first_unit + units) * step + after, rows))
         first_piece = tape.counts[NUM_BUFFERS]
-        parts = 0
+        parts, joined = 0, 0
         local = -1
         for other in range(num_devices):
             if choice.shares[source, micro, other] == 0:
@@ -71,9 +73,15 @@ def bring_windows(
             samples = min(begin + count, low + owned) - max(begin, low)
             lowest, highest = other_unit * inner, (other_unit + other_units) * inner
             got = min(end, highest) - max(first, lowest)
+            if is_sparse:
+                got = choice.sparse_rows[
+                    -1 - step, target % len(choice.member), source % len(choice.member), device,
+                    other,
+                ]  # fmt: skip
             if samples <= 0 or got <= 0:
                 continue
             parts += 1
+            joined += samples * got
             mine = scratch.value_buffer[value, other]
             if other == device:
                 local = mine
@@ -85,5 +93,5 @@ def bring_windows(
         if parts > 1:
             join_pieces(
                 tables, choice, scratch, tape, slot, device, micro, local, first_piece, count,
-                end - first, row_bytes * count * (end - first),
+                joined // count, row_bytes * joined,
             )  # fmt: skip

@@ -1,9 +1,9 @@
 """Codecs: what they cost, what they bring on slow links, and what they do to training.
 
-    python experiments/codecs.py cost --json
-    python experiments/codecs.py steps --json                     # Linux, as root
-    python experiments/codecs.py steps --testbeds skew_network --models conv --rounds 10
-    python experiments/codecs.py losses --json --steps 300
+    python experiments/lossy_codecs.py cost --json
+    python experiments/lossy_codecs.py steps --json                     # Linux, as root
+    python experiments/lossy_codecs.py steps --testbeds skew_network --models conv --rounds 10
+    python experiments/lossy_codecs.py losses --json --steps 300
 
 ``cost``: CPU seconds of encoding and decoding over those of a copy; the constants of
 ``heterog.strategy.codec`` come from it. ``steps``: on each testbed and workload the best exact
