@@ -5,6 +5,8 @@ micro-batch for each stage. A convolutional network can then still be cut along 
 or width of its samples (Oyama et al. 2020, arXiv 2007.12856): each device of a team owns some rows
 of every activation, and neighbours send each other the rows that convolutions read across the cut.
 
+A full-batch graph network has one sample, too: nodes are cut, or features (``graph_split``).
+
 Unlike the paper, rows are shared out by the devices' speeds, and then moved one unit at a time
 from one device to another as long as the simulated step gets shorter. Every dimension and every
 number of units is tried: fewer units are coarser, but go deeper into the network.
@@ -17,11 +19,13 @@ from dataclasses import dataclass, replace
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.graph.sparse_pattern import entry_shares
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.planner import Candidate, PlanResult, Problem, Spending, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.division import split_in_proportion
+from heterog.strategy.graph_split import feature_splits, row_splits
 from heterog.strategy.spatial_split import SpatialSplit, spatial_splits
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
@@ -64,9 +68,9 @@ class Spatial:
 
     @staticmethod
     def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Where there are convolutions, and samples that have to be cut."""
+        """Where there are convolutions, or a graph, and samples that have to be cut."""
         has_convolution = any(op.kind.startswith("convolution") for op in graph.ops)
-        return has_convolution and not why_needless(graph, cluster)
+        return (has_convolution or bool(graph.patterns)) and not why_needless(graph, cluster)
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try every way to cut, then move rows between the devices of the best."""
@@ -79,6 +83,8 @@ class Spatial:
                 search.run()
             if not search.found:
                 reason = "no convolution of the network can be cut along space"
+                if search.graph.patterns:
+                    reason = "neither nodes nor features of the graph can be cut"
         best = search.best(NUM_RETURNED)
         return PlanResult(
             candidates=tuple(
@@ -121,10 +127,14 @@ class _Search:
     def run(self) -> None:
         """All ways in their proportions first, then rows of the best."""
         self.speeds = device_speeds(self.problem.evaluator)
-        for split in spatial_splits(self.graph):
+        graph = self.graph
+        splits = (*spatial_splits(graph), *row_splits(graph), *feature_splits(graph))
+        ways = [(split, False) for split in splits]
+        ways += [(split, True) for split in splits if split.entries is not None]
+        for split, by_entries in ways:
             for teams in self._teams():
                 for sync in (Sync.RING, Sync.HIERARCHICAL):
-                    point = self._proportional(split, teams, sync)
+                    point = self._proportional(split, teams, sync, by_entries=by_entries)
                     if point is None or (sync == Sync.HIERARCHICAL and self._one_host(teams)):
                         continue
                     found = self._try(point)
@@ -154,14 +164,19 @@ class _Search:
         if 1 < len(hosts) <= self.graph.batch_size:
             yield tuple(hosts)
 
-    def _proportional(self, split: SpatialSplit, teams: _Teams, sync: Sync) -> _Point | None:
-        """Rows by speed; ``None`` if a team has more devices than there are units."""
+    def _proportional(
+        self, split: SpatialSplit, teams: _Teams, sync: Sync, *, by_entries: bool
+    ) -> _Point | None:
+        """Rows, or entries of a sparse matrix, by speed; ``None`` if there are too few units."""
         if any(len(team) > split.units for team in teams):
             return None
-        units = tuple(
-            _with_one_each(split_in_proportion(split.units, [self.speeds[d] for d in team]))
-            for team in teams
-        )
+        speeds = [[self.speeds[device] for device in team] for team in teams]
+        if by_entries and split.entries is not None:
+            units = tuple(entry_shares(split.entries, each, split.units) for each in speeds)
+        else:
+            units = tuple(
+                _with_one_each(split_in_proportion(split.units, each)) for each in speeds
+            )
         return _Point(split=split, teams=teams, units=units, sync=sync, recompute=False)
 
     def _refine(self, start: _Point) -> None:

@@ -168,6 +168,11 @@ class _RuleSet:
             self._scratch = make_scratch(self.tables, self._num_devices)
         return self._scratch
 
+    @property
+    def tells_rows_apart(self) -> bool:
+        """Whether devices with as many units do not do alike: their rows have other entries."""
+        return self._sparse.by_rows
+
     def seconds(
         self, choice: Choice, types: IntArray, cluster: Cluster, cost_model: CostModel
     ) -> tuple[IntArray, IntArray, FloatArray]:
@@ -650,8 +655,10 @@ class Evaluator:
         if len(tables.op_id) * num_devices * choice.num_micro * choice.num_steps < LEAST_FOLDED:
             return None
         self.poll()
-        minds_position = self._rule_set(choice.rule_set).minds_position
-        folded = self._folding.lower(choice, tables, minds_position=minds_position)
+        rules = self._rule_set(choice.rule_set)
+        if rules.tells_rows_apart:
+            return None
+        folded = self._folding.lower(choice, tables, minds_position=rules.minds_position)
         if folded is None:
             return None
         prices = self._prices(folded.choice, folded.types, folded.channels)

@@ -9,6 +9,7 @@ then need nothing of others and are balanced whatever the degrees; dense layers 
 features and slices.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 from heterog.graph.op_costs import SPARSE_PRODUCT
@@ -35,8 +36,10 @@ def row_splits(graph: OpGraph) -> tuple[SpatialSplit, ...]:
     }
     found = []
     for size in sorted(sizes, reverse=True):
+        entries = next(each for each in graph.patterns if each.num_columns == size)
         counts = {size, next(n for n in range(min(size, COARSE_UNITS), 0, -1) if size % n == 0)}
-        found += [_split(graph, row_rules(graph, n), n) for n in sorted(counts) if n > 1]
+        splits = [_split(graph, row_rules(graph, n), n) for n in sorted(counts) if n > 1]
+        found += [replace(each, entries=entries) for each in splits]
     return tuple(each for each in found if each.flops)
 
 

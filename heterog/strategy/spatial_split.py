@@ -18,23 +18,26 @@ from heterog.graph.op_rule import OpRule, OpRules
 from heterog.graph.placement import OpCall, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, halo_rule, propagate
 from heterog.graph.sharding_rules.halo import CONVOLUTION
+from heterog.graph.sparse_pattern import SparsePattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpatialSplit:
-    """A way to cut a network along space.
+    """A way to cut a network along space, or along the nodes or features of a graph.
 
     Attributes:
         dim: dimension of the activations that is cut; 2 is the first after the channels.
         units: of the axis: rows of the coarsest activation that is still cut, or a divisor.
         op_rules: of all ops.
         flops: of the ops that are cut, of the whole step.
+        entries: of the sparse matrix whose rows are cut, if any: what rows cost.
     """
 
     dim: int
     units: int
     op_rules: OpRules
     flops: float
+    entries: SparsePattern | None = None
 
 
 @lru_cache(maxsize=16)

@@ -28,6 +28,8 @@ DEFAULT_BATCH_SIZES = {
     "xlnet_large_48l": 24,
     "gpt2": 32,
     "llama_1b": 16,
+    "gcn_2l": 1,
+    "sage_2l": 1,
     "bert_moe": 64,
 }
 

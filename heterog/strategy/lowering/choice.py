@@ -201,9 +201,7 @@ class Encoder:
             home=home,
             stands_for=np.ones(self._num_devices, np.int32),
             turns=encode_turns(schedule, self._tables, devices, row_of_group, all_shares),
-            sparse_rows=self._sparse_rows.of(
-                [row.unit_begin for row in rows], [row.units for row in rows]
-            ),
+            sparse_rows=self._sparse_rows.of(rows),
         )
 
     def _teams(self, rows: Sequence[DivisionRows]) -> Teams:

@@ -30,6 +30,40 @@ def same_window(tables: GraphTables, one: int, other: int) -> bool:
 
 
 @helper
+def _rows_of(
+    tables: GraphTables, choice: Choice, slot: int, source: int, target: int, micro: int,
+    device: int, other: int,
+) -> int:  # fmt: skip
+    """Rows that a device needs of those that another one (or itself) owns.
+
+    Args:
+        tables: of the graph.
+        choice: the strategy.
+        slot: that is filled.
+        source: row of the maker's division.
+        target: row of the reader's division.
+        micro: the micro-batch.
+        device: that needs them.
+        other: that owns them.
+    """
+    step, before = tables.slot_window[slot, 0], tables.slot_window[slot, 1]
+    after, rows = tables.slot_window[slot, 2], tables.slot_window[slot, 3]
+    num_divisions = len(choice.member)
+    if step < 0:  # the entries of a sparse matrix name them
+        return int(
+            choice.sparse_rows[
+                -1 - step, target % num_divisions, source % num_divisions, device, other
+            ]
+        )
+    inner = rows // tables.axis_units[tables.value_axis[tables.slot_value[slot]]]
+    _, _, first_unit, units = box_of(choice, target, micro, device)
+    first = min(max(first_unit * step - before, 0), rows)
+    end = max(first, min((first_unit + units) * step + after, rows))
+    _, _, first_owned, owned = box_of(choice, source, micro, other)
+    return int(min(end, (first_owned + owned) * inner) - max(first, first_owned * inner))
+
+
+@helper
 def bring_windows(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
@@ -50,34 +84,23 @@ def bring_windows(
     axis, num_devices = tables.value_axis[value], choice.member.shape[1]
     source += axis * len(choice.member)
     target += axis * len(choice.member)
-    step, before = tables.slot_window[slot, 0], tables.slot_window[slot, 1]
-    after, rows = tables.slot_window[slot, 2], tables.slot_window[slot, 3]
-    inner = rows // tables.axis_units[axis]
-    is_sparse = step < 0
+    inner = tables.slot_window[slot, 3] // tables.axis_units[axis]
     row_bytes = tables.value_bytes_per_unit[value] / (inner * tables.batch_size)
     for device in range(num_devices):
         if choice.shares[target, micro, device] == 0:
             continue
         if choice.stands_for[device] > 1:
             tape.counts[APART] = 1  # neighbours of twins are no twins
-        begin, count, first_unit, units = box_of(choice, target, micro, device)
-        first = min(max(first_unit * step - before, 0), rows)
-        end = max(first, min((first_unit + units) * step + after, rows))
+        begin, count, _, _ = box_of(choice, target, micro, device)
         first_piece = tape.counts[NUM_BUFFERS]
         parts, joined = 0, 0
         local = -1
         for other in range(num_devices):
             if choice.shares[source, micro, other] == 0:
                 continue
-            low, owned, other_unit, other_units = box_of(choice, source, micro, other)
+            low, owned, _, units = box_of(choice, source, micro, other)
             samples = min(begin + count, low + owned) - max(begin, low)
-            lowest, highest = other_unit * inner, (other_unit + other_units) * inner
-            got = min(end, highest) - max(first, lowest)
-            if is_sparse:
-                got = choice.sparse_rows[
-                    -1 - step, target % len(choice.member), source % len(choice.member), device,
-                    other,
-                ]  # fmt: skip
+            got = _rows_of(tables, choice, slot, source, target, micro, device, other)
             if samples <= 0 or got <= 0:
                 continue
             parts += 1
@@ -88,7 +111,7 @@ def bring_windows(
                 continue
             send_piece(
                 tables, choice, scratch, tape, slot, mine, other, device, micro, samples, got,
-                row_bytes * samples * got, samples < owned or got < highest - lowest,
+                row_bytes * samples * got, samples < owned or got < units * inner,
             )  # fmt: skip
         if parts > 1:
             join_pieces(

@@ -5,6 +5,7 @@ many of those before it are read. What it reads of any other range of rows is th
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,18 @@ from heterog.strategy.tables import GraphTables
 
 _MOST_REMEMBERED = 2**25
 """Counts that are kept, 8 bytes each: a search asks for the same ranges of rows again."""
+
+
+class HasUnits(Protocol):
+    """A division, which says what each device has along every axis but the batch."""
+
+    @property
+    def units(self) -> IntArray:
+        """Units.  # [num_axes - 1, num_devices]"""
+
+    @property
+    def unit_begin(self) -> IntArray:
+        """The first of them.  # [num_axes - 1, num_devices]"""
 
 
 class SparseRows:
@@ -28,14 +41,10 @@ class SparseRows:
         self._before: dict[tuple[int, int, int], npt.NDArray[np.int64]] = {}
         self._num_remembered = 0
 
-    def of(self, unit_begin: Sequence[IntArray], units: Sequence[IntArray]) -> IntArray:
-        """Rows of each owner that each reader reads; see ``Choice.sparse_rows``.
-
-        Args:
-            unit_begin: of each division, the first unit of each device along every axis but the
-                batch.  # [num_divisions][num_axes - 1, num_devices]
-            units: likewise, the number of units.
-        """
+    def of(self, divisions: Sequence[HasUnits]) -> IntArray:
+        """Rows of each owner that each reader reads; see ``Choice.sparse_rows``."""
+        unit_begin = [each.unit_begin for each in divisions]
+        units = [each.units for each in divisions]
         sparse, num_divisions = self._tables.sparse, len(units)
         num_devices = units[0].shape[1]
         shape = (len(sparse.axis), num_divisions, num_divisions, num_devices, num_devices)
