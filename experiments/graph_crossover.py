@@ -132,7 +132,7 @@ def row(outside: float, widths: tuple[int, int, int], cluster: Cluster) -> dict[
 def main() -> None:
     """Measure all graphs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one indented JSON list")
     parser.add_argument("--gbit", type=float, default=NIC_GBIT_PER_S, help="of each host's NIC")
     arguments = parser.parse_args()
     cluster = cluster_of(arguments.gbit)
@@ -140,11 +140,8 @@ def main() -> None:
     if arguments.json:
         json.dump(rows, sys.stdout, indent=1)
         return
-    print(
-        "widths, outside, V / N, vertex cut, MB by rows, by features, ms alone, rows, entries, features"
-    )  # noqa: E501
     for each in rows:
-        print(each)
+        print(json.dumps(each))
 
 
 if __name__ == "__main__":

@@ -55,3 +55,28 @@ def test_features_three_two_one_give_the_numbers_of_one_device(
     results = trained(ranks, tmp_path, name, feature_rules(graph_of(name), 12))
     wanted = trained_alone(name)
     assert_same(results, wanted, rtol=1e-9, loss_rtol=1e-11, all_gradients=False)
+
+
+@pytest.mark.distributed
+def test_single_precision(ranks: Ranks, tmp_path: Path) -> None:
+    graph, wanted = graph_of("gcn", torch.float32), trained_alone("gcn", torch.float32)
+    for rules in (row_rules(graph, NODES), feature_rules(graph, 12)):
+        results = trained(ranks, tmp_path, "gcn", rules, dtype=torch.float32)
+        assert_same(results, wanted, rtol=1e-5, loss_rtol=1e-5, all_gradients=False)
+
+
+@pytest.mark.distributed
+def test_other_teams_and_divisions(ranks: Ranks, tmp_path: Path) -> None:
+    """A device without rows; groups that lie otherwise; nodes with the rows of another device."""
+    graph = graph_of("sage")
+    groups = group_ops(graph).num_groups
+    turned = replace(TOGETHER, teams=((2, 0, 1),), parts=(1, 1, 100), recompute=True)
+    one_empty = replace(TOGETHER, parts=(5, 0, 3))
+    mixed = [one_empty if number % 2 else turned for number in range(groups)]
+    wanted = trained_alone("sage")
+    for decisions in ([one_empty] * groups, mixed):
+        chosen = replace(strategy_of(graph, decisions), op_rules=row_rules(graph, NODES // 2))
+        path = tmp_path / "plan.json"
+        plan_of(graph, chosen).save(path)
+        results = ranks.run(train, "sage", torch.float64, str(path))
+        assert_same(results, wanted, rtol=1e-9, loss_rtol=1e-11, all_gradients=False)

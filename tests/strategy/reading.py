@@ -36,7 +36,7 @@ class Need(NamedTuple):
     whole: int  # AS_MADE, IN_TEAM or EVERY_SAMPLE
     axis: int  # along which the reader runs
     readers: int = 0  # ANY_PASS, FORWARD_PASS or BACKWARD_PASS
-    window: Window | None = None  # rows that its ops read, of which others own some
+    window: Window | str | None = None  # rows that its ops read, of which others own some
 
 
 class Part(NamedTuple):
@@ -175,10 +175,12 @@ class Reading:
                 found[value, need] = None
         return found
 
-    def window(self, op: int, position: int) -> Window | None:
-        """Rows of an input that an op reads, if some device may lack any."""
+    def window(self, op: int, position: int) -> Window | str | None:
+        """Rows of an input that an op reads, if some device may lack any; or a matrix's key."""
         tensor = self.graph.ops[op].inputs[position]
         place, needed = self.along_axis(tensor), self.plan.needed[op][position]
+        if needed.pattern and place is not None and place.kind == "S":
+            return needed.pattern if self.whole_needed(op, position) == AS_MADE else None
         if needed.window is None or place is None or self.whole_needed(op, position) != AS_MADE:
             return None
         size, units = self.rows(tensor), self.plan.axes[self.axis(op)]
@@ -188,6 +190,17 @@ class Reading:
             for unit in range(units)
         )
         return needed.window if place.kind == "S" and lacks else None
+
+    def rows_read(self, window: Window | str, units: range, of_units: int, rows: int) -> set[int]:
+        """Rows that the ops on some units read."""
+        if not isinstance(window, str):
+            return set(range(*window.rows(units.start, units.stop, rows)))
+        (pattern,) = (each for each in self.graph.patterns if each.key == window)
+        own = {
+            row for row in range(pattern.num_rows) if row * of_units // pattern.num_rows in units
+        }
+        entries = zip(pattern.rows.tolist(), pattern.columns.tolist(), strict=True)
+        return {column for row, column in entries if row in own}
 
     def rows(self, value: int) -> int:
         """Rows of a tensor that is cut along a dimension by a rule."""

@@ -528,25 +528,26 @@ class Walk:
         }
         assert need.window is not None
         for device, box in self.shares.boxes(target, axis, self.micro).items():
-            found = need.window.rows(box.units.start, box.units.stop, rows)
-            wanted = Box(box.samples, range(*found))
+            wanted = self.reading.rows_read(need.window, box.units, units, rows)
             pieces: list[Buffer] = []
             for other, own in owned.items():
-                piece = own.common(wanted)
-                if not piece.samples or not piece.units:
+                common = Box(box.samples, own.units).common(own).samples
+                piece = Part(len(common), len(wanted.intersection(own.units)))
+                if not math.prod(piece):
                     continue
-                mine, size = self.values[value][other], math.prod(piece.part) * row_bytes
-                if other != device and piece != own:
-                    mine = self.cut_out(need, mine, other, piece.part, size)
+                mine, size = self.values[value][other], math.prod(piece) * row_bytes
+                if other != device and piece != own.part:
+                    mine = self.cut_out(need, mine, other, piece, size)
                 if other != device:
                     mine = self.transfer(
                         TaskKind.SEND, need, other, device, size, [mine], micro=self.micro,
-                        part=piece.part,
+                        part=piece,
                     ).make(device, size)  # fmt: skip
                 pieces.append(mine)
             if len(pieces) > 1:
-                size = math.prod(wanted.part) * row_bytes
-                arrived[device] = self.as_one(need, device, wanted.part, pieces, size)
+                whole = Part(len(box.samples), len(wanted))
+                size = math.prod(whole) * row_bytes
+                arrived[device] = self.as_one(need, device, whole, pieces, size)
             elif pieces:
                 (arrived[device],) = pieces
         return arrived

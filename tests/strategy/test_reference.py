@@ -21,6 +21,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import Window
 from heterog.strategy.division import micro_shares
+from heterog.strategy.graph_split import feature_splits, row_splits
 from heterog.strategy.layouts.tensor import team_rules
 from heterog.strategy.lowering import lower, lower_resized
 from heterog.strategy.pipeline_schedule import Pass, Turn, device_chunks
@@ -30,6 +31,7 @@ from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import GraphTables, graph_tables
 from heterog.zoo.tokens import token_workload
 from heterog.zoo.translation import VOCABULARY, Transformer
+from tests.runtime import graphs
 from tests.runtime.strategies import graph_of
 from tests.runtime.volumes import workload_of
 from tests.simulator.builders import (
@@ -335,6 +337,15 @@ def test_along_space(number: int) -> None:
     graph = volume_of(("waves", "picture", "unet of parts", "unet")[number % 4])
     rules = rng.choice(spatial_splits(graph)).op_rules
     assert_lowered_alike(random_strategy_of(rng, graph, rules, in_teams=number % 3 > 0))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_along_the_nodes_or_features_of_a_graph(number: int) -> None:
+    """Rows that the entries of a sparse matrix name."""
+    rng = Random(f"{SEED} nodes {number}")
+    graph = graphs.graph_of(("gcn", "sage", "mixed")[number])
+    rules = rng.choice((*row_splits(graph), *feature_splits(graph)[:1])).op_rules
+    assert_lowered_alike(random_strategy_of(rng, graph, rules, in_teams=number > 0))
 
 
 @pytest.mark.parametrize("number", range(NUM_RANDOM // 2))
