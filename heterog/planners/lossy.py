@@ -2,17 +2,17 @@
 
 A *boundary* is all messages of one kind of traffic between the same devices: activations from one
 stage to the next, their gradients back, the sums of gradients of some replicas, what is pushed to
-a server and pulled from it. Let ``t_i`` be the seconds for which the exact messages of boundary i
-hold its slowest link in a step, ``t* = max t_i``.
+a server and pulled from it. Let  t_i  be the seconds for which the exact messages of boundary i
+hold its slowest link in a step, t* = max t_i.
 
 - ``fp16`` and ``int8`` are put on the slowest boundary, the two slowest, the four slowest, ...;
   the fewest boundaries within ``EQUALLY_FAST`` of the best step are taken: more of them would
   only lose accuracy.
 - ``top_k=R`` shortens the slowest boundary by R and the others by what brings them to the same
-  seconds, ``r_i = max(1, R t_i / t*)``: links above t*/R end at t*/R, the rest stay exact. This
+  seconds, r_i = max(1, R t_i / t*): links above t*/R end at t*/R, the rest stay exact. This
   is AdaTopK (FusionLLM, arXiv 2410.12707) as we read it; its own code is not public.
 - With a target for the step, R is an upper bound, and reductions
-  ``r_i = min(R, max(1, t_i / tau))`` are as small as the target allows: tau is bisected.
+  r_i = min(R, max(1, t_i / tau)) are as small as the target allows: tau is bisected.
 
 The sum of n replicas' gradients becomes an all-gather of messages, which carries n/2 times the
 bytes of a ring for the same length: their reductions are multiplied by that.
@@ -90,7 +90,7 @@ def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> l
 
 
 def adaptive_reductions(seconds: Sequence[float], reduction: float) -> list[float]:
-    """``r_i = max(1, R t_i / t*)``: how much shorter each boundary's messages become.
+    """r_i = max(1, R t_i / t*): how much shorter each boundary's messages become.
 
     >>> adaptive_reductions([0.1, 0.5, 1.0, 4.0], 100.0)
     [2.5, 12.5, 25.0, 100.0]
@@ -100,7 +100,7 @@ def adaptive_reductions(seconds: Sequence[float], reduction: float) -> list[floa
 
 
 def reductions_to(seconds: Sequence[float], tau_s: float, most: float) -> list[float]:
-    """``r_i = min(R, max(1, t_i / tau))``: so that no boundary takes longer than tau.
+    """r_i = min(R, max(1, t_i / tau)): so that no boundary takes longer than tau.
 
     >>> reductions_to([0.1, 0.5, 4.0], 0.25, 10.0)
     [1.0, 2.0, 10.0]

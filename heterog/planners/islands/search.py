@@ -258,11 +258,12 @@ class _Search:
         try:
             strategy = self._strategy(point)
             choice = self.evaluator.encode(strategy)
+            # Stated turns may wait for each other where a layer is not all that crosses.
+            evaluation = self.evaluator.evaluate_choice(choice, self.problem.first_order)
         except (LayoutError, StrategyError):
             self.refused.add(point)
             return None
-        order = self.problem.first_order
-        self.found[point] = self.evaluator.evaluate_choice(choice, order)
+        self.found[point] = evaluation
         self.strategies[point] = strategy
         return self.found[point]
 

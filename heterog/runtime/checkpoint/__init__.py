@@ -80,7 +80,6 @@ def save_checkpoint(
     model = step.model  # which ends what is open, on all ranks
     step.require_averaged()
     target = Path(folder)
-    index = target / CHECKPOINT_INDEX
     number = 0
     with _together():
         if step.rank == 0:
@@ -115,7 +114,7 @@ def save_checkpoint(
                     states=states_from_json(_merge(json.loads(part)[1] for part in said)),
                     extra=dict(extra or {}),
                 )
-                publish(contents, index, data)
+                publish(contents, target / CHECKPOINT_INDEX, data)
     except HeterogError:
         if step.rank == 0:
             shutil.rmtree(data, ignore_errors=True)

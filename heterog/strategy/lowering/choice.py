@@ -168,8 +168,7 @@ class Encoder:
         """
         divisions: dict[Division, int] = {}
         of_decision = [divisions.setdefault(each.division, len(divisions)) for each in decisions]
-        batch = self._tables.batch_size
-        sizes = micro_sizes(micro_batches, divisions, batch) if micro_batches else ()
+        sizes = micro_sizes(micro_batches, divisions, self._tables.batch_size)
         if len(self._rows) > _MOST_TABLES:
             self._rows.clear()
         known = self._rows.setdefault(micro_batches, {})
@@ -177,7 +176,7 @@ class Encoder:
             if division not in known:
                 known[division] = self._division(division, micro_batches, sizes)
         rows = [known[division] for division in divisions]
-        rows.append(self._constants(rows))
+        rows += [self._constants(rows)]
         shares = [row.cut.own for row in rows]
         for axis in range(len(self._axes)):
             shares += [row.units[axis] * (row.cut.team_samples > 0) for row in rows]
