@@ -209,7 +209,7 @@ class Reading:
         return self.graph.tensors[value].shape[place.dim]
 
     def _pass_of_readers(self, op: int, value: int, whole: int) -> int:
-        """Slices of a sum are gathered by each pass for itself: nobody keeps the whole."""
+        """Slices of a sum, and keys and values, are gathered by each pass: nobody keeps them."""
         scattered = {
             int(self.plan.tensor_axis[made])
             for maker, rule in self.op_rules.items()
@@ -217,7 +217,8 @@ class Reading:
             for made in self.graph.outputs(maker)
         }
         _, along = self.kinds(value)
-        is_slices = along == "S" and self.value_axis(value) in scattered
+        is_attention = self.graph.ops[op].kind in ("attention", "attention_backward")
+        is_slices = along == "S" and (is_attention or self.value_axis(value) in scattered)
         if whole != IN_TEAM or not is_slices or self.is_backward(self.maker[value]):
             return ANY_PASS
         return BACKWARD_PASS if self.is_backward(op) else FORWARD_PASS
