@@ -475,10 +475,10 @@ class _Builder:
         """Which readers take what is made of a value for one of them."""
         graph, plan = self.graph, self.plan
         is_gathered = whole == IN_TEAM and plan.placements[storage].kind == "S"
-        is_context = graph.ops[reader].kind in ATTENTION_KINDS  # keys and values of all positions
-        if not is_gathered or not (
-            is_context or int(plan.tensor_axis[storage]) in plan.scatter_axes
-        ):
+        axis = int(plan.tensor_axis[storage])
+        # Keys and values of all positions.
+        is_context = graph.ops[reader].kind in ATTENTION_KINDS and axis != BATCH_AXIS
+        if not is_gathered or not (is_context or axis in plan.scatter_axes):
             return ANY_PASS
         if graph.ops[int(graph.producer[storage])].phase == Phase.BACKWARD:
             return ANY_PASS
