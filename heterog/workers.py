@@ -37,7 +37,26 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
-class Workers(ABC):
+class Closed(ABC):
+    """A context manager that ends what it started."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what was started, and at once what still runs."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Workers(Closed):
     """Runs jobs; a context manager that ends what it started."""
 
     @abstractmethod
@@ -69,22 +88,7 @@ class Workers(ABC):
 
     @abstractmethod
     def seats(self) -> "Seats":
-        """As many workers that remember; they end with these."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End what was started, and at once what still runs."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+        """As many workers that remember, to be closed before these."""
 
 
 class Here(Workers):
@@ -174,7 +178,7 @@ class _Remote(Workers):
         return lambda: list(self._results(future))
 
 
-class Seats:
+class Seats(Closed):
     """Workers that remember: each is a process of its own, or an actor on Ray.
 
     What a job leaves in variables of its module, the next job on the same seat finds there.
@@ -215,17 +219,6 @@ class Seats:
         """End the workers, and at once what still runs."""
         for crew in self._crews:
             crew.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Processes(_Remote):

@@ -13,18 +13,15 @@ the simulated step gets shorter.
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from heterog.cluster.topology import Cluster, DeviceType
-from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.planner import Candidate, PlanResult, Problem, Spending, register
 from heterog.planners.spatial import why_needless
+from heterog.planners.unit_search import Teams, UnitPoint, UnitSearch
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.balanced_runs import RunCost, balanced_runs, run_cost
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.sequence_split import (
@@ -34,38 +31,19 @@ from heterog.strategy.sequence_split import (
     sequence_split,
     unit_counts,
 )
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
+from heterog.strategy.strategy import Sync
 
 NUM_RETURNED = 3
 """Strategies handed to the referee."""
 NUM_REFINED = 2
 """Of the best ones units are moved."""
-MOST_MOVES = 48
-"""Moves of units that are tried for each of them: a few times the pairs of a host's devices."""
 UNITS_PER_DEVICE = 4
 """At least, where the length allows it: shares are then off by an eighth at most."""
 LEAST_LENGTH = 512
 """Positions from which on ``auto`` asks: shorter sequences do not fill a device."""
 _SYNCS = (Sync.RING, Sync.HIERARCHICAL, Sync.ZERO1, Sync.ZERO3)
 
-_Teams = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Point:
-    """A way to cut sequences, and who gets how much.
-
-    Attributes:
-        teams: of devices, each with some samples.
-        units: of each device, in the order of the teams.
-        sync: of the gradients.
-        recompute: activations are made again in the backward pass.
-    """
-
-    teams: _Teams
-    units: tuple[tuple[int, ...], ...]
-    sync: Sync
-    recompute: bool = False
+_Point = UnitPoint[SequenceSplit]
 
 
 class Sequences:
@@ -123,16 +101,11 @@ def _why_uncut(graph: OpGraph) -> str:
     return f"sequences of {', '.join(map(str, known))} positions cannot be cut into equal units"
 
 
-class _Search:
+class _Search(UnitSearch[SequenceSplit]):
     def __init__(self, problem: Problem, spending: Spending, split: SequenceSplit) -> None:
-        self.problem = problem
-        self.spending = spending
+        super().__init__(problem, spending, least_units=1)
         self.split = split
-        self.graph = problem.evaluator.graph
-        self.cluster = problem.evaluator.cluster
-        self.speeds = device_speeds(problem.evaluator)
         self.costs = _costs(problem, split)
-        self.found: dict[_Point, tuple[Evaluation, Strategy]] = {}
 
     def run(self) -> None:
         """All teams with balanced runs first, then units of the best."""
@@ -140,25 +113,15 @@ class _Search:
             units = self._balanced(teams)
             if units is None:
                 continue
-            is_one_host = len({self.cluster.host_of[d] for team in teams for d in team}) == 1
             for sync in _SYNCS:
-                if sync == Sync.HIERARCHICAL and is_one_host:
-                    continue
-                point = _Point(teams=teams, units=units, sync=sync)
-                found = self._try(point)
-                if found is not None and not found.is_ok:
-                    self._try(replace(point, recompute=True))
+                point = UnitPoint(split=self.split, teams=teams, units=units, sync=sync)
+                self.try_until_it_fits(point)
                 if self.found and self.spending.is_over:
                     return
         for _, point, _ in self.best(NUM_REFINED):
-            self._refine(point)
+            self.refine(point)
 
-    def best(self, count: int) -> list[tuple[Evaluation, _Point, Strategy]]:
-        """The best points so far, best first."""
-        ranked = sorted(self.found.items(), key=lambda pair: pair[1][0].preference)
-        return [(found, point, strategy) for point, (found, strategy) in ranked[:count]]
-
-    def _teams(self) -> Iterator[_Teams]:
+    def _teams(self) -> Iterator[Teams]:
         """One team of all devices, of the fastest kinds alone; or teams of some hosts each."""
         for least in sorted({round(speed, 9) for speed in self.speeds}):
             fast = [d for d, speed in enumerate(self.speeds) if round(speed, 9) >= least]
@@ -176,68 +139,12 @@ class _Search:
             )
             count *= 2
 
-    def _balanced(self, teams: _Teams) -> tuple[tuple[int, ...], ...] | None:
+    def _balanced(self, teams: Teams) -> tuple[tuple[int, ...], ...] | None:
         """Units that take equal times; ``None`` if a team has more devices than units."""
         if any(len(team) > self.split.units for team in teams):
             return None
         return tuple(
             balanced_runs([self.costs[d] for d in team], self.split.units) for team in teams
-        )
-
-    def _refine(self, start: _Point) -> None:
-        """Move a unit from one device of a team to another while that helps."""
-        point, best, tried = start, self.found[start][0], 0
-        while tried < MOST_MOVES and not self.spending.is_over:
-            better = None
-            for moved in _moves(point):
-                if tried >= MOST_MOVES or self.spending.is_over:
-                    break
-                tried += 1
-                found = self._try(moved)
-                if found is not None and found.preference < best.preference:
-                    better, best = moved, found
-            if better is None:
-                return
-            point = better
-
-    def _try(self, point: _Point) -> Evaluation | None:
-        """Simulate a point; ``None`` for one that makes no sense."""
-        if point in self.found:
-            return self.found[point][0]
-        evaluator = self.problem.evaluator
-        strategy = replace(
-            uniform_strategy(
-                evaluator,
-                self._decision(point),
-                bucket_bytes=DEFAULT_BUCKET_BYTES,
-                step_barrier=self.problem.step_barrier,
-            ),
-            op_rules=self.split.op_rules,
-        )
-        try:
-            evaluation = evaluator.evaluate_choice(evaluator.encode(strategy), Order.FIFO)
-        except StrategyError:
-            return None
-        self.found[point] = evaluation, strategy
-        return evaluation
-
-    def _decision(self, point: _Point) -> Decision:
-        """Samples by the teams' speeds, all of a team's with its first device; runs as units."""
-        rates = [sum(self.speeds[device] for device in team) for team in point.teams]
-        samples = split_in_proportion(self.graph.batch_size, rates)
-        share: dict[int, int] = {}
-        part: dict[int, int] = {}
-        for team, count, units in zip(point.teams, samples, point.units, strict=True):
-            share |= dict.fromkeys(team, 0) | {team[0]: count}
-            part |= dict(zip(team, units, strict=True))
-        devices = tuple(sorted(share))
-        return Decision(
-            devices=devices,
-            shares=tuple(share[device] for device in devices),
-            teams=point.teams,
-            parts=tuple(part[device] for device in devices),
-            sync=point.sync,
-            recompute=point.recompute,
         )
 
 
@@ -263,21 +170,6 @@ def _costs(problem: Problem, split: SequenceSplit) -> list[RunCost]:
         for kind in evaluator.cluster.device_types
     ]
     return [by_type[index] for index in evaluator.cluster.type_index]
-
-
-def _moves(point: _Point) -> Iterator[_Point]:
-    """A unit less on one device and one more on another, those with the most units first."""
-    for number, units in enumerate(point.units):
-        by_units = sorted(range(len(units)), key=lambda place: -units[place])
-        for giver in by_units:
-            for taker in reversed(by_units):
-                if giver == taker or units[giver] <= 1:
-                    continue
-                moved = list(units)
-                moved[giver] -= 1
-                moved[taker] += 1
-                changed = (*point.units[:number], tuple(moved), *point.units[number + 1 :])
-                yield replace(point, units=changed)
 
 
 def _in_words(point: _Point) -> str:

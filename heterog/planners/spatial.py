@@ -14,50 +14,26 @@ number of units is tried: fewer units are coarser, but go deeper into the networ
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 from heterog.cluster.topology import Cluster
-from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.sparse_pattern import entry_shares
-from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Candidate, PlanResult, Problem, Spending, register
+from heterog.planners.planner import Candidate, PlanResult, Problem, register
+from heterog.planners.unit_search import Teams, UnitPoint, UnitSearch
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.graph_split import feature_splits, row_splits
 from heterog.strategy.spatial_split import SpatialSplit, spatial_splits
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
+from heterog.strategy.strategy import Sync
 
 NUM_RETURNED = 3
 """Strategies handed to the referee."""
 NUM_REFINED = 2
 """Of the best ones rows are moved."""
-MOST_MOVES = 48
-"""Moves of rows that are tried for each of them: a few times the pairs of a host's devices."""
 LARGE_PART = 0.5
 """Of a device's memory: a sample whose activations take more than that is a large one."""
 
-_Teams = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Point:
-    """A way to cut samples, and who gets how much.
-
-    Attributes:
-        split: the dimension and its units.
-        teams: of devices, each with some samples.
-        units: of each device, in the order of the teams.
-        sync: of the gradients.
-        recompute: activations are made again in the backward pass.
-    """
-
-    split: SpatialSplit
-    teams: _Teams
-    units: tuple[tuple[int, ...], ...]
-    sync: Sync
-    recompute: bool
+_Point = UnitPoint[SpatialSplit]
 
 
 class Spatial:
@@ -76,7 +52,7 @@ class Spatial:
         """Try every way to cut, then move rows between the devices of the best."""
         begin = time.perf_counter()
         spending = problem.spend()
-        search = _Search(problem, spending)
+        search = _Search(problem, spending, least_units=0)
         reason = why_needless(search.graph, search.cluster)
         if not reason:
             with spending.limits():
@@ -116,17 +92,9 @@ def why_needless(graph: OpGraph, cluster: Cluster) -> str:
     return ""
 
 
-class _Search:
-    def __init__(self, problem: Problem, spending: Spending) -> None:
-        self.problem = problem
-        self.spending = spending
-        self.graph = problem.evaluator.graph
-        self.cluster = problem.evaluator.cluster
-        self.found: dict[_Point, tuple[Evaluation, Strategy]] = {}
-
+class _Search(UnitSearch[SpatialSplit]):
     def run(self) -> None:
         """All ways in their proportions first, then rows of the best."""
-        self.speeds = device_speeds(self.problem.evaluator)
         graph = self.graph
         splits = (*spatial_splits(graph), *row_splits(graph), *feature_splits(graph))
         ways = [(split, False) for split in splits]
@@ -135,25 +103,14 @@ class _Search:
             for teams in self._teams():
                 for sync in (Sync.RING, Sync.HIERARCHICAL):
                     point = self._proportional(split, teams, sync, by_entries=by_entries)
-                    if point is None or (sync == Sync.HIERARCHICAL and self._one_host(teams)):
-                        continue
-                    found = self._try(point)
-                    if found is not None and not found.is_ok:
-                        self._try(replace(point, recompute=True))
+                    if point is not None:
+                        self.try_until_it_fits(point)
                     if self.found and self.spending.is_over:
                         return
         for _, point, _ in self.best(NUM_REFINED):
-            self._refine(point)
+            self.refine(point)
 
-    def best(self, count: int) -> list[tuple[Evaluation, _Point, Strategy]]:
-        """The best points so far, best first."""
-        ranked = sorted(self.found.items(), key=lambda pair: pair[1][0].preference)
-        return [(found, point, strategy) for point, (found, strategy) in ranked[:count]]
-
-    def _one_host(self, teams: _Teams) -> bool:
-        return len({self.cluster.host_of[device] for team in teams for device in team}) == 1
-
-    def _teams(self) -> Iterator[_Teams]:
+    def _teams(self) -> Iterator[Teams]:
         """One team of all devices, of the fastest kinds alone, and one on each host."""
         rates = sorted({round(speed, 9) for speed in self.speeds})
         for least in rates:
@@ -165,7 +122,7 @@ class _Search:
             yield tuple(hosts)
 
     def _proportional(
-        self, split: SpatialSplit, teams: _Teams, sync: Sync, *, by_entries: bool
+        self, split: SpatialSplit, teams: Teams, sync: Sync, *, by_entries: bool
     ) -> _Point | None:
         """Rows, or entries of a sparse matrix, by speed; ``None`` if there are too few units."""
         if any(len(team) > split.units for team in teams):
@@ -177,63 +134,7 @@ class _Search:
             units = tuple(
                 _with_one_each(split_in_proportion(split.units, each)) for each in speeds
             )
-        return _Point(split=split, teams=teams, units=units, sync=sync, recompute=False)
-
-    def _refine(self, start: _Point) -> None:
-        """Move a unit from one device of a team to another while that helps."""
-        point, best, tried = start, self.found[start][0], 0
-        while tried < MOST_MOVES and not self.spending.is_over:
-            better = None
-            for moved in _moves(point):
-                if tried >= MOST_MOVES or self.spending.is_over:
-                    break
-                tried += 1
-                found = self._try(moved)
-                if found is not None and found.preference < best.preference:
-                    better, best = moved, found
-            if better is None:
-                return
-            point = better
-
-    def _try(self, point: _Point) -> Evaluation | None:
-        """Simulate a point; ``None`` for one that makes no sense."""
-        if point in self.found:
-            return self.found[point][0]
-        evaluator = self.problem.evaluator
-        strategy = replace(
-            uniform_strategy(
-                evaluator,
-                self._decision(point),
-                bucket_bytes=DEFAULT_BUCKET_BYTES,
-                step_barrier=self.problem.step_barrier,
-            ),
-            op_rules=point.split.op_rules,
-        )
-        try:
-            evaluation = evaluator.evaluate_choice(evaluator.encode(strategy), Order.FIFO)
-        except StrategyError:
-            return None
-        self.found[point] = evaluation, strategy
-        return evaluation
-
-    def _decision(self, point: _Point) -> Decision:
-        """Samples by the teams' speeds, all of a team's with its first device; rows as units."""
-        rates = [sum(self.speeds[device] for device in team) for team in point.teams]
-        samples = split_in_proportion(self.graph.batch_size, rates)
-        share: dict[int, int] = {}
-        part: dict[int, int] = {}
-        for team, count, units in zip(point.teams, samples, point.units, strict=True):
-            share |= dict.fromkeys(team, 0) | {team[0]: count}
-            part |= dict(zip(team, units, strict=True))
-        devices = tuple(sorted(share))
-        return Decision(
-            devices=devices,
-            shares=tuple(share[device] for device in devices),
-            teams=point.teams,
-            parts=tuple(part[device] for device in devices),
-            sync=point.sync,
-            recompute=point.recompute,
-        )
+        return UnitPoint(split=split, teams=teams, units=units, sync=sync)
 
 
 def _with_one_each(units: tuple[int, ...]) -> tuple[int, ...]:
@@ -244,21 +145,6 @@ def _with_one_each(units: tuple[int, ...]) -> tuple[int, ...]:
             found[found.index(max(found))] -= 1
             found[place] = 1
     return tuple(found)
-
-
-def _moves(point: _Point) -> Iterator[_Point]:
-    """A unit less on one device and one more on another, those with the most units first."""
-    for number, units in enumerate(point.units):
-        by_units = sorted(range(len(units)), key=lambda place: -units[place])
-        for giver in by_units:
-            for taker in reversed(by_units):
-                if giver == taker or units[giver] == 0:
-                    continue
-                moved = list(units)
-                moved[giver] -= 1
-                moved[taker] += 1
-                changed = (*point.units[:number], tuple(moved), *point.units[number + 1 :])
-                yield replace(point, units=changed)
 
 
 def _in_words(point: _Point) -> str:

@@ -175,6 +175,7 @@ def fold_choice(choice: Choice, fold: Fold) -> tuple[Choice, IntArray]:
         gather_channel=renumbered(choice.gather_channel),
         stands_for=fold.stands_for,
         turns=_folded_turns(choice.turns, columns),
+        sparse_rows=np.ascontiguousarray(choice.sparse_rows[..., columns[:, None], columns]),
     )
     return folded, np.concatenate([transfers, collectives]).astype(np.int32)
 

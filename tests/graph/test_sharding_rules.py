@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.placement import (
     Arg,
     L,
@@ -30,6 +32,8 @@ from heterog.graph.sharding_rules import (
 )
 from heterog.graph.sharding_rules.pointwise import IDENTITIES, LINEAR_IN_FIRST, NONLINEAR
 from heterog.graph.sharding_rules.table import axis, choose, shape_of
+from heterog.graph.sparse_pattern import pattern_of
+from heterog.graph.sparse_product import multiply
 from heterog.runtime.causal_rows import on_causal_rows
 
 aten = torch.ops.aten
@@ -386,7 +390,7 @@ def all_samples() -> dict[str, list[Sample]]:
         for kind, *args in source(make):
             keywords = args.pop() if args and isinstance(args[-1], dict) else {}
             found.setdefault(kind, []).append(sample_of(overload(kind), *args, **keywords))
-    for sample in fused_samples(make):
+    for sample in (*fused_samples(make), *sparse_samples(make)):
         found.setdefault(sample.call.kind, []).append(sample)
     return found
 
@@ -898,6 +902,19 @@ def fused_samples(make: Make) -> Iterator[Sample]:
         yield _sample("_fused_rms_norm_backward.default", rms_norm_backward, named)
 
 
+def sparse_samples(make: Make) -> Iterator[Sample]:
+    at, to = np.array([0, 0, 2, 3, 3, 3]), np.array([1, 4, 0, 0, 2, 4])
+    pattern = pattern_of(at, to, 4, 5)
+    matrix = {
+        "row_starts": torch.from_numpy(pattern.row_starts),
+        "columns": torch.from_numpy(pattern.columns),
+        "weights": make.real(6),
+        "pattern": pattern.key,
+    }
+    for dense in (make.real(5, 6), make.real(3, 5, 4)):
+        yield _sample(SPARSE_PRODUCT, multiply, {"dense": dense, **matrix})
+
+
 SAMPLES = all_samples()
 # --- tests --------------------------------------------------------------------------------------
 
@@ -1170,6 +1187,8 @@ def test_dtensor_knows_our_rules() -> None:
     checked = 0
     for kind, samples in SAMPLES.items():
         name = kind.partition(".")[0]
+        if kind == SPARSE_PRODUCT:
+            continue  # an op of our own
         for sample in samples:
             if False in _as_tuple(sample.call.args.get("output_mask")):
                 continue

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from heterog.cli import app
 from heterog.cluster import Cluster
 from heterog.graph.serialize import save_graph
+from heterog.planners import planner as registry
 from heterog.planners.planner import Budget, MethodRow, planners
 from heterog.planners.portfolio import run_methods
 from heterog.planners.together import can_be_sent, deal, is_random
@@ -58,7 +59,11 @@ def test_two_seats_search_as_much_as_one_and_always_the_same() -> None:
 
 
 @pytest.mark.distributed
-def test_a_method_of_ones_own_runs_here_beside_workers(tmp_path: Path) -> None:
+def test_a_method_of_ones_own_runs_here_beside_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The command registers the method, and other tests count those that are registered.
+    monkeypatch.setattr(registry, "_REGISTRY", {each.name: each for each in planners()})
     (tmp_path / "own.py").write_text(
         "from heterog.planners.planner import PlanResult\n"
         "class Own:\n    name, stage = 'own_here', 'search'\n"

@@ -144,8 +144,10 @@ def test_batch_norm_keeps_local_statistics(
 def test_every_method_of_the_spine_on_four_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
     """At the shares that each method itself gives to unequal devices."""
     unequal = cluster_of((1.0, ["V100-16GB"]), (1.0, ["T4", "T4"]), (10.0, ["GTX-1080-Ti"]))
-    # Batches of eight on four devices are not cut along space; see test_volumes.
-    methods = [planner.name for planner in planners() if planner.name != "spatial"]
+    # Batches of eight on four devices are not cut along space or positions, which test_volumes and
+    # test_sequences do.
+    apart = ("spatial", "sequences")
+    methods = [planner.name for planner in planners() if planner.name not in apart]
     for number, method in enumerate(methods):
         name = list(MODELS)[number % len(MODELS)]
         plan = make_plan(

@@ -668,13 +668,13 @@ class Tasks:
         for number, (kind, device, channel, num_bytes) in enumerate(self._tasks):
             # One token per task; buffers are numbered like their makers.
             tape.tasks[number] = (
-                num_bytes, number, device, 0, 0, channel, reads, number, kind, 0, 0
+                num_bytes, number, device, 0, 0, channel, reads, number, kind, 0, 0, 0
             )  # fmt: skip
             tape.buffers[number] = (0.0, number, -1)
             for needed in self._after[number]:
                 tape.reads[reads] = needed
                 reads += 1
-        tape.tasks[count] = (0.0, 0, 0, 0, 0, 0, reads, count, 0, 0, 0)
+        tape.tasks[count] = (0.0, 0, 0, 0, 0, 0, reads, count, 0, 0, 0, 0)
         tape.counts[:3] = (count, count, reads)
         tape.counts[3:] = 0
         prices = self._prices()

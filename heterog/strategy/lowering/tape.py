@@ -21,10 +21,7 @@ TASK = np.dtype(
         ("kind", np.int32),
         ("turn", np.int32),
         ("units", np.int32),
-        (
-            "codec",
-            np.int32,
-        ),  # see ``Program.codec``; written by ``strategy.lowering.encoding`` alone
+        ("codec", np.int32),  # see ``Program.codec``; ``strategy.lowering.encoding`` writes it
     ],
     align=True,
 )

@@ -1,0 +1,165 @@
+"""Rows or positions of samples for each device of a team: a few ways at first, then moves.
+
+What ``spatial`` and ``sequences`` have in common once they know how samples can be cut: who gets
+how many units, and whether a step gets shorter with one unit less here and one more there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from heterog.errors import StrategyError
+from heterog.graph.op_rule import OpRules
+from heterog.planners.data_parallel import device_speeds, uniform_strategy
+from heterog.planners.planner import Problem, Spending
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluation
+from heterog.strategy.division import split_in_proportion
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
+
+MOST_MOVES = 48
+"""Moves of units that are tried for a point: a few times the pairs of a host's devices."""
+
+Teams = tuple[tuple[int, ...], ...]
+
+
+class Cut(Protocol):
+    """A way to cut samples."""
+
+    @property
+    def op_rules(self) -> OpRules:
+        """Rules of all ops."""
+        ...
+
+    @property
+    def units(self) -> int:
+        """Into which a sample is cut."""
+        ...
+
+
+AnyCut = TypeVar("AnyCut", bound=Cut)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPoint(Generic[AnyCut]):
+    """A way to cut samples, and who gets how much.
+
+    Attributes:
+        split: the way and its units.
+        teams: of devices, each with some samples.
+        units: of each device, in the order of the teams.
+        sync: of the gradients.
+        recompute: activations are made again in the backward pass.
+    """
+
+    split: AnyCut
+    teams: Teams
+    units: tuple[tuple[int, ...], ...]
+    sync: Sync
+    recompute: bool = False
+
+
+class UnitSearch(Generic[AnyCut]):
+    """Points of a problem, and what they came to.
+
+    Args:
+        problem: to find a strategy for.
+        spending: ends the search.
+        least_units: that a device may be left with.
+    """
+
+    def __init__(self, problem: Problem, spending: Spending, *, least_units: int) -> None:
+        self.problem = problem
+        self.spending = spending
+        self.graph = problem.evaluator.graph
+        self.cluster = problem.evaluator.cluster
+        self.speeds = device_speeds(problem.evaluator)
+        self.found: dict[UnitPoint[AnyCut], tuple[Evaluation, Strategy]] = {}
+        self._least_units = least_units
+
+    def best(self, count: int) -> list[tuple[Evaluation, UnitPoint[AnyCut], Strategy]]:
+        """The best points so far, best first."""
+        ranked = sorted(self.found.items(), key=lambda pair: pair[1][0].preference)
+        return [(found, point, strategy) for point, (found, strategy) in ranked[:count]]
+
+    def try_until_it_fits(self, point: UnitPoint[AnyCut]) -> None:
+        """Simulate a point, and if it does not fit also with recomputation.
+
+        Sums that have two levels are left out where there is one host.
+        """
+        hosts = {self.cluster.host_of[device] for team in point.teams for device in team}
+        if point.sync == Sync.HIERARCHICAL and len(hosts) == 1:
+            return
+        found = self._try(point)
+        if found is not None and not found.is_ok:
+            self._try(replace(point, recompute=True))
+
+    def refine(self, start: UnitPoint[AnyCut]) -> None:
+        """Move a unit from one device of a team to another while that helps."""
+        point, best, tried = start, self.found[start][0], 0
+        while tried < MOST_MOVES and not self.spending.is_over:
+            better = None
+            for moved in self._moves(point):
+                if tried >= MOST_MOVES or self.spending.is_over:
+                    break
+                tried += 1
+                found = self._try(moved)
+                if found is not None and found.preference < best.preference:
+                    better, best = moved, found
+            if better is None:
+                return
+            point = better
+
+    def _try(self, point: UnitPoint[AnyCut]) -> Evaluation | None:
+        """Simulate a point; ``None`` for one that makes no sense."""
+        if point in self.found:
+            return self.found[point][0]
+        evaluator = self.problem.evaluator
+        strategy = replace(
+            uniform_strategy(
+                evaluator,
+                self._decision(point),
+                bucket_bytes=DEFAULT_BUCKET_BYTES,
+                step_barrier=self.problem.step_barrier,
+            ),
+            op_rules=point.split.op_rules,
+        )
+        try:
+            evaluation = evaluator.evaluate_choice(evaluator.encode(strategy), Order.FIFO)
+        except StrategyError:
+            return None
+        self.found[point] = evaluation, strategy
+        return evaluation
+
+    def _decision(self, point: UnitPoint[AnyCut]) -> Decision:
+        """Samples by the teams' speeds, all of a team's with its first device; parts as units."""
+        rates = [sum(self.speeds[device] for device in team) for team in point.teams]
+        samples = split_in_proportion(self.graph.batch_size, rates)
+        share: dict[int, int] = {}
+        part: dict[int, int] = {}
+        for team, count, units in zip(point.teams, samples, point.units, strict=True):
+            share |= dict.fromkeys(team, 0) | {team[0]: count}
+            part |= dict(zip(team, units, strict=True))
+        devices = tuple(sorted(share))
+        return Decision(
+            devices=devices,
+            shares=tuple(share[device] for device in devices),
+            teams=point.teams,
+            parts=tuple(part[device] for device in devices),
+            sync=point.sync,
+            recompute=point.recompute,
+        )
+
+    def _moves(self, point: UnitPoint[AnyCut]) -> Iterator[UnitPoint[AnyCut]]:
+        """A unit less on one device and one more on another, those with the most units first."""
+        for number, units in enumerate(point.units):
+            by_units = sorted(range(len(units)), key=lambda place: -units[place])
+            for giver in by_units:
+                for taker in reversed(by_units):
+                    if giver == taker or units[giver] <= self._least_units:
+                        continue
+                    moved = list(units)
+                    moved[giver] -= 1
+                    moved[taker] += 1
+                    changed = (*point.units[:number], tuple(moved), *point.units[number + 1 :])
+                    yield replace(point, units=changed)
