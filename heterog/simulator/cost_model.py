@@ -74,6 +74,10 @@ class ChannelSeconds(NamedTuple):
     device type: ``overhead_s`` per operation and ``drag`` seconds per payload byte (o and O of
     the LogGP model, Alexandrov et al. 1995). While a member computes, the latency is
     ``loaded_latency_s`` if that is longer.
+
+    Where flows share a link, their rates are in proportion to their ``weight`` (weighted max-min
+    fairness): 1 is what networks do by themselves, others are for flows that are paced or have a
+    traffic class of their own.
     """
 
     latency_s: float
@@ -84,6 +88,7 @@ class ChannelSeconds(NamedTuple):
     overhead_s: Mapping[str, float] = MappingProxyType({})
     fill_s: float = 0.0
     fill_s_per_byte: float = 0.0
+    weight: float = 1.0
 
     def latency(self, payload: float) -> float:
         """Seconds of an operation before its bytes move at their rate."""
@@ -107,6 +112,7 @@ class Prices(NamedTuple):
     channel_fill_s: FloatArray  # the most that is added to the latency of large payloads
     channel_fill_s_per_byte: FloatArray
     channel_s_per_byte: FloatArray
+    channel_weight: FloatArray  # rates on a shared link are in proportion to it
     channel_is_collective: npt.NDArray[np.bool_]
     channel_drag: FloatArray  # share of compute speed that members lose  # [channels, num_types]
     channel_overhead_s: FloatArray  # compute seconds that an operation takes from each busy member
@@ -134,6 +140,7 @@ class ChannelPrices(NamedTuple):
     fill_s: FloatArray
     fill_s_per_byte: FloatArray
     s_per_byte: FloatArray
+    weight: FloatArray
     is_collective: npt.NDArray[np.bool_]
     drag: FloatArray
     overhead_s: FloatArray
@@ -200,6 +207,7 @@ class ChannelPricer:
             fill_s=np.array([cost.seconds.fill_s for cost in costs]),
             fill_s_per_byte=np.array([cost.seconds.fill_s_per_byte for cost in costs]),
             s_per_byte=np.array([cost.seconds.seconds_per_byte for cost in costs]),
+            weight=np.array([cost.seconds.weight for cost in costs]),
             is_collective=np.array([cost.queue[0] for cost in costs]),
             drag=np.array([cost.drag for cost in costs]).reshape(by_type),
             overhead_s=np.array([cost.overhead_s for cost in costs]).reshape(by_type),

@@ -721,6 +721,7 @@ class Evaluator:
             channel_fill_s=channel.fill_s,
             channel_fill_s_per_byte=channel.fill_s_per_byte,
             channel_s_per_byte=channel.s_per_byte,
+            channel_weight=channel.weight,
             channel_is_collective=channel.is_collective,
             channel_drag=channel.drag,
             channel_overhead_s=channel.overhead_s,

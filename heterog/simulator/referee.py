@@ -7,7 +7,8 @@ when flows share links as they do in a real network:
 - A device runs its compute tasks one at a time in the order of their starts in the engine, and so
   does a pair of devices one way, and so does a communicator (all collectives over one device set).
 - Payloads of different pairs and communicators flow at the same time. Flow t moves y_t bytes/s and
-  loads link r for h_tr seconds per byte; rates are max-min fair subject to
+  loads link r for h_tr seconds per byte; rates are max-min fair (in proportion to the weights of
+  their channels, which are 1 unless a cost model says otherwise) subject to
 
       sum_t h_tr y_t <= 1    for every link r
 
@@ -122,7 +123,7 @@ class ReplayWorkspace(NamedTuple):
     fair: FloatArray
     through: IntArray  # tasks whose bytes have just arrived
     room: FloatArray  # of each link, as the following
-    weight: FloatArray
+    load: FloatArray
     users: IntArray
     links: IntArray
 
@@ -155,7 +156,7 @@ def _make_workspace(num_tasks: int, num_devices: int, prices: Prices) -> ReplayW
         fair=np.empty(num_channels),
         through=np.empty(num_channels, np.int32),
         room=np.empty(prices.num_resources),
-        weight=np.empty(prices.num_resources),
+        load=np.empty(prices.num_resources),
         users=np.zeros(prices.num_resources, np.int32),
         links=np.empty(prices.num_resources, np.int32),
     )
@@ -247,7 +248,7 @@ def _replay_kernel(
     since, rate, until, fair = work.since, work.rate, work.until, work.fair
     num_flows = 0
     is_changed = False
-    room, weight, users, links = work.room, work.weight, work.users, work.links
+    room, load, users, links = work.room, work.load, work.users, work.links
     through, over = work.through, work.over
     num_heap = 0
     num_events = 0
@@ -289,8 +290,8 @@ def _replay_kernel(
         if num_heap == 0 or heap_time[0] > now:
             if is_changed:
                 fair_rates(
-                    num_flows, flow_channel, resource_start, resource, held, fair, room, weight,
-                    users, links,
+                    num_flows, flow_channel, prices.channel_weight, resource_start, resource, held,
+                    fair, room, load, users, links,
                 )  # fmt: skip
                 for index in range(num_flows):
                     if fair[index] != rate[index]:
@@ -414,29 +415,32 @@ def _hold_back(
 def fair_rates(
     num_flows: int,
     flow_channel: IntArray,
+    weight: FloatArray,
     resource_start: IntArray,
     resource: IntArray,
     held: FloatArray,
     rate: FloatArray,
     room: FloatArray,
-    weight: FloatArray,
+    load: FloatArray,
     users: IntArray,
     links: IntArray,
 ) -> None:
-    """Max-min fair payload rates of the active flows, by progressive filling.
+    """Weighted max-min fair payload rates of the active flows, by progressive filling.
 
-    The next link to fill up is the one with the lowest level: what its stopped flows leave of it,
-    over the weights of those that still rise. All of those stop at that level.
+    All rates rise together, each as its weight times one level. The next link to fill up is the
+    one with the lowest level: what its stopped flows leave of it, over the load per level of those
+    that still rise. All of those stop at that level.
 
     Args:
         num_flows: active flows.
         flow_channel: channel of each flow.
+        weight: of each channel.
         resource_start: first entry of each channel in the next two.
         resource: links that a channel loads.
         held: seconds per payload byte for which it loads them.
         rate: written: bytes per second of each flow.
         room: working memory, one entry per link.
-        weight: working memory, one entry per link.
+        load: working memory, one entry per link.
         users: working memory, one entry per link, zeros before and after.
         links: working memory, one entry per link.
     """
@@ -451,9 +455,9 @@ def fair_rates(
                     links[num_links] = link
                     num_links += 1
                     room[link] = 1.0
-                    weight[link] = 0.0
+                    load[link] = 0.0
                 users[link] += 1
-                weight[link] += held[entry]
+                load[link] += held[entry] * weight[channel]
     level = 0.0
     rising = num_flows
     while rising > 0:
@@ -466,8 +470,8 @@ def fair_rates(
                 num_links -= 1
                 links[index] = links[num_links]
                 continue
-            if room[link] < lowest * weight[link]:
-                lowest = room[link] / weight[link]
+            if room[link] < lowest * load[link]:
+                lowest = room[link] / load[link]
                 full = link
             index += 1
         # Levels only rise; rounding must not say otherwise.
@@ -479,12 +483,12 @@ def fair_rates(
             first, last = resource_start[channel], resource_start[channel + 1]
             for entry in range(first, last):
                 if resource[entry] == full and held[entry] > 0.0:
-                    rate[flow] = level
+                    rate[flow] = level * weight[channel]
             if rate[flow] > 0.0:
                 rising -= 1
                 for entry in range(first, last):
                     link = resource[entry]
                     if held[entry] > 0.0:
                         users[link] -= 1
-                        weight[link] -= held[entry]
-                        room[link] -= held[entry] * level
+                        load[link] -= held[entry] * weight[channel]
+                        room[link] -= held[entry] * rate[flow]

@@ -28,7 +28,7 @@ from heterog.simulator.engine import Order, make_timings, price_kernel, simulate
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import replay
 from heterog.simulator.roofline import Roofline
-from heterog.strategy.channels import Channel, ChannelTable
+from heterog.strategy.channels import Channel, ChannelKind, ChannelTable
 from heterog.strategy.lowering import Choice
 from heterog.strategy.lowering.tape import make_tape
 from heterog.strategy.pipeline_schedule import PipelineSchedule, device_chunks
@@ -583,6 +583,8 @@ class Times(NamedTuple):
 class DraggingRoofline(Roofline):
     """A roofline whose compute and communication slow each other down.
 
+    On shared links collectives have twice the rate of transfers.
+
     Args:
         drag: seconds of compute that a payload byte takes from its members, by device type.
         loaded: factor of the latency while a member computes.
@@ -612,6 +614,7 @@ class DraggingRoofline(Roofline):
             overhead_s=self._overhead,
             fill_s=self._fill[0],
             fill_s_per_byte=self._fill[1],
+            weight=1.0 if channel.kind == ChannelKind.POINT_TO_POINT else 2.0,
         )
 
 
@@ -708,6 +711,7 @@ class Tasks:
             channel_fill_s=channels.fill_s,
             channel_fill_s_per_byte=channels.fill_s_per_byte,
             channel_s_per_byte=channels.s_per_byte,
+            channel_weight=channels.weight,
             channel_is_collective=channels.is_collective,
             channel_drag=channels.drag,
             channel_overhead_s=channels.overhead_s,

@@ -307,7 +307,9 @@ def replay(
                 left[task.number] = task.payload
                 busy_until[line] = math.inf
         flowing = [tasks[n] for n in left if flow_from[n] <= now]
-        rates = progressive_filling([task.cost.held for task in flowing])
+        rates = progressive_filling(
+            [task.cost.held for task in flowing], [task.cost.weight for task in flowing]
+        )
         ends = {
             task.number: now + (left[task.number] / rate if left[task.number] > 0.0 else 0.0)
             for task, rate in zip(flowing, rates, strict=True)
@@ -346,21 +348,24 @@ def _latency(task: PricedTask, seconds: list[float]) -> float:
     return task.cost.latency(task.payload) + seconds[task.number] - task.seconds
 
 
-def progressive_filling(held: list[dict[int, float]]) -> list[float]:
+def progressive_filling(
+    held: list[dict[int, float]], weights: Sequence[float] | None = None
+) -> list[float]:
     """Max-min fair payload rates of flows: all rise until a link is full, step by step."""
+    weights = [1.0] * len(held) if weights is None else weights
     rates = [0.0] * len(held)
     rising = {flow for flow, links in enumerate(held) if any(links.values())}
     while rising:
         room: dict[int, float] = {}
         for link in {link for flow in rising for link in held[flow]}:
             used = sum(links.get(link, 0.0) * rates[flow] for flow, links in enumerate(held))
-            growth = sum(held[flow].get(link, 0.0) for flow in rising)
+            growth = sum(held[flow].get(link, 0.0) * weights[flow] for flow in rising)
             if growth > 0.0:
                 room[link] = max(1.0 - used, 0.0) / growth
         step = min(room.values())
         full = {link for link, most in room.items() if most <= step * (1.0 + 1e-12)}
         for flow in rising:
-            rates[flow] += step
+            rates[flow] += step * weights[flow]
         rising = {f for f in rising if not any(held[f].get(link, 0.0) > 0.0 for link in full)}
     for flow, links in enumerate(held):
         if not any(links.values()):

@@ -9,9 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster, Link
+from heterog.simulator.cost_model import ChannelSeconds
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator, Outcome
 from heterog.simulator.referee import fair_rates, replay_order
+from heterog.simulator.roofline import Roofline
+from heterog.strategy.channels import Channel
 from heterog.strategy.lowering.tape import NUM_TASKS
 from heterog.strategy.program import FloatArray
 from heterog.strategy.strategy import Decision, Sync
@@ -43,7 +46,7 @@ def test_equals_the_slow_reference(seed: int) -> None:
     assert max(reference.upward_rank(tasks)) <= max(finish) * (1 + 1e-9)
 
 
-def rates_of(held: list[dict[int, float]]) -> FloatArray:
+def rates_of(held: list[dict[int, float]], weights: list[float] | None = None) -> FloatArray:
     """Rates of flows by the kernel."""
     num_links = 1 + max(link for links in held for link in links)
     starts = np.concatenate([[0], np.cumsum([len(links) for links in held])])
@@ -53,6 +56,7 @@ def rates_of(held: list[dict[int, float]]) -> FloatArray:
     getattr(fair_rates, "py_func", fair_rates)(
         len(held),
         np.arange(len(held), dtype=np.int32),
+        np.array(weights or [1.0] * len(held)),
         starts.astype(np.int32),
         np.array([link for links in held for link in links], np.int32),
         np.array([seconds for links in held for seconds in links.values()]),
@@ -101,6 +105,35 @@ def test_rates_are_max_min_fair(held: list[dict[int, float]]) -> None:
 def test_rates_by_hand() -> None:
     # Flows on links {0}, {0, 1}, {1}: link 0 takes 1 s per byte, link 1 a quarter of it.
     assert rates_of([{0: 1.0}, {0: 1.0, 1: 0.25}, {1: 0.25}]) == pytest.approx([0.5, 0.5, 3.5])
+
+
+@given(FLOWS, st.randoms(use_true_random=False))
+@settings(max_examples=cases(200, 60), deadline=None)
+def test_weighted_rates_are_max_min_fair(held: list[dict[int, float]], random: Random) -> None:
+    weights = [random.choice([0.25, 1.0, 3.0]) for _ in held]
+    rates = rates_of(held, weights)
+    assert rates == pytest.approx(reference.progressive_filling(held, weights), rel=1e-9)
+    # A flow of weight 3 is three flows of weight 1 that use the same links.
+    apart = [
+        links for links, weight in zip(held, weights, strict=True) for _ in range(int(4 * weight))
+    ]
+    alone = iter(rates_of(apart).tolist())
+    together = [sum(next(alone) for _ in range(int(4 * weight))) for weight in weights]
+    assert rates == pytest.approx(together, rel=1e-9)
+
+
+def test_two_weights_on_one_link() -> None:
+    """Twice the weight is twice the rate, until the other one has ended."""
+
+    class Paced(Roofline):
+        def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
+            cost = super().channel_seconds(cluster, channel)
+            return cost._replace(weight=2.0 if channel.devices == (0, 1) else 1.0)
+
+    tasks = Tasks(hosts(8.0, 8.0, 8.0), Paced())  # 1 GB/s each
+    tasks.send(0, 1, GIGA)
+    tasks.send(0, 2, GIGA)
+    assert tasks.run().fair_finish == pytest.approx([1.5, 2.0])
 
 
 def hosts(*gbit_per_s: float, latency_s: float = 0.0) -> Cluster:
