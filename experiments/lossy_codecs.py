@@ -2,7 +2,7 @@
 
     python experiments/lossy_codecs.py cost --json
     python experiments/lossy_codecs.py steps --json                     # Linux, as root
-    python experiments/lossy_codecs.py steps --testbeds skew_network --models conv --rounds 10
+    python experiments/lossy_codecs.py steps --testbeds skew_network --models vgg --rounds 10
     python experiments/lossy_codecs.py losses --json --steps 300
 
 ``cost``: CPU seconds of encoding and decoding over those of a copy; the constants of
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from testbed_calibration import WORKLOADS as CALIBRATION_WORKLOADS
+from testbed_calibration import calibrated
 from testbed_rounds import report, results_of_ranks, seconds_in_turn
 from torch import Tensor, nn
 from torch.nn import functional
@@ -41,19 +41,19 @@ from heterog.planners.planner import Candidate, MethodRow
 from heterog.runtime.codecs import add_decoded, decode, encode
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import run_commands
-from heterog.runtime.profiler import profile_cluster
 from heterog.runtime.rank import end_together, join
 from heterog.runtime.testbed import load_testbed
-from heterog.simulator.calibration import calibrate
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.codec import DECODE_BYTES, ENCODE_BYTES, CodecRule, Traffic, parse_codec
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.zoo import load_workload
 
+WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
 SLOW = Path(__file__).with_name("slow_network.yaml")
 CODECS = ("fp16", "int8", "top_k=10")
-MODELS = ("gpt", "conv")
+MODELS = {"steps": ("gpt", "vgg"), "losses": ("gpt", "conv")}
+"""For steps those of ``testbed_workloads.py``, for losses those of this file."""
 SIZES = (25_000, 400_000, 4_000_000)
 _TOKENS, _VOCABULARY, _WIDTH = 32, 64, 96
 
@@ -144,6 +144,11 @@ def workload(model: str) -> heterog.Workload:
     return load_workload(f"{Path(__file__).resolve()}:{model}", None)
 
 
+def testbed_workload(model: str) -> heterog.Workload:
+    """A workload whose exact plan needs the network of a testbed."""
+    return load_workload(f"{WORKLOADS}:{model}", None)
+
+
 # --- what they cost ------------------------------------------------------------------------------
 
 
@@ -185,20 +190,9 @@ def costs() -> Iterator[dict[str, Any]]:
 # --- what they bring -----------------------------------------------------------------------------
 
 
-def calibrated(testbed: str, calibrated_on: str, folder: Path) -> Cluster:
-    """The testbed's cluster with a calibration on other workloads; measured once per folder."""
-    cluster = load_testbed(str(SLOW) if testbed == SLOW.stem else testbed)
-    path = folder / f"{cluster.name}.calibration.json"
-    if not path.exists():
-        sources = [f"{CALIBRATION_WORKLOADS}:{name}" for name in calibrated_on.split(",")]
-        measured = profile_cluster(sources, cluster, folder / f"{cluster.name}.journal")
-        calibrate(measured, cluster, name=f"calibrated on {cluster.name}").save(path)
-    return replace(cluster, calibration=str(path))
-
-
 def measure(cluster: Cluster, model: str, budget: str, num_rounds: int) -> dict[str, Any]:
     """The best exact plan, and codecs on its slowest boundaries."""
-    graph = capture(workload(model))
+    graph = capture(testbed_workload(model))
     evaluator = Evaluator(graph, cluster)
     exact = make_plan(graph, cluster, evaluator=evaluator, budget=budget)
     found = {"exact": (exact, "")}
@@ -231,7 +225,7 @@ def serve_steps(folder: Path, model: str, num_rounds: int) -> None:
     """One rank: all plans in turn."""
     torch.set_num_threads(1)
     join(timeout_s=1800)
-    here = workload(model)
+    here = testbed_workload(model)
     captured = capture_step(here)
     batch = here.make_batch()
     steps = {
@@ -323,12 +317,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("cost", "steps", "losses"))
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--testbeds", default=f"skew_network,{SLOW.stem}")
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--budget", default="1000e")
+    parser.add_argument("--testbeds", default=f"skew_network,{SLOW}")
+    parser.add_argument("--models", default="", help="by default two that suit what is asked")
+    parser.add_argument("--budget", default="300e")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--calibrated-on", default="mlp_small,vgg_narrow,text_small")
     parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
     parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -342,7 +335,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if arguments.what == "cost":
         rows += costs()
-    models = arguments.models.split(",")
+    models = arguments.models.split(",") if arguments.models else MODELS.get(arguments.what, ())
     if arguments.what == "losses":
         rows += [row for model in models for row in losses(model, arguments.steps)]
     if arguments.what == "steps":
@@ -350,7 +343,7 @@ def main() -> None:
         kept = Path(arguments.folder or scratch.name)
         kept.mkdir(parents=True, exist_ok=True)
         for testbed in arguments.testbeds.split(","):
-            cluster = calibrated(testbed, arguments.calibrated_on, kept)
+            cluster = calibrated(testbed, kept)
             for model in models:
                 rows.append(measure(cluster, model, arguments.budget, arguments.rounds))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

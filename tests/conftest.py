@@ -12,7 +12,7 @@ os.environ["HETEROG_LIBRARY"] = "off"
 import pytest
 from hypothesis import settings
 
-from tests.thorough import cases
+from tests.thorough import cases, leave_out
 
 # Whoever started the tests may ignore these (nohup, a shell's background); tests send them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,6 +29,7 @@ LONG = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files, and those of the longest folders, first, in their own order."""
     tests = Path(__file__).parent
@@ -38,3 +39,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=turn)
+    leave_out(items)

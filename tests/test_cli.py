@@ -14,6 +14,7 @@ import heterog
 from heterog import cli
 from heterog.errors import InputFileError
 from heterog.files import read_json, write_json
+from tests.thorough import one_in
 
 MODEL = """
 import torch
@@ -343,6 +344,7 @@ def test_bad_input_is_one_clear_line_and_leaves_no_file(
     assert after == before
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
@@ -376,6 +378,7 @@ def test_a_cut_off_plan_is_refused(run: Run, model: str, tmp_path: Path) -> None
         heterog.load_plan(path)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("options", "text"),
     [

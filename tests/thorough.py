@@ -1,7 +1,8 @@
 """What ``make test`` leaves to ``make test-all``: repetitions, not kinds of cases.
 
-Two words for it. ``cases(all_of_them, few)`` is a number of random cases; ``few_of`` gives all
-parameters after the first ones the marker ``thorough``, with which ``make test`` runs nothing.
+Three words for it. ``cases(all_of_them, few)`` is a number of random cases; ``few_of`` gives all
+parameters after the first ones the marker ``thorough``, with which ``make test`` runs nothing;
+``one_in(n)`` gives it to all cases of a test but every n-th, for tests with several parameters.
 """
 
 import os
@@ -37,6 +38,27 @@ def few_of(values: Iterable[Value], few: int) -> list[ParameterSet | Value]:
         else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=THOROUGH)
         for number, value in enumerate(values)
     ]
+
+
+def one_in(number: int) -> pytest.MarkDecorator:
+    """Of the cases of a test, ``make test`` runs the first and every n-th after it.
+
+    A number that has no divisor in common with how many values a parameter has lets each value
+    occur.
+    """
+    return pytest.mark.one_in(number)
+
+
+def leave_out(items: list[pytest.Item]) -> None:
+    """Mark what ``one_in`` leaves to ``make test-all``."""
+    counts: dict[str, int] = {}
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None:
+            name = item.nodeid.partition("[")[0]
+            if counts.get(name, 0) % mark.args[0]:
+                item.add_marker(THOROUGH)
+            counts[name] = counts.get(name, 0) + 1
 
 
 THOROUGH = pytest.mark.thorough

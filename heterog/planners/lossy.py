@@ -14,6 +14,10 @@ hold its slowest link in a step, t* = max t_i.
 - With a target for the step, R is an upper bound, and reductions
   r_i = min(R, max(1, t_i / tau)) are as small as the target allows: tau is bisected.
 
+A plan that is the fastest without codecs is one that sends little. So codecs are tried on what
+every method found that could still win: exact steps that are at most as many times slower than the
+best as a codec shortens messages, the ``MOST_STARTS`` fastest of them.
+
 The sum of n replicas' gradients becomes an all-gather of messages, which carries n/2 times the
 bytes of a ring for the same length: their reductions are multiplied by that.
 """
@@ -37,6 +41,8 @@ from heterog.strategy.tables import GraphTables
 
 EQUALLY_FAST = 0.01
 """Steps this close are as good as each other: no prediction is that exact."""
+MOST_STARTS = 8
+"""Exact strategies that codecs are tried on."""
 _BISECTIONS = 12
 """Halvings of the range of tau: to within a thousandth of it where R is below 4."""
 
@@ -297,31 +303,62 @@ def with_codec(
     if plan.step_time_s is None:
         raise StrategyError(f"no exact plan fits to put {codec} on: {plan.shortage}")
     plan.require_written()
-    order = Order[plan.order.upper()]
-    found = lossy_strategy(evaluator, plan.strategy, order, codec, target_s=target_s)
-    if not found.is_lossy:
-        why = "nothing travels that codecs are for" if not found.num_boundaries else "slower"
-        return plan, f"{codec} is not used: {why}. The plan is exact"
-    candidate = Candidate(strategy=found.strategy, orders=(order,))
-    issued = issued_step(evaluator, candidate)
-    fault = "" if rehearse is None else rehearse(found.strategy, issued, lambda: None)
-    if fault:
-        return plan, f"{codec} is not used: it cannot be executed ({fault}). The plan is exact"
-    exact = next(row for row in plan.rows if row.method == plan.method)
-    row = _row(evaluator, exact, candidate, found.evaluation, codec, rehearse is not None)
-    lossy = replace(
-        plan,
-        strategy=found.strategy,
-        task_order=issued.task_order,
-        sent_before=issued.sent_before,
-        program_hash=issued.program.hash,
-        step_time_s=row.step_time_s,
-        peak_memory_bytes=row.peak_memory_bytes,
-        method=row.method,
-        rows=(*plan.rows, row),
-        interval_s=evaluator.interval(found.evaluation.step_time_s),
-    )
-    return lossy, _remark(found, exact.method, codec, target_s)
+    is_reached = target_s is not None and plan.step_time_s <= target_s
+    has_boundaries, faults, found = False, [], []
+    for row, candidate in _starts(plan, codec)[: 1 if is_reached else MOST_STARTS]:
+        result = lossy_strategy(
+            evaluator, candidate.strategy, candidate.orders[0], codec, target_s=target_s
+        )
+        has_boundaries |= result.num_boundaries > 0
+        if result.is_lossy and result.evaluation.step_time_s < plan.step_time_s:
+            found.append((result, row, candidate.orders))
+    found.sort(key=lambda each: (each[0].misses_target, each[0].evaluation.preference))
+    for result, row, orders in found:
+        candidate = Candidate(strategy=result.strategy, orders=orders)
+        issued = issued_step(evaluator, candidate)
+        fault = "" if rehearse is None else rehearse(result.strategy, issued, lambda: None)
+        if not fault:
+            coded = _row(evaluator, row, candidate, result.evaluation, codec, rehearse is not None)
+            lossy = replace(
+                plan,
+                strategy=result.strategy,
+                order=coded.order,
+                task_order=issued.task_order,
+                sent_before=issued.sent_before,
+                program_hash=issued.program.hash,
+                step_time_s=coded.step_time_s,
+                peak_memory_bytes=coded.peak_memory_bytes,
+                method=coded.method,
+                rows=(*plan.rows, coded),
+                interval_s=evaluator.interval(result.evaluation.step_time_s),
+            )
+            return lossy, _remark(result, plan, row.method, codec, target_s)
+        faults.append(fault)
+    if faults:
+        return plan, f"{codec} is not used: it cannot be executed ({faults[0]}). The plan is exact"
+    why = "slower" if has_boundaries else "nothing travels that codecs are for"
+    return plan, f"{codec} is not used: {why}. The plan is exact"
+
+
+def _starts(plan: Plan, codec: Codec) -> list[tuple[MethodRow, Candidate]]:
+    """Exact strategies that may win with a codec, each once; the plan's own first."""
+    assert plan.step_time_s is not None
+    # No message becomes shorter than this, and compute stays.
+    most = {CodecKind.FP16: 2.0, CodecKind.INT8: 4.0}.get(codec.kind, codec.reduction)
+    own = Candidate(strategy=plan.strategy, orders=(Order[plan.order.upper()],))
+    found = {plan.strategy: (next(row for row in plan.rows if row.method == plan.method), own)}
+    for row in sorted(plan.rows, key=lambda row: row.preference):
+        strategy = None if row.candidate is None else row.candidate.strategy
+        if (
+            strategy is not None
+            and row.outcome == "ok"
+            and strategy.averaging is None
+            and not strategy.codecs
+            and (row.step_time_s or 0.0) < most * plan.step_time_s
+        ):
+            order = Order[row.order.upper()]
+            found.setdefault(strategy, (row, Candidate(strategy=strategy, orders=(order,))))
+    return list(found.values())
 
 
 def _row(
@@ -338,6 +375,7 @@ def _row(
     return replace(
         exact,
         method=f"{exact.method} + {codec} (lossy)",
+        order=candidate.orders[0].name.lower(),
         step_time_s=evaluation.step_time_s,
         peak_memory_bytes=evaluation.peak_memory_bytes,
         candidate=candidate,
@@ -347,13 +385,16 @@ def _row(
     )
 
 
-def _remark(found: LossyResult, exact: str, codec: Codec, target_s: float | None) -> str:
+def _remark(
+    found: LossyResult, plan: Plan, start: str, codec: Codec, target_s: float | None
+) -> str:
     """What it brings, against what."""
     step = found.evaluation.step_time_s
+    assert plan.step_time_s is not None
     text = (
         f"LOSSY, trains with other numbers: {codec} on {len(found.strategy.codecs)} of "
-        f"{found.num_boundaries} boundaries; {found.exact.step_time_s / step:.2f}x the exact "
-        f"{exact}, {found.halves.step_time_s / step:.2f}x it with fp16"
+        f"{found.num_boundaries} boundaries of {start}; {plan.step_time_s / step:.2f}x the exact "
+        f"{plan.method}, {found.halves.step_time_s / step:.2f}x {start} with fp16"
     )
     if found.misses_target:
         text += f"; the target of {target_s:g} s is not reached"

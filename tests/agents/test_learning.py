@@ -26,6 +26,7 @@ from heterog.envs.reward import Reward, reward_of
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, HeterogWarning
 from tests.envs.cases import toy_pair
+from tests.thorough import one_in
 
 NETWORK = PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4, stay_bias=0.0)
 SETTINGS = TrainingConfig(
@@ -123,6 +124,7 @@ def slowest(pair: Pair, score: Score) -> Reward:
     return replace(reward_of(pair, score), reward=math.log(score.step_time_s / pair.baseline_s))
 
 
+@one_in(2)
 @pytest.mark.parametrize("algorithm", [Algorithm.REINFORCE, Algorithm.PPO])
 def test_a_learner_maximises_the_reward_it_is_given(algorithm: Algorithm) -> None:
     """Asked for slow strategies it finds them, and validation keeps a policy that does."""

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from heterog.balance import Balancer
 from tests.balance.loops import Loop, Samples, alone, loss_of, on_ranks
 from tests.runtime.ranks import Ranks
+from tests.thorough import one_in
 
 pytestmark = pytest.mark.distributed
 WRAPPERS = ("ddp", "fsdp", "none")
@@ -91,6 +92,7 @@ def train(
     return shares, lines, written
 
 
+@one_in(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_shares_follow_a_rank_that_is_slow_and_one_that_becomes_slow(
     ranks: Ranks, wrapper: str

@@ -33,6 +33,7 @@ from heterog.runtime.testbed import load_testbed
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.export import tiny
 from tests.simulator.builders import plan_by_hand
+from tests.thorough import THOROUGH
 
 NUM_STEPS = 3
 WORKLOAD = """
@@ -199,6 +200,7 @@ def test_ddp_weighs_uneven_batches_and_ignored_labels(graph: OpGraph, tmp_path: 
     assert_trained_like_one_device(folder, launch(folder, ["a", "b"], *options))
 
 
+@THOROUGH
 @pytest.mark.distributed
 def test_ddp_accumulates_and_leaves_out_devices(graph: OpGraph, tmp_path: Path) -> None:
     # GPUs in the plan, tried on CPUs; unequal hosts, because a device has no samples; no label of

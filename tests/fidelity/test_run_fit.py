@@ -25,6 +25,7 @@ from heterog.simulator.device_models.run_file import save_run_models
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from tests.simulator.builders import cluster_of
+from tests.thorough import THOROUGH
 
 TRUTH = InTraining(products=1.7, fused_attention=1.0, streams=1.5, float32=1.3)
 
@@ -56,6 +57,7 @@ def cases(cluster: Cluster, truth: DeviceModels, sizes: list[int]) -> list[Case]
     return found
 
 
+@THOROUGH
 def test_parameters_that_made_the_runs_are_found_again() -> None:
     cluster = cluster_of((100.0, ["A100-80GB", "A100-80GB"]))
     truth = DeviceModels(host_s=4e-5, in_training={"A100-80GB": TRUTH})

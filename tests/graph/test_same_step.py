@@ -18,6 +18,7 @@ from transformers import (
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import OpGraph, same_ops
 from heterog.graph.workload import Workload
+from tests.thorough import one_in
 
 LENGTH = 4
 WORDS = 16
@@ -79,6 +80,7 @@ def step_planned(make: Callable[[], nn.Module]) -> CapturedStep:
     return step_of(make, 3)
 
 
+@one_in(3)
 @pytest.mark.parametrize("make", [llama, gpt2, bert])
 def test_ranges_of_samples_and_of_positions_stay_two(make: Callable[[], nn.Module]) -> None:
     """There are as many samples as positions in the second batch."""
@@ -86,6 +88,7 @@ def test_ranges_of_samples_and_of_positions_stay_two(make: Callable[[], nn.Modul
     assert same_ops(planned, step_of(make, LENGTH).graph)
 
 
+@one_in(3)
 @pytest.mark.parametrize("make", [llama, gpt2, bert])
 def test_one_sample_is_copied_and_summed_as_several_are(make: Callable[[], nn.Module]) -> None:
     planned = step_planned(make)

@@ -12,6 +12,7 @@ from heterog.graph.batch_plan import batch_plan, ops_of_the_whole_batch
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
+from tests.thorough import one_in
 
 LENGTH, WIDTH = 5, 4
 Forward = Callable[[Any, Tensor], Tensor]
@@ -114,6 +115,7 @@ def reference(forward: Forward, step: CapturedStep, batch: int) -> tuple[Tensor,
     return found, loss
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "forward", [repeated_mask, filled_mask, counted_positions, last_token, own_rows_of_mask]
 )
@@ -126,6 +128,7 @@ def test_no_device_makes_the_whole_batch(forward: Forward) -> None:
     torch.testing.assert_close(loss, wanted)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "forward", [repeated_mask, filled_mask, counted_positions, last_token, own_rows_of_mask]
 )

@@ -36,6 +36,7 @@ from heterog.planners.plan import Plan, load_plan, make_plan
 from heterog.planners.planner import Budget
 from heterog.planners.portfolio import run_methods
 from heterog.simulator.evaluator import Evaluator
+from tests.thorough import THOROUGH
 
 FILE = """
 schema_version: 1
@@ -149,6 +150,7 @@ def test_the_cheapest_plan_costs_no_more_than_the_fastest() -> None:
     assert money(planned(loose, methods)) <= money(fastest)
 
 
+@THOROUGH
 def test_a_budget_in_seconds_goes_on_with_the_hosts_of_the_best_plan() -> None:
     """Without any claim about times: the plan fits, is paid for, and names one of its offers."""
     methods = ("cp_ar", "local_search")

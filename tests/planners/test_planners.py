@@ -46,6 +46,7 @@ from heterog.simulator.lower_bound import LowerBound
 from heterog.strategy.space import StrategySpace, device_sets
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
 from tests.simulator.builders import cluster_of
+from tests.thorough import one_in
 
 
 def deep_mlp() -> nn.Module:
@@ -76,6 +77,7 @@ def every_planner() -> list[Planner]:
     return list(planners())
 
 
+@one_in(2)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("planner", every_planner(), ids=lambda planner: planner.name)
 def test_every_method_conforms(planner: Planner, check: Check) -> None:

@@ -21,7 +21,7 @@ from heterog.simulator.roofline import Roofline
 from heterog.strategy.strategy import Strategy
 from tests.runtime.cases import batch_of, workload_of
 from tests.simulator.builders import linear_chain
-from tests.thorough import few_of
+from tests.thorough import few_of, one_in
 
 CLUSTER = Cluster.load("paper_8gpu")
 BASELINES = ("ev_ar", "ddp", "model_parallel")
@@ -77,6 +77,7 @@ def test_no_method_cuts_a_batch_that_is_needed_whole(name: str) -> None:
             assert row.candidate.strategy.num_micro_batches == 1, row.method
 
 
+@one_in(2)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_batch_smaller_than_the_number_of_devices(batch: int) -> None:
     workload = workload_of("own loss")

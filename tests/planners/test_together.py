@@ -18,6 +18,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.workers import Seats, open_seats
 from tests.planners.test_planners import graph as mlp
 from tests.test_interrupt import started, wait_for
+from tests.thorough import THOROUGH
 
 BUDGET = Budget(evaluations=240)
 TARGET = "a100_v100_16"
@@ -58,6 +59,7 @@ def test_two_seats_search_as_much_as_one_and_always_the_same() -> None:
     assert searched["local_search"] > 0
 
 
+@THOROUGH
 @pytest.mark.distributed
 def test_a_method_of_ones_own_runs_here_beside_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

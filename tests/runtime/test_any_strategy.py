@@ -19,6 +19,7 @@ from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of
 from tests.runtime.test_rehearsal import verdict
 from tests.simulator.builders import plan_by_hand, strategy_of
+from tests.thorough import one_in
 
 SEED = int(os.environ.get("HETEROG_SEED", "0"))
 CASES = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "1"))
@@ -61,6 +62,7 @@ def check_any(
     return wrong
 
 
+@one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("num_devices", "name"), [*((4, name) for name in FAMILIES), *((6, name) for name in ON_SIX)]

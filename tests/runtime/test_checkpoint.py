@@ -33,6 +33,7 @@ from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.runtime.cases import MODELS, NORMALISED, batch_of, captured_once
 from tests.runtime.ranks import Ranks
 from tests.simulator.builders import cluster_of, plan_by_hand
+from tests.thorough import one_in
 
 ADAM = ("Adam", {"lr": 1e-2})
 MOMENTUM = ("SGD", {"lr": 0.1, "momentum": 0.9})
@@ -252,6 +253,7 @@ PLANS = {
 }
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", PLANS)
 def test_another_plan_goes_on_as_one_device_would(

@@ -29,6 +29,7 @@ from tests.runtime.cases import EVERY, batch_of, captured_once
 from tests.runtime.grids import done_by_all, grid_cluster
 from tests.runtime.ranks import Ranks
 from tests.simulator.builders import plan_by_hand
+from tests.thorough import one_in
 
 SEED = int(os.environ.get("HETEROG_SEED", "0"))
 CASES = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "1"))
@@ -164,6 +165,7 @@ def random_layout(rng: Random, graph: OpGraph, num_devices: int) -> Strategy:
     return any_strategy(rng, graph, num_devices)
 
 
+@one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", MODELS)
 def test_random_layouts_follow_each_other(
@@ -204,6 +206,7 @@ GRIDS = {
 }
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", GRIDS)
 def test_shards_are_saved_as_they_lie_and_torch_puts_them_together(

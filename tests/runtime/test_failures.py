@@ -25,6 +25,7 @@ from heterog.runtime.rank import _listen, join
 from heterog.runtime.testbed import Testbed
 from heterog.zoo import load_workload
 from tests.simulator.builders import cluster_of
+from tests.thorough import THOROUGH
 
 pytestmark = [
     pytest.mark.distributed,
@@ -177,6 +178,7 @@ def test_a_rank_that_is_killed_in_a_step_is_named(plan: Path) -> None:
     assert_all_gone(watch.pids)
 
 
+@THOROUGH
 def test_a_step_that_never_ends_ends_the_job(folder: Path) -> None:
     watch = AtStep(1, lambda pids: None)
     with pytest.raises(LaunchError) as caught:
@@ -198,6 +200,7 @@ def test_a_loss_that_is_not_a_number_is_an_error_on_every_rank(folder: Path) -> 
         assert f"heterog: rank {rank}: the loss of step 1 is nan" in caught.value.last_words[rank]
 
 
+@THOROUGH
 def test_a_batch_of_another_dtype_is_an_error_on_every_rank(folder: Path) -> None:
     with pytest.raises(LaunchError, match=r"exit code 2") as caught:
         run_ranks(plan_of(folder, "wrong"), 2, num_steps=2, timeout_s=60)

@@ -19,6 +19,7 @@ from heterog.runtime.launch import LaunchError, run_ranks
 from heterog.strategy.tensor_parallel import shardings
 from heterog.zoo import load_workload
 from tests.simulator.builders import cluster_of, plan_by_hand
+from tests.thorough import THOROUGH
 
 MODEL = """
 import torch, heterog
@@ -126,6 +127,7 @@ def test_ranks_train_together_are_measured_saved_and_resumed(
     assert more["losses"] == [None, None]
 
 
+@THOROUGH
 @pytest.mark.distributed
 def test_state_of_an_optimizer_that_looks_at_whole_parameters_is_saved(
     model: str, tmp_path: Path
@@ -187,6 +189,7 @@ def test_a_rank_that_hangs_ends_the_job(plan: Path) -> None:
     assert left_over(plan) == ""
 
 
+@THOROUGH
 @pytest.mark.distributed
 def test_a_plan_for_another_model_is_refused_by_every_rank(plan: Path, model: str) -> None:
     other = model.replace(":workload", ":wider")

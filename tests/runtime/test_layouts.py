@@ -13,9 +13,10 @@ from tests.runtime.grids import grid_cluster
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of
 from tests.runtime.test_teams import trained_alike
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, one_in
 
 
+@one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "text"),

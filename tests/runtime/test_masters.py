@@ -28,6 +28,7 @@ from tests.runtime.cases import TinyGpt, batch_of, captured_once, mlp, token_los
 from tests.runtime.grids import grid_cluster
 from tests.runtime.ranks import Ranks
 from tests.simulator.builders import plan_by_hand, strategy_of
+from tests.thorough import one_in
 
 SEED = int(os.environ.get("HETEROG_SEED", "0"))
 CASES = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "1"))
@@ -103,6 +104,7 @@ def train_in_turn(
     return losses, weights
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_trains_and_resumes_as_one_device_with_masters(
@@ -161,6 +163,7 @@ def weight_after(rank: int, master: torch.dtype | None, path: str, num_steps: in
     return [] if weights is None else weights["weight"].tolist()
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("sync", [Sync.RING, Sync.ZERO1, Sync.ZERO2, Sync.ZERO3])
 def test_updates_too_small_for_bfloat16_add_up(

@@ -37,7 +37,7 @@ from tests.runtime.strategies import (
     strategy_of,
 )
 from tests.simulator.builders import cluster_of
-from tests.thorough import cases
+from tests.thorough import IS_THOROUGH, cases, one_in
 
 NUM_RANKS = 3
 
@@ -53,6 +53,7 @@ def assert_trains_like_one_device(
     assert_same(results, reference(name, recipe), atol=atol)
 
 
+@one_in(4)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("case", SYNCS)
@@ -119,6 +120,7 @@ def test_micro_batches_with_uneven_counts(ranks: Ranks, tmp_path: Path, name: st
     assert_trains_like_one_device(ranks, tmp_path, name, strategy, graph)
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", NORMALISED)
 @pytest.mark.parametrize("case", ["ring", "uneven slices", "zero share", "server"])
@@ -148,6 +150,7 @@ def test_every_method_of_the_spine_on_four_ranks(four_ranks: Ranks, tmp_path: Pa
     # test_sequences do.
     apart = ("spatial", "sequences")
     methods = [planner.name for planner in planners() if planner.name not in apart]
+    methods = methods if IS_THOROUGH else methods[::3]
     for number, method in enumerate(methods):
         name = list(MODELS)[number % len(MODELS)]
         plan = make_plan(
@@ -190,6 +193,7 @@ def test_a_program_without_one_task_is_noticed(ranks: Ranks, tmp_path: Path, kin
                 assert_same(results, wanted)
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", MODELS)
 def test_random_strategies(

@@ -38,7 +38,7 @@ from tests.runtime.strategies import (
 )
 from tests.runtime.walks import all_sharded, decoded, moves_of, start
 from tests.simulator.builders import random_rules, with_rules
-from tests.thorough import cases
+from tests.thorough import cases, one_in
 
 UNEVEN = Decision(devices=ALL, shares=(5, 2, 1), sync=Sync.RING)
 WITH_ZERO = Decision(devices=ALL, shares=(5, 0, 3), sync=Sync.RING)
@@ -160,6 +160,7 @@ def test_heads_and_feed_forward_of_a_gpt(ranks: Ranks, tmp_path: Path, decision:
         assert result.shapes["blocks.0.query_key_value.weight"] == (12 * count, 8)
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "groups", "parameter", "sharded"),
@@ -229,6 +230,7 @@ def test_sharded_in_one_place_and_batch_split_elsewhere(ranks: Ranks, tmp_path: 
     trained(ranks, tmp_path, "gpt", strategy)
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["mlp", "gpt", "moe", "residual", "encodings"])
 def test_random_legal_rules(

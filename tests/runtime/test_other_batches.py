@@ -22,6 +22,7 @@ from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import ALL, SYNCS, ZERO, graph_of, homes_of, plan_of, strategy_of
 from tests.runtime.test_op_rules import column_then_row
 from tests.simulator.builders import with_rules
+from tests.thorough import THOROUGH, one_in
 
 SIZES = (8, 5, 8, 1, 5, 2)
 
@@ -83,6 +84,7 @@ CASES = {name: SYNCS[name] for name in ("ring", "uneven slices", "zero share", "
 }
 
 
+@one_in(4)
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["gpt", "own loss"])
@@ -115,6 +117,7 @@ def test_decisions_that_come_to_the_same_shares_keep_their_buckets(
     check(ranks, tmp_path, "gpt", strategy, batches("gpt", (8, 2, 8, 2)))
 
 
+@THOROUGH
 @pytest.mark.distributed
 def test_a_pipeline_with_fewer_samples_than_micro_batches(ranks: Ranks, tmp_path: Path) -> None:
     graph = graph_of("own loss")
@@ -135,6 +138,7 @@ def test_rules_of_ops_keep_their_slices(ranks: Ranks, tmp_path: Path) -> None:
     check(ranks, tmp_path, "mlp", strategy, batches("mlp", (8, 5, 11, 2)))
 
 
+@one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", ["ring", "server", "one device"])
 def test_lengths(ranks: Ranks, tmp_path: Path, case: str) -> None:

@@ -17,11 +17,13 @@ from tests.runtime.strategies import (
     strategy_of,
 )
 from tests.runtime.test_numerics import assert_trains_like_one_device
+from tests.thorough import one_in
 
 GATHERS = ("contrastive", "pseudo-labels", "weighted labels")
 """These need the whole batch in one op: no micro-batches."""
 
 
+@one_in(5)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", OWN_LOSS)
 @pytest.mark.parametrize("case", ["ring", "zero share", "server", "one device"])
@@ -32,6 +34,7 @@ def test_uniform(ranks: Ranks, tmp_path: Path, name: str, case: str) -> None:
     assert_trains_like_one_device(ranks, tmp_path, name, strategy, graph)
 
 
+@one_in(5)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", OWN_LOSS)
 @pytest.mark.parametrize("case", ["zero1", "zero3, no slice"])
@@ -41,6 +44,7 @@ def test_zero(ranks: Ranks, tmp_path: Path, name: str, case: str) -> None:
     assert_trains_like_one_device(ranks, tmp_path, name, strategy, graph)
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", OWN_LOSS)
 def test_every_group_elsewhere(ranks: Ranks, tmp_path: Path, name: str) -> None:
@@ -55,6 +59,7 @@ def test_every_group_elsewhere(ranks: Ranks, tmp_path: Path, name: str) -> None:
     assert_trains_like_one_device(ranks, tmp_path, name, strategy, graph)
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", [name for name in OWN_LOSS if name not in GATHERS])
 @pytest.mark.parametrize("is_pipeline", [True, False])

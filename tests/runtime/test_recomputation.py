@@ -33,6 +33,7 @@ from tests.runtime.cases import (
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import ALL, SYNCS, cluster, graph_of, homes_of, plan_of, strategy_of
 from tests.runtime.test_random_ops import gpt
+from tests.thorough import one_in
 
 UNEVEN = Decision(devices=ALL, shares=(5, 2, 1), recompute=True)
 
@@ -48,6 +49,7 @@ def saved(folder: Path, graph: OpGraph, strategy: Strategy) -> str:
     return str(path)
 
 
+@one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("step_barrier", [True, False])
 @pytest.mark.parametrize("name", MODELS)

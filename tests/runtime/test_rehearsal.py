@@ -38,7 +38,7 @@ from tests.runtime.cases import (
 )
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, homes_of, plan_of, random_strategy, strategy_of
-from tests.thorough import cases
+from tests.thorough import cases, one_in
 
 NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", str(cases(12, 6))))
 """Random strategies that are rehearsed and then run; the 500 of the results take half an hour."""
@@ -68,6 +68,7 @@ def verdict(name: str, plan: Plan) -> str:
     )
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("case", SYNCS)
 def test_what_ranks_run_is_accepted(name: str, case: str) -> None:

@@ -20,6 +20,7 @@ from tests.runtime.cases import BATCH, SGD, assert_same, captured_once, referenc
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, cluster, graph_of, plan_of, strategy_of
 from tests.runtime.test_recomputation import deep
+from tests.thorough import one_in
 
 RANKS = ((0,), (1,), (2,))
 
@@ -53,6 +54,7 @@ def pipeline(graph: OpGraph, name: str, *, num_micro: int, recompute: bool = Fal
     return replace(plain, schedule=schedule)
 
 
+@one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ def test_blocks_with_losses_of_their_own_train_alike(
     assert_same(results, reference("local blocks"))
 
 
+@one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("sync", [Sync.ZERO2, Sync.ZERO3])
 @pytest.mark.parametrize("name", ["free", "caps", "1f1b"])

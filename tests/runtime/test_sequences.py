@@ -16,6 +16,7 @@ from tests.runtime.cases import Trained, assert_same
 from tests.runtime.ranks import Ranks
 from tests.runtime.sequences import train, trained_alone, workload_of
 from tests.runtime.strategies import ALL, plan_of, strategy_of
+from tests.thorough import one_in
 
 IN_TWO = ((0, 1), (2,))
 TOGETHER = Decision(devices=ALL, shares=(2, 0, 0), teams=(ALL,), parts=(5, 3, 2))
@@ -49,6 +50,7 @@ DOUBLE = 1e-9, 1e-11
 """Differences of gradients and weights, and of losses, that are allowed."""
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "limits"),

@@ -29,6 +29,7 @@ from tests.runtime.cases import (
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, graph_of, homes_of, plan_of, strategy_of
 from tests.simulator.builders import cluster_of
+from tests.thorough import one_in
 
 
 def strategy_by_name(name: str, case: str, *, step_barrier: bool) -> Strategy:
@@ -51,6 +52,7 @@ def saved_plan(folder: Path, name: str, case: str, *, step_barrier: bool) -> str
 CASES = ["ring", "uneven slices", "server", "hybrid", "one device"]
 
 
+@one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("step_barrier", [True, False])
@@ -62,6 +64,7 @@ def test_an_update_uses_the_learning_rate_of_its_own_step(
     assert_same(ranks.run(train, "gpt", recipe, path), reference("gpt", recipe))
 
 
+@one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("step_barrier", [True, False])

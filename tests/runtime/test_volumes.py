@@ -16,6 +16,7 @@ from tests.runtime.cases import Trained, assert_same
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import ALL, plan_of, strategy_of
 from tests.runtime.volumes import train, trained_alone, workload_of
+from tests.thorough import one_in
 
 TOGETHER = Decision(devices=ALL, shares=(1, 0, 0), teams=(ALL,), parts=(3, 2, 1))
 
@@ -44,6 +45,7 @@ def trained(
     return results
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "units", "dim"),
@@ -60,6 +62,7 @@ def test_uneven_rows_of_one_sample_give_the_numbers_of_one_device(
     assert_same(results, trained_alone(name, 1), rtol=1e-9, loss_rtol=1e-11, all_gradients=False)
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "units", "decision"),

@@ -27,8 +27,10 @@ from tests.runtime.cases import (
 )
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, ZERO, graph_of, plan_of, strategy_of
+from tests.thorough import one_in
 
 
+@one_in(7)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("case", ZERO)
@@ -48,6 +50,7 @@ def test_uniform(ranks: Ranks, tmp_path: Path, name: str, case: str) -> None:
     assert_same(ranks.run(train, name, SGD, str(path)), reference(name))
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("step_barrier", [True, False])
@@ -187,6 +190,7 @@ def peak_of_a_step(rank: int, path: str) -> int:
     return peak_bytes(step, batch)
 
 
+@one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("step_barrier", [True, False])
 @pytest.mark.parametrize("sync", [Sync.RING, Sync.ZERO1, Sync.ZERO2, Sync.ZERO3])

@@ -12,6 +12,7 @@ from sailor.plan import Plan, Replica, Stage
 from sailor.strategies import cluster_of, rounds_of
 
 from heterog.errors import StrategyError
+from tests.thorough import THOROUGH
 
 ROOT = Path(__file__).parents[2]
 SAILOR = ROOT.parent / "shared" / "data" / "sailor"
@@ -33,6 +34,7 @@ def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return found
 
 
+@THOROUGH
 @needs_data
 @pytest.mark.slow
 def test_a_table_is_judged_by_the_referee(tmp_path: Path) -> None:

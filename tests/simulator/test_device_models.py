@@ -40,7 +40,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import Channel, ChannelTable
 from heterog.zoo import build
-from tests.thorough import few_of
+from tests.thorough import few_of, one_in
 
 CHIP = Chip(
     peak_flops_per_s=1e14, bandwidth_bytes_per_s=1e12, multiprocessors=100, cache_bytes=0.0
@@ -161,6 +161,7 @@ class Batched(nn.Module):
         return torch.bmm(x, self.right)
 
 
+@one_in(3)
 @pytest.mark.parametrize("cut", [(1,), (2,), (3,), (0,), (1, 2), (1, 3), (2, 3), (0, 1)])
 @pytest.mark.parametrize("part", [0.5, 0.125])
 def test_sizes_of_a_part_follow_from_its_flops_and_bytes(
@@ -197,6 +198,7 @@ def zoo_step(name: str) -> OpGraph:
     return capture(build(name, 24))
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "host_s"),
     few_of(

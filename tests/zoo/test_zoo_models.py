@@ -16,6 +16,7 @@ from heterog.zoo.moe import BertMoe, MixtureOfExperts, MoeOutput, moe_loss
 from heterog.zoo.tokens import token_cross_entropy
 from heterog.zoo.translation import Transformer, sinusoids
 from heterog.zoo.vision import MobileNetV2, ResNet
+from tests.thorough import one_in
 
 HUB_MODELS = (
     "bert_base",
@@ -65,6 +66,7 @@ def capture(name: str) -> GraphModule:
         return make_fx(step)(parameters, buffers, batch)
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", ["inception_v3", "vit_base", "transformer_6l", "bert_moe"])
 def test_step_can_be_captured_and_uses_every_parameter(name: str) -> None:
     graph = capture(name).graph
