@@ -28,12 +28,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from heterog.errors import StrategyError
-from heterog.planners.issue_order import Rehearse, issued_step
+from heterog.planners.issue_order import IssuedStep, Rehearse, issued_step
 from heterog.planners.judging import under_noise
 from heterog.planners.plan import Plan
 from heterog.planners.planner import Candidate, MethodRow
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.intervals import Interval
 from heterog.strategy.codec import MOST_REDUCTION, Codec, CodecKind, CodecRule, Traffic
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
@@ -317,23 +318,15 @@ def with_codec(
         candidate = Candidate(strategy=result.strategy, orders=orders)
         issued = issued_step(evaluator, candidate)
         fault = "" if rehearse is None else rehearse(result.strategy, issued, lambda: None)
-        if not fault:
-            coded = _row(evaluator, row, candidate, result.evaluation, codec, rehearse is not None)
-            lossy = replace(
-                plan,
-                strategy=result.strategy,
-                order=coded.order,
-                task_order=issued.task_order,
-                sent_before=issued.sent_before,
-                program_hash=issued.program.hash,
-                step_time_s=coded.step_time_s,
-                peak_memory_bytes=coded.peak_memory_bytes,
-                method=coded.method,
-                rows=(*plan.rows, coded),
-                interval_s=evaluator.interval(result.evaluation.step_time_s),
-            )
-            return lossy, _remark(result, plan, row.method, codec, target_s)
-        faults.append(fault)
+        if fault:
+            faults.append(fault)
+            continue
+        coded = _row(row, candidate, result.evaluation, codec, is_rehearsed=bool(rehearse))
+        if any(each.noisy_step_times_s for each in plan.rows):  # gains are quoted draw by draw
+            noisy = under_noise(evaluator, candidate.strategy, candidate.orders[0])
+            coded = replace(coded, noisy_step_times_s=noisy)
+        lossy = _with_row(plan, coded, issued, evaluator.interval(result.evaluation.step_time_s))
+        return lossy, _remark(result, plan, row.method, codec, target_s)
     if faults:
         return plan, f"{codec} is not used: it cannot be executed ({faults[0]}). The plan is exact"
     why = "slower" if has_boundaries else "nothing travels that codecs are for"
@@ -361,17 +354,32 @@ def _starts(plan: Plan, codec: Codec) -> list[tuple[MethodRow, Candidate]]:
     return list(found.values())
 
 
+def _with_row(plan: Plan, row: MethodRow, issued: IssuedStep, interval_s: Interval) -> Plan:
+    """A plan of a further row."""
+    assert row.candidate is not None
+    return replace(
+        plan,
+        strategy=row.candidate.strategy,
+        order=row.order,
+        task_order=issued.task_order,
+        sent_before=issued.sent_before,
+        program_hash=issued.program.hash,
+        step_time_s=row.step_time_s,
+        peak_memory_bytes=row.peak_memory_bytes,
+        method=row.method,
+        rows=(*plan.rows, row),
+        interval_s=interval_s,
+    )
+
+
 def _row(
-    evaluator: Evaluator,
     exact: MethodRow,
     candidate: Candidate,
     evaluation: Evaluation,
     codec: Codec,
+    *,
     is_rehearsed: bool,
 ) -> MethodRow:
-    noisy: tuple[float, ...] = ()
-    if exact.noisy_step_times_s:
-        noisy = under_noise(evaluator, candidate.strategy, candidate.orders[0])
     return replace(
         exact,
         method=f"{exact.method} + {codec} (lossy)",
@@ -379,7 +387,6 @@ def _row(
         step_time_s=evaluation.step_time_s,
         peak_memory_bytes=evaluation.peak_memory_bytes,
         candidate=candidate,
-        noisy_step_times_s=noisy,
         is_rehearsed=is_rehearsed,
         note="lossy: changes the numbers of training",
     )
