@@ -121,7 +121,7 @@ def conv(batch_size: int = 24) -> heterog.Workload:
             *layers, nn.Flatten(), nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 10)
         )
 
-    options = {"lr": 0.02, "momentum": 0.9}
+    options = {"lr": 0.004, "momentum": 0.9}
     return heterog.Workload(
         model, conv_batch(0, batch_size), functional.cross_entropy, torch.optim.SGD, options
     )
