@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,11 +60,16 @@ def wait_for(process: subprocess.Popen[str], is_there: Callable[[str], bool]) ->
     """Lines of stderr up to the first that is waited for."""
     assert process.stderr is not None
     seen = ""
-    for line in process.stderr:
-        seen += line
-        if is_there(line):
-            return seen
-    raise AssertionError(f"it ended before: {seen}")
+    too_late = threading.Timer(WAIT_S, process.kill)
+    too_late.start()
+    try:
+        for line in process.stderr:
+            seen += line
+            if is_there(line):
+                return seen
+    finally:
+        too_late.cancel()
+    raise AssertionError(f"it ended before, or was ended after {WAIT_S} s: {seen}")
 
 
 def graph_file(folder: Path) -> str:
@@ -96,7 +102,8 @@ def method_file(folder: Path, name: str, work: str) -> str:
         "from heterog.planners.planner import PlanResult\n"
         f"class Own:\n    name, stage = '{name}', 'search'\n"
         "    def plan(self, problem):\n"
-        f"        print('{name} has begun', file=sys.stderr, flush=True)\n"
+        # One write: print makes two, between which another worker can write its line.
+        f"        sys.stderr.write('{name} has begun\\n')\n"
         f"        while True:\n            time.sleep(0.01)\n            {work}\n"
     )
     return f"{name}.py:Own"
