@@ -5,6 +5,7 @@ import pytest
 
 from tests.balance.loops import Loop, alone, on_ranks
 from tests.runtime.ranks import Ranks
+from tests.thorough import one_in
 
 EXACT = 1e-9
 WRAPPERS = ("ddp", "fsdp", "none")
@@ -20,6 +21,7 @@ def assert_like_one_process(ranks: Ranks, loop: Loop) -> None:
         np.testing.assert_allclose(found_weights, weights, rtol=EXACT, atol=EXACT)
 
 
+@one_in(3)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("tokens", [False, True], ids=["samples", "tokens"])
 @pytest.mark.parametrize("shares", [UNEVEN, (3, 3, 3), (1, 1, 5), (0, 0, 4)], ids=str)
@@ -45,6 +47,7 @@ def test_a_scaler_skips_an_infinite_step_on_all_ranks(ranks: Ranks, wrapper: str
     assert_like_one_process(ranks, Loop(wrapper=wrapper, shares=(4, 2, 1), scaler=True))
 
 
+@one_in(3)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("tokens", [False, True], ids=["samples", "tokens"])
 @pytest.mark.parametrize("fits", [(2, 2, 2), (None, 1, 3), (1, None, None)], ids=str)

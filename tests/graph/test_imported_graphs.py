@@ -23,6 +23,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+from tests.thorough import one_in
 
 
 def documented() -> dict[str, Any]:
@@ -152,6 +153,7 @@ SHAPES: dict[str, Callable[[], dict[str, Any]]] = {
 METHODS = [planner.name for planner in planners()]
 
 
+@one_in(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_method_plans_graphs_written_by_hand(shape: str, tmp_path: Path) -> None:
     """The documented example crashed the default methods: it has one group and no slot."""

@@ -23,6 +23,7 @@ from heterog.planners.pipette.annealing import COOLED, moved, scaled
 from heterog.planners.pipette.latency import eager_order_s, one_forward_one_backward_s
 from heterog.strategy.program import IntArray
 from tests.simulator.builders import random_cluster
+from tests.thorough import one_in
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "pipette"
 GB = 1e9
@@ -182,6 +183,7 @@ def random_rates(hosts: int, seed: int) -> HostRates:
     return HostRates(np.random.default_rng(seed).uniform(1.0, 10.0, (hosts, hosts)))
 
 
+@one_in(2)
 @pytest.mark.parametrize("pricing", Pricing)
 @pytest.mark.parametrize(("hosts", "stages"), [(6, 2), (6, 3), (6, 6), (7, 1), (7, 7), (8, 4)])
 def test_annealing_finds_what_brute_force_finds(hosts: int, stages: int, pricing: Pricing) -> None:

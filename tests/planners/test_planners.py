@@ -77,7 +77,7 @@ def every_planner() -> list[Planner]:
     return list(planners())
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("planner", every_planner(), ids=lambda planner: planner.name)
 def test_every_method_conforms(planner: Planner, check: Check) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.planners.planner import Budget
-from tests.thorough import few_of
+from tests.thorough import cases, few_of
 
 
 def experiment() -> ModuleType:
@@ -27,6 +27,6 @@ def test_every_method(model: str) -> None:
     import heterog.agents.planners  # noqa: F401  registers the policies as methods
 
     cluster = Cluster.load("paper_8gpu")
-    rows = experiment().rows_of(model, cluster, Budget(evaluations=20))
+    rows = experiment().rows_of(model, cluster, Budget(evaluations=cases(20, 5)))
     assert [row for row in rows if row["outcome"] == "cannot_run"] == []
     assert any(row["is_rehearsed"] for row in rows)

@@ -28,6 +28,7 @@ from heterog.strategy.space import MAX_DEVICE_SETS, device_sets
 from tests.planners.test_budget import clocked
 from tests.planners.test_planners import graph as mlp
 from tests.simulator.builders import random_case
+from tests.thorough import one_in
 
 
 def large(types: tuple[str, ...], hosts_of_each: int, devices: int = 1) -> Cluster:
@@ -81,6 +82,7 @@ def test_hosts_of_a_hundred_kinds_are_named_too() -> None:
 # --- going on -----------------------------------------------------------------------------------
 
 
+@one_in(2)
 @pytest.mark.parametrize("method", ["two_segment", "pipeline", "megatron_grid"])
 def test_an_enumeration_goes_on_where_it_was(method: str) -> None:
     """In two halves it evaluates what it does in one go, each point once."""

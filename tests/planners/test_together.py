@@ -18,9 +18,9 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.workers import Seats, open_seats
 from tests.planners.test_planners import graph as mlp
 from tests.test_interrupt import started, wait_for
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, cases
 
-BUDGET = Budget(evaluations=240)
+BUDGET = Budget(evaluations=cases(240, 120))
 TARGET = "a100_v100_16"
 
 

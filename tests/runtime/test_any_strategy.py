@@ -62,7 +62,7 @@ def check_any(
     return wrong
 
 
-@one_in(3)
+@one_in(4)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("num_devices", "name"), [*((4, name) for name in FAMILIES), *((6, name) for name in ON_SIX)]

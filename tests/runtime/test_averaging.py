@@ -18,6 +18,7 @@ from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import batch_of, workload_of
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of, plan_of, strategy_of
+from tests.thorough import one_in
 
 ISLANDS = ((0,), (1, 2))
 SAMPLES = (3, 5)
@@ -145,6 +146,7 @@ def compare(
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "optimizer", "averaging", "cut"),

@@ -42,6 +42,7 @@ from tests.runtime.cases import (
 from tests.runtime.grids import grid_cluster
 from tests.runtime.ranks import Ranks
 from tests.simulator.builders import plan_by_hand
+from tests.thorough import one_in
 
 SEED = int(os.environ.get("HETEROG_SEED", "0"))
 CASES = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "1"))
@@ -126,6 +127,7 @@ def assert_near(results: list[Trained], name: str, limit: float) -> None:
             assert error <= limit * max(float(wanted[key].norm()), SMALL * every), key
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_bfloat16_is_off_by_its_roundings(four_ranks: Ranks, tmp_path: Path, name: str) -> None:

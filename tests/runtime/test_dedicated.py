@@ -12,6 +12,7 @@ from tests.runtime.cases import MODELS, SGD, assert_same, reference, train, trai
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of
 from tests.simulator.builders import cluster_of, plan_by_hand
+from tests.thorough import one_in
 
 
 def four_hosts() -> Cluster:
@@ -30,6 +31,7 @@ def four_hosts() -> Cluster:
     return replace(plain, pairs=tuple(pairs))
 
 
+@one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("method", ["cp_ar", "pipeline", "poplar", "megatron_grid", "hap"])
 @pytest.mark.parametrize("order", [(2, 0, 3, 1), (1, 0, 2, 3)])
@@ -47,6 +49,7 @@ def test_any_order_of_hosts_trains_like_one_device(
     assert_same(results, reference(name), all_gradients=work is train)
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("method", ["dedication", "pipette"])
 def test_what_the_methods_find_trains_like_one_device(

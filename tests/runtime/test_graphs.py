@@ -15,6 +15,7 @@ from tests.runtime.cases import Trained, assert_same
 from tests.runtime.graphs import NODES, graph_of, train, trained_alone
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import ALL, plan_of, strategy_of
+from tests.thorough import one_in
 
 TOGETHER = Decision(devices=ALL, shares=(1, 0, 0), teams=(ALL,), parts=(3, 2, 1))
 
@@ -37,6 +38,7 @@ def trained(
     return results
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["gcn", "sage", "mixed"])
 def test_rows_three_two_one_give_the_numbers_of_one_device(

@@ -16,6 +16,7 @@ from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import SGD, assert_same, reference, train_sharded
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import ALL, cluster, graph_of, plan_of, strategy_of
+from tests.thorough import one_in
 
 
 def random_program(graph: OpGraph, shares: tuple[int, ...], seed: int) -> Strategy:
@@ -31,6 +32,7 @@ def random_program(graph: OpGraph, shares: tuple[int, ...], seed: int) -> Strate
     return replace(strategy, op_rules=op_rules(synthesis.theory, best.triples, synthesis.start))
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "shares", "seed"),

@@ -29,6 +29,7 @@ from tests.runtime.cases import (
 )
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import ALL, plan_of, strategy_of
+from tests.thorough import one_in
 
 WIDTH = 400
 SHARES = Decision(devices=ALL, shares=(4, 3, 1))
@@ -178,6 +179,7 @@ def losses_of(rank: int, name: str, path: str, seed: int) -> list[float]:
     return losses
 
 
+@one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_random_models_train_and_repeat(ranks: Ranks, tmp_path: Path, name: str) -> None:

@@ -13,6 +13,7 @@ from tests.runtime.grids import done_by_all, grid_cluster
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of
 from tests.simulator.builders import plan_by_hand
+from tests.thorough import one_in
 
 
 def trained_alike(
@@ -46,6 +47,7 @@ PAIRS = Decision(
 )
 
 
+@one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize("sync", [Sync.RING, Sync.ZERO1, Sync.ZERO2, Sync.ZERO3])
 def test_a_grid_in_micro_batches(four_ranks: Ranks, tmp_path: Path, sync: Sync) -> None:

@@ -46,6 +46,7 @@ from tests.simulator.builders import (
 )
 from tests.strategy.reading import Need
 from tests.strategy.reference import Buffer, Meaning, Route, Subject, Task, meaning
+from tests.thorough import one_in
 
 SEED = int(os.environ.get("HETEROG_SEED", "7"))
 NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "32"))
@@ -330,6 +331,7 @@ def volume_of(name: str) -> OpGraph:
     return capture(workload_of(name, 4))
 
 
+@one_in(2)
 @pytest.mark.parametrize("number", range(NUM_RANDOM // 4))
 def test_along_space(number: int) -> None:
     """Rows that neighbours own, also on other devices than where they were made."""

@@ -22,6 +22,7 @@ from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.sequence_split import lengths, sequence_split, unit_counts
 from tests.runtime.sequences import MODELS, workload_of
 from tests.simulator.builders import cluster_of
+from tests.thorough import one_in
 
 
 @cache
@@ -29,6 +30,7 @@ def graph_of(name: str) -> OpGraph:
     return capture(workload_of(name, 2))
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_all_work_by_position_is_cut(name: str) -> None:
     graph = graph_of(name)
