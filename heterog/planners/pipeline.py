@@ -18,6 +18,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray
 from heterog.graph.op_rule import OpRules
+from heterog.planners.communities import communities, in_best_order
 from heterog.planners.enumeration import Enumeration
 from heterog.planners.megatron_grid import MOST_TASKS
 from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
@@ -82,7 +83,8 @@ def stage_sequences(cluster: Cluster) -> list[Stages]:
 
     Up to five machines: every sequence of machines, alike ones in one order only, cut into blocks
     in every way, and its devices one by one. With more: all machines, and those of some kinds,
-    sorted by kind both ways, in blocks of equal size.
+    sorted by kind both ways, in blocks of equal size; and communities of machines that are near
+    each other, both ways, each in blocks of its own.
     """
     hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
     kinds = [
@@ -103,6 +105,10 @@ def stage_sequences(cluster: Cluster) -> list[Stages]:
             ]
             found.setdefault(tuple(blocks))
         found.setdefault(tuple((device,) for host in sequence for device in hosts[host]))
+    for blocks_of_near in _community_blocks(cluster):
+        found.setdefault(
+            tuple(tuple(sorted(d for h in block for d in hosts[h])) for block in blocks_of_near)
+        )
     return [stages for stages in found if len(stages) > 1] or list(found)
 
 
@@ -129,6 +135,26 @@ def _host_sequences(kinds: list[tuple[tuple[str, ...], float]]) -> Iterator[tupl
                     yield sequence
 
 
+def _community_blocks(cluster: Cluster) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Machines in blocks that lie in one community each: no stage has a slow link inside."""
+    near = communities(cluster) if cluster.num_hosts > _MOST_HOSTS else []
+    if len(near) < 2:
+        return
+    ordered = in_best_order(cluster, near)
+    for most in dict.fromkeys((1, 2, 4, max(map(len, near)))):
+        blocks = [
+            each[bounds[0] : bounds[1]]
+            for each in ordered
+            for bounds in pairwise(_even_bounds(len(each), min(most, len(each))))
+        ]
+        yield tuple(blocks)
+        yield tuple(reversed(blocks))
+
+
+def _even_bounds(count: int, parts: int) -> list[int]:
+    return [round(count * part / parts) for part in range(parts + 1)]
+
+
 def _compositions(count: int) -> Iterator[tuple[int, ...]]:
     """Positions at which a sequence may be cut: everywhere, or evenly if it is long."""
     inner = range(1, count)
@@ -142,7 +168,7 @@ def _compositions(count: int) -> Iterator[tuple[int, ...]]:
         doubled = [first << power for first in (2, 3) for power in range(count.bit_length())]
         numbers = sorted({1, count, *(each for each in doubled if each < count)})
     for parts in numbers:
-        yield tuple(dict.fromkeys(round(count * part / parts) for part in range(1, parts)))
+        yield tuple(dict.fromkeys(_even_bounds(count, parts)[1:-1]))
 
 
 class _Enumeration(Enumeration[_Point]):

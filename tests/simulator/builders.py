@@ -300,7 +300,7 @@ def cluster_of(
     inner = intra or Link(kind="nvlink", bandwidth_bytes_per_s=100e9)
     made_hosts, devices = [], []
     for index, (gbit_per_s, types) in enumerate(hosts):
-        name = "ABCDEFGH"[index]
+        name = "ABCDEFGH"[index] if index < 8 else f"H{index}"
         made_hosts.append(
             Host(
                 name=name,
