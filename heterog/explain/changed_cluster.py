@@ -313,4 +313,5 @@ def _with_devices(
         shares=split_in_proportion(evaluator.graph.batch_size, weights),
         sync=Sync.REDUCE_SCATTER_ALL_GATHER if by_slices else decision.sync,
         slices=proportional_slices(evaluator.cluster, members) if by_slices else (),
+        slice_groups=(),
     )

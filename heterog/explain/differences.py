@@ -149,7 +149,10 @@ def _schedule(strategy: Strategy) -> str:
 
 def _syncs(strategy: Strategy) -> str:
     kinds = Counter(
-        SYNC_NAMES[decision.sync] for decision in strategy.decisions if len(decision.devices) > 1
+        SYNC_NAMES[decision.sync]
+        + f", {len(decision.slice_groups)} copies" * (len(decision.slice_groups) > 1)
+        for decision in strategy.decisions
+        if len(decision.devices) > 1
     )
     return " and ".join(kind for kind, _ in kinds.most_common()) or "stay on their device"
 

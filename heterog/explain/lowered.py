@@ -212,6 +212,8 @@ class Lowered:
         if tables.parameter_axis[parameter] >= 0:
             return IN_SLICES
         bucket = int(self.program.bucket[parameter])
+        if decision.sync.is_sharded and (TaskKind.REDUCE_SCATTER, bucket) in about:
+            return SYNC_NAMES[decision.sync]  # slice groups also add up what was scattered
         if (TaskKind.ALL_REDUCE, bucket) in about:
             channel = self.program.channel[about[TaskKind.ALL_REDUCE, bucket]]
             if self.program.codecs and self.program.codec[about[TaskKind.ALL_REDUCE, bucket]]:

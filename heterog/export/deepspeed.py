@@ -36,6 +36,10 @@ def export_deepspeed(plan: Plan, sources: Sequence[str] = ()) -> Export:
     remarks = uniform_remarks(plan, TARGET, expressed=sync)
     if sync is not None and any(len(set(each.slices)) > 1 for each in plan.strategy.decisions):
         remarks.append("Uneven slices: deepspeed gives every rank an equal slice.")
+    if sync is not None and any(each.slice_groups for each in plan.strategy.decisions):
+        remarks.append(
+            "Slice groups: deepspeed keeps slices over all ranks (its MiCS has groups)."
+        )
     if plan.strategy.bucket_bytes == 0:
         what = "Synchronisation tensor by tensor"
     else:

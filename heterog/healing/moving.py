@@ -52,8 +52,10 @@ def held(graph: OpGraph, strategy: Strategy, num_devices: int) -> Held:
             continue
         if decision.sync.is_sharded and len(devices) > 1:
             weights = np.array(decision.slices or [1] * len(devices), np.float64)
-            parts = weights / weights.sum()
-            state[row, devices] = owned[row, devices] = parts
+            copies = max(len(decision.slice_groups), 1)
+            parts = weights / weights.sum() * copies
+            saving = np.isin(devices, decision.slice_groups[0] if copies > 1 else devices)
+            state[row, devices], owned[row, devices] = parts, parts * saving
             if decision.sync.sharded == Sharded.PARAMETERS:
                 value[row, devices] = parts
             continue

@@ -65,6 +65,7 @@ def without_devices(decision: Decision, leaving: set[int], roomiest: int) -> Dec
         devices=tuple(decision.devices[index] for index in kept),
         shares=split_in_proportion(batch, weights if sum(weights) else (1.0,) * len(kept)),
         slices=slices if sum(slices) else (),
+        slice_groups=(),
         teams=tuple(filter(None, teams)),
         parts=tuple(decision.parts[index] for index in kept) if decision.parts else (),
     )

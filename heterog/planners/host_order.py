@@ -70,6 +70,9 @@ def _moved_decision(decision: Decision, device_of: Sequence[int], *, has_rules: 
         devices=tuple(sorted(devices)),
         shares=moved(decision.shares),
         slices=moved(decision.slices),
+        slice_groups=tuple(
+            tuple(device_of[device] for device in group) for group in decision.slice_groups
+        ),
         parts=moved(decision.parts),
         teams=teams,
     )

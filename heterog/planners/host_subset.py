@@ -108,6 +108,9 @@ def _renumbered(strategy: Strategy, place: Sequence[int], cluster: Cluster) -> S
             known[decision] = replace(
                 decision,
                 devices=tuple(place[device] for device in decision.devices),
+                slice_groups=tuple(
+                    tuple(place[device] for device in group) for group in decision.slice_groups
+                ),
                 teams=tuple(tuple(place[device] for device in team) for team in decision.teams),
             )
         return known[decision]

@@ -72,12 +72,16 @@ def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> l
         tables: that it was lowered with.
     """
     seconds: dict[tuple[Traffic, tuple[int, ...]], float] = {}
+    # What slice groups add up between them has no codec.
+    scattered = set(program.subject[program.kind == TaskKind.REDUCE_SCATTER].tolist())
     for task in np.flatnonzero(program.channel >= 0).tolist():
         kind, subject = TaskKind(int(program.kind[task])), int(program.subject[task])
         if kind == TaskKind.SEND:
             maker = int(tables.value_op[tables.slot_value[subject]])
             is_backward = tables.op_is_backward[maker] == 1
             traffic = Traffic.ACTIVATION_GRADIENTS if is_backward else Traffic.ACTIVATIONS
+        elif kind == TaskKind.ALL_REDUCE and subject in scattered:
+            continue
         elif kind in (TaskKind.PUSH, TaskKind.ALL_REDUCE):
             traffic = Traffic.GRADIENTS
         elif kind == TaskKind.PULL:

@@ -1,12 +1,12 @@
 """The best uniform layout by enumeration: what a careful person would tune by hand.
 
-Every tp x pp x dp that fills the machines, every micro-batch that divides, ZeRO, recomputation,
-sequence parallelism and the schedule of the pipeline, as Megatron-LM and FSDP offer them: all
-replicas alike, all stages with equal numbers of layers, even shares. On mixed clusters also on the
-faster kinds of machines alone. The grid of shapes and micro-batches is gone through first, those
-with the least estimated compute first and each in the leanest manner that it needs to fit into
-memory; then the manner of the best ones is varied. Cut short at any moment it hands over the best
-so far.
+Every tp x pp x dp that fills the machines, every micro-batch that divides, ZeRO (also with one
+copy in slices on each host), recomputation, sequence parallelism and the schedule of the pipeline,
+as Megatron-LM and FSDP offer them: all replicas alike, all stages with equal numbers of layers,
+even shares. On mixed clusters also on the faster kinds of machines alone. The grid of shapes and
+micro-batches is gone through first, those with the least estimated compute first and each in the
+leanest manner that it needs to fit into memory; then the manner of the best ones is varied. Cut
+short at any moment it hands over the best so far.
 """
 
 import time
@@ -196,14 +196,15 @@ class _Grid:
         """Other manners of a point: ZeRO, recomputation, sequence parallelism, the schedule."""
         layout = start.layout
         stages = [0, 1] if layout.pp > 1 else [0, 1, 2, 3]
-        for zero, recompute, along_positions, (schedule, chunks) in product(
-            stages if layout.dp > 1 else [0],
+        for (zero, copies), recompute, along_positions, (schedule, chunks) in product(
+            self._kept(start, stages if layout.dp > 1 else [0]),
             Recompute,
             [False, True] if layout.tp > 1 else [False],
             tuple(_schedules(layout, start.num_micro, self.num_layers)),
         ):
             varied = replace(
                 _in_manner(layout, zero, recompute, along_positions),
+                dp_replicate=copies,
                 schedule=schedule,
                 chunks=chunks,
                 layers=() if chunks > 1 else layout.layers,
@@ -211,6 +212,13 @@ class _Grid:
             point = replace(start, layout=varied)
             if self._least_bytes(point) <= self._room(point):
                 yield point
+
+    def _kept(self, start: _Point, stages: Sequence[int]) -> list[tuple[int, int]]:
+        """(stage of ZeRO, copies): one copy over all replicas, or one on each host."""
+        layout, hosts = start.layout, {self.cluster.host_of[device] for device in start.devices}
+        on_a_host = len(start.devices) // len(hosts)
+        has_copies = layout.tp < on_a_host < layout.tp * layout.dp
+        return [(zero, c) for zero in stages for c in ([1, 0] if zero and has_copies else [1])]
 
     def _estimate(self, point: _Point) -> tuple[float, int]:
         """Seconds of compute with the bubble, (m + p - 1)/m; then the shorter pipeline first."""

@@ -243,7 +243,7 @@ class Neighbours:
         other = others[self.rng.integers(len(others))]
         if not old.teams:
             return other
-        return replace(old, sync=other.sync, slices=other.slices)
+        return replace(old, sync=other.sync, slices=other.slices, slice_groups=())
 
     # --- rules of ops ----------------------------------------------------------------------------
 
@@ -448,7 +448,7 @@ def _with_one_owner(decision: Decision) -> Decision:
     """Without ZeRO where a slice of a parameter would have several owners."""
     if has_one_owner(decision):
         return decision
-    return replace(decision, sync=Sync.REDUCE_SCATTER_ALL_GATHER)
+    return replace(decision, sync=Sync.REDUCE_SCATTER_ALL_GATHER, slice_groups=())
 
 
 def _merged(counts: tuple[int, ...]) -> tuple[int, ...]:

@@ -430,7 +430,8 @@ class _Repair:
         """Each replica keeps a part of the optimizer's state, of gradients, of parameters."""
         for sync in _SHARDING:
             sliced = [
-                replace(decision, sync=sync, slices=()) for decision in current.strategy.decisions
+                replace(decision, sync=sync, slices=(), slice_groups=())
+                for decision in current.strategy.decisions
             ]
             changes = {
                 group: sliced[group]

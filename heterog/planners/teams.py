@@ -99,6 +99,7 @@ def in_teams(
         decision,
         shares=tuple(shares[device] for device in devices),
         slices=proportional_slices(cluster, devices) if decision.sync.takes_slices else (),
+        slice_groups=(),
         teams=teams,
         parts=tuple(parts[device] for device in devices),
     )

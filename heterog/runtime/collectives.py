@@ -305,8 +305,7 @@ class Communicator:
             before: a slice that the sum is added to.
             in_place: the sum may overwrite this rank's own slice of ``tensor``.
         """
-        index = devices.index(self.rank)
-        nothing = like.new_empty(0)
+        index, nothing = devices.index(self.rank), like.new_empty(0)
         slices = [nothing] * len(devices)
         if tensor is not None:
             slices = list(torch.split(tensor, list(counts)))
@@ -324,6 +323,8 @@ class Communicator:
                 total = before.wait()
             elif in_place and tensor is not None:
                 total = parts.pop()
+            elif not parts:  # in this slice group nobody has a gradient, in others somebody has
+                total = like.new_zeros(counts[index])
             else:
                 total = parts.pop(0)
                 total = total.clone() if total is own else total

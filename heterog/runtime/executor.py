@@ -338,8 +338,11 @@ class StepExecutor:
 
     def _synchronise(self, task: int, bucket: int, micro: int, step: StepUpdates) -> None:
         kind = self._kind[task]
-        if kind == TaskKind.REDUCE_SCATTER and bucket in self._part.sliced:
-            step.gradients.scatter(task, bucket, micro)
+        if bucket in self._part.sliced:
+            if kind == TaskKind.REDUCE_SCATTER:
+                step.gradients.scatter(task, bucket, micro)
+            else:
+                step.gradients.add_up_copies(task, bucket)
         else:
             step.gradients.synchronise(task, kind, bucket)
 

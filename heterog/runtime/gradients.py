@@ -252,6 +252,18 @@ class Gradients:
                 self._scattered.clear()
             self._scattered.append(self._slices[number])
 
+    def add_up_copies(self, task: int, number: int) -> None:
+        """Add up this rank's slice of a bucket over all slice groups."""
+        scattered = self._slices[number]
+        own = scattered.wait()
+        self._scattered = [each for each in self._scattered if each is not scattered]
+        devices = self._part.sliced[number].devices
+        if self._last_scatter.get(devices) is scattered:
+            del self._last_scatter[devices]
+        if own.numel():  # a slice of a part of an element has none
+            over = self._part.channel(task).devices
+            self._slices[number] = self._communicator.all_reduce(own, over)
+
     def _take_flat(self, task: int, key: _InRing, micro: int, *, in_place: bool) -> Tensor:
         """This rank's gradients of a bucket in a ring, flat."""
         bucket = key[0]

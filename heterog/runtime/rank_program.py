@@ -288,7 +288,8 @@ class RankProgram:
                 while self.kinds[maker] is TaskKind.ENCODE:
                     maker = int(program.buffer_maker[self.reads(maker)[0]])
                 if self.kinds[maker] is TaskKind.FLATTEN:
-                    self._ring_devices[maker] = self.channel(task).devices
+                    # Slice groups add up later what was scattered first.
+                    self._ring_devices.setdefault(maker, self.channel(task).devices)
 
     def cut_to_ring(self, gradient: Tensor, row: int, ring: Ring) -> Tensor:
         """The part of this rank's gradient of a parameter that a ring adds up."""

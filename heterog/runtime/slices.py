@@ -19,7 +19,7 @@ from heterog.runtime.collectives import slice_counts
 from heterog.strategy.channels import slice_parts
 from heterog.strategy.lowering import ring_decision
 from heterog.strategy.program import Program
-from heterog.strategy.rings import Ring, gradient_rings
+from heterog.strategy.rings import Ring, gradient_rings, slice_rings
 from heterog.strategy.strategy import REPLICATED, Strategy
 from heterog.strategy.tables import graph_tables
 
@@ -113,7 +113,10 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
                     devices=ring.devices,
                     counts=tuple(slice_counts(sum(sizes), slice_parts(own))),
                     ring=ring,
-                    is_first=place == 0 or ring.part < 1.0,
+                    is_first=all(
+                        (each.begin, each.end) != (ring.begin, ring.end)
+                        for each in rings[number][:place]
+                    ),
                 )
             )
     return found
@@ -122,7 +125,7 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
 def parameter_rings(graph: OpGraph, strategy: Strategy) -> list[tuple[Ring, ...]]:
     """The rings that add up the gradients of each parameter, by row of ``graph.updates``.
 
-    None of a parameter that a server updates.
+    None of a parameter that a server updates; in slice groups, one ring for each of them.
     """
     tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
     axes = tuple(int(units) for units in tables.axis_units[1:])
@@ -132,7 +135,9 @@ def parameter_rings(graph: OpGraph, strategy: Strategy) -> list[tuple[Ring, ...]
     for domain, group, home in zip(domains, groups, strategy.homes, strict=True):
         division = strategy.decisions[group].division
         is_summed = domain >= 0 and home == REPLICATED
-        rings.append(gradient_rings(division, axes, alone)[domain] if is_summed else ())
+        own = gradient_rings(division, axes, alone)[domain] if is_summed else ()
+        groups = strategy.decisions[group].slice_groups
+        rings.append(tuple(part for ring in own for part in slice_rings(ring, groups)))
     return rings
 
 

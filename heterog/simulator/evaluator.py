@@ -433,7 +433,7 @@ class Evaluator:
             payload, ring = self._reduced_bytes[reduced], ring[reduced]
             load = self._load(rings.first_channel[ring], payload)
             load += self._load(rings.second_channel[ring], payload)
-            member = choice.member[choice.division[reduced[payload > 0.0]]]
+            member = rings.member[ring[payload > 0.0]] > 0
             first = (member * forward).max(1).min(initial=np.inf)
             if np.isfinite(first):
                 floor = max(floor, first / choice.num_steps + load.max())

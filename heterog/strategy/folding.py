@@ -206,6 +206,10 @@ def _grids(choice: Choice) -> list[IntArray]:
         elif len(known) > 1 or not np.array_equal(grids[known.pop()], grid):
             return []
     num_lanes = gcd(*(len(grid) for grid in grids))
+    if choice.num_slice_lanes >= 0:  # what a slice group brings together stays in a lane
+        num_lanes = gcd(num_lanes, choice.num_slice_lanes)
+        if num_lanes == 0 or choice.num_slice_lanes == 0:
+            return []
     return [grid.reshape(num_lanes, -1) for grid in grids]
 
 
@@ -341,6 +345,7 @@ def _folded_rings(rings: Rings, fold: Fold) -> Rings:
     return Rings(
         first=place[rings.first],
         end=place[rings.end],
+        end_between=place[rings.end_between],
         first_channel=rings.first_channel[kept],
         second_channel=rings.second_channel[kept],
         part=rings.part[kept],

@@ -59,14 +59,29 @@ def gradient_rings(
         peers = []
     if within_teams:
         all_ = inside
-    slices = [_slice_rings(teams, division.units(units)) if units else () for units in axes]
+    slices = [_interval_rings(teams, division.units(units)) if units else () for units in axes]
     return tuple(
         tuple(ring for ring in rings if len(ring.devices) > 1)
         for rings in (all_, peers, inside, *slices)
     )
 
 
-def _slice_rings(
+def slice_rings(ring: Ring, slice_groups: Sequence[Sequence[int]]) -> tuple[Ring, ...]:
+    """The parts of a ring that keep one copy in slices each; itself without slice groups.
+
+    Args:
+        ring: of a decision.
+        slice_groups: of the decision; see there.
+    """
+    parts = [tuple(device for device in ring.devices if device in each) for each in slice_groups]
+    return tuple(
+        ring._replace(devices=part, whole=tuple(d for d in ring.whole if d in part))
+        for part in parts
+        if part
+    ) or (ring,)
+
+
+def _interval_rings(
     teams: Sequence[tuple[int, ...]], units: Sequence[tuple[int, ...]]
 ) -> tuple[Ring, ...]:
     """One ring for each interval between the cuts of all teams: the members that hold it."""

@@ -46,6 +46,11 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
                     "teams": [list(team) for team in decision.teams],
                     "parts": list(decision.parts),
                 }
+                | (
+                    {"slice_groups": [list(group) for group in decision.slice_groups]}
+                    if decision.slice_groups
+                    else {}
+                )
                 for decision in numbers
             ],
             "groups": groups,
@@ -86,6 +91,7 @@ class _DecisionRecord(Record):
     recompute: bool = False
     teams: Many[Many[Int32]] = Field(default_factory=list)
     parts: Many[Int32] = Field(default_factory=list)
+    slice_groups: Many[Many[Int32]] = Field(default_factory=list)
 
 
 class _ScatterRecord(Record):
@@ -288,6 +294,7 @@ def _decision(number: int, record: _DecisionRecord) -> Decision:
         recompute=record.recompute,
         teams=tuple(map(tuple, record.teams)),
         parts=tuple(record.parts),
+        slice_groups=tuple(map(tuple, record.slice_groups)),
     )
 
 

@@ -24,7 +24,7 @@ from heterog.strategy.division import (
     split_in_proportion,
 )
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule, device_chunks
-from heterog.strategy.rings import gradient_rings
+from heterog.strategy.rings import Ring, gradient_rings, slice_rings
 from heterog.strategy.sync import Sync as Sync
 
 REPLICATED = -1
@@ -45,6 +45,10 @@ class Decision:
         slices: for ``REDUCE_SCATTER_ALL_GATHER`` and ZeRO, relative slice of each of ``devices``;
             empty means equal slices. Under ZeRO it is the device's part of the optimizer's state
             (2, 3: and of the gradients; 3: and of the parameters), 0 is allowed.
+        slice_groups: for ZeRO, a partition of ``devices`` into groups as large as each other, each
+            of which keeps one copy in slices (FSDP's hybrid sharding): gradients are scattered
+            inside groups, the slices added up between them, parameters gathered inside. ``slices``
+            are alike in all groups. Empty means one group of all devices.
         recompute: what the group's forward ops made is let go after the forward pass; what its
             backward ops read of it is made again, from the values of other groups, just before.
         teams: a partition of ``devices``; see ``division``. Empty means one team of all of them.
@@ -56,6 +60,7 @@ class Decision:
     shares: tuple[int, ...]
     sync: Sync = Sync.RING
     slices: tuple[int, ...] = ()
+    slice_groups: tuple[tuple[int, ...], ...] = ()
     recompute: bool = False
     teams: tuple[tuple[int, ...], ...] = ()
     parts: tuple[int, ...] = ()
@@ -80,7 +85,24 @@ class Decision:
                 f"slices {self.slices} need one weight of at least 0 per device, not all 0, and "
                 "the synchronisation reduce_scatter_all_gather, zero1, zero2 or zero3."
             )
+        self._check_slice_groups()
         self._check_teams()
+
+    def _check_slice_groups(self) -> None:
+        if not self.slice_groups:
+            return
+        if not self.sync.is_sharded:
+            raise StrategyError(
+                f"slice groups {self.slice_groups} need the synchronisation zero1, zero2 or "
+                f"zero3, not {self.sync.name.lower()}."
+            )
+        members = sorted(device for group in self.slice_groups for device in group)
+        sizes = {len(group) for group in self.slice_groups}
+        if members != list(self.devices) or len(sizes) > 1:
+            raise StrategyError(
+                f"slice groups {self.slice_groups} must hold each of the devices {self.devices} "
+                "once and be as large as each other."
+            )
 
     def _check_teams(self) -> None:
         members = sorted(device for team in self.teams for device in team)
@@ -244,7 +266,7 @@ class Strategy:
     def _check_slices(self, graph: OpGraph, named: list[tuple[str, Decision]]) -> None:
         axes = axis_plan(graph, self.op_rules).axes[1:]
         for name, decision in named:
-            if decision.sync.is_sharded and decision.teams:
+            if decision.sync.is_sharded and (decision.teams or decision.slice_groups):
                 _check_rings(name, decision, axes)
             if (
                 decision.sync.is_sharded
@@ -381,6 +403,26 @@ def _check_rings(name: str, decision: Decision, axes: tuple[int, ...]) -> None:
                 "optimizer's state would belong to several rings. Choose teams of one size with "
                 "the same parts, or another synchronisation."
             )
+        for ring in rings if len(decision.slice_groups) > 1 else ():
+            _check_slice_rings(name, decision, ring)
+
+
+def _check_slice_rings(name: str, decision: Decision, ring: Ring) -> None:
+    """Refuse slice groups whose copies are cut unlike each other."""
+    weight = dict(
+        zip(decision.devices, decision.slices or (1,) * len(decision.devices), strict=True)
+    )
+    cuts = {
+        tuple(weight[device] for device in each.devices)
+        for each in slice_rings(ring, decision.slice_groups)
+    }
+    if len(cuts) > 1 or len(next(iter(cuts))) < 2:
+        raise StrategyError(
+            f"group '{name}' has slice groups {decision.slice_groups}, but of the devices "
+            f"{ring.devices}, which add up gradients, they do not have as many each, at least 2, "
+            f"with slices as large as the others' ({decision.slices or 'equal ones'}). Let every "
+            "group have as many whole teams and the same slices."
+        )
 
 
 def _check_decision(name: str, decision: Decision, batch_size: int, num_devices: int) -> None:

@@ -8,9 +8,12 @@ from heterog.planners.given import GivenLayout
 from heterog.planners.judging import run_method
 from heterog.planners.megatron_grid import MegatronGrid, _Grid
 from heterog.planners.planner import Budget, Problem
+from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout
+from heterog.strategy.layouts.placed import place_layout
 from heterog.zoo import build
+from tests.simulator.builders import cluster_of
 from tests.strategy.test_layouts import CLUSTER, GRAPH
 
 
@@ -22,6 +25,7 @@ def task_of(evaluator: Evaluator, budget: str = "1000e") -> Problem:
     "text",
     [
         "dp=8",
+        "zero=3,dp_replicate=hosts",
         "pp=2,micro_batch=1",
         "pp=4,micro_batch=2,zero=1",
         "micro_batch=2,zero=3",
@@ -74,3 +78,19 @@ def test_a_batch_that_nothing_divides_is_no_error() -> None:
     assert not found.candidates or found.note
     if not found.candidates:
         assert "no uniform layout divides" in found.reason
+
+
+def test_copies_on_hosts_are_tried_and_pay_on_a_slow_network() -> None:
+    """ZeRO 3 gathers parameters over the network; copies on hosts send slices of gradients."""
+    cluster = cluster_of((5.0, ["T4", "T4"]), (5.0, ["T4", "T4"]))
+    evaluator = Evaluator(GRAPH, cluster)
+    seconds = {
+        text: evaluator.referee(
+            place_layout(parse_layout(text), GRAPH, cluster).strategy, Order.FIFO
+        ).step_time_s
+        for text in ("zero=3", "zero=3,dp_replicate=hosts")
+    }
+    assert seconds["zero=3,dp_replicate=hosts"] < 0.9 * seconds["zero=3"]
+    grid = _Grid(Problem(evaluator=evaluator, budget=Budget(evaluations=10)))
+    start = next(each for each in grid._shapes() if each.layout.dp == 4)
+    assert (3, 0) in grid._kept(start, [0, 3])

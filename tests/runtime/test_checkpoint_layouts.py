@@ -204,6 +204,34 @@ GRIDS = {
         devices=(0, 1, 2, 3), shares=SHARES, teams=TEAMS, parts=(1, 1, 1, 1), sync=Sync.ZERO3
     ),
 }
+COPIES = Decision(
+    devices=(0, 1, 2, 3),
+    shares=SHARES,
+    sync=Sync.ZERO3,
+    slices=(1, 3, 1, 3),
+    slice_groups=((0, 1), (2, 3)),
+)
+
+
+@pytest.mark.distributed
+def test_one_of_several_copies_in_slices_is_saved(
+    four_ranks: Ranks, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Hybrid shards, then two ranks, then hybrid shards again."""
+    graph = graph_of("gpt")
+    folder, losses = "", []
+    for begin, (pool, num_devices) in enumerate(
+        [(four_ranks, 4), (two_ranks, 2), (four_ranks, 4)]
+    ):
+        decision = COPIES if num_devices == 4 else Decision(devices=(0, 1), shares=(5, 3))
+        strategy = whole_on(graph, num_devices, decision, bucket_bytes=500)
+        plan = plan_file(tmp_path / "plan.json", graph, strategy, num_devices)
+        new = str(tmp_path / str(begin))
+        losses += pool.run(go_on, "gpt", plan, (begin, begin + 1), folder, new)[0][0]
+        folder = new
+        wanted, state = uninterrupted("gpt", begin + 1)
+        assert losses == pytest.approx(wanted, rel=1e-5), begin
+        check_same(saved(Path(folder)), state)
 
 
 @one_in(2)

@@ -439,6 +439,37 @@ def with_random_teams(rng: Random, strategy: Strategy) -> Strategy:
     return replace(strategy, decisions=tuple(made[each] for each in strategy.decisions))
 
 
+def with_random_slice_groups(rng: Random, strategy: Strategy) -> Strategy:
+    """Decisions on four devices or more by ZeRO, some of them in slice groups."""
+    made = {each: in_random_slice_groups(rng, each) for each in dict.fromkeys(strategy.decisions)}
+    return replace(strategy, decisions=tuple(made[each] for each in strategy.decisions))
+
+
+def in_random_slice_groups(rng: Random, decision: Decision) -> Decision:
+    """The same by ZeRO in slice groups, of whole teams where these allow it."""
+    teams = decision.teams or tuple((device,) for device in decision.devices)
+    counts = [
+        count
+        for count in range(2, len(teams) + 1)
+        if len(teams) % count == 0 and len(teams) // count > 1
+    ]
+    if not counts or len(set(map(len, teams))) > 1:
+        return decision
+    count, order = rng.choice(counts), rng.sample(range(len(teams)), len(teams))
+    size = len(teams) // count
+    groups = [
+        tuple(device for team in order[first : first + size] for device in teams[team])
+        for first in range(0, len(teams), size)
+    ]
+    slices: tuple[int, ...] = ()
+    if not decision.teams and rng.random() < 0.5:
+        weights = random_composition(rng, rng.randint(1, 9), size)
+        found = {d: w for group in groups for d, w in zip(sorted(group), weights, strict=True)}
+        slices = tuple(found[device] for device in decision.devices)
+    sync = rng.choice([each for each in Sync if each.is_sharded])
+    return replace(decision, sync=sync, slices=slices, slice_groups=tuple(groups))
+
+
 def random_strategy(rng: Random, graph: OpGraph, cluster: Cluster) -> Strategy:
     """Any legal strategy."""
     grouping = group_ops(graph)

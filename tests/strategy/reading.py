@@ -628,6 +628,18 @@ class Shares:
         return "in team" if along == "P" else "everywhere"
 
     def rings(self, parameter: int) -> tuple[Ring, ...]:
+        """Who adds up gradients of a parameter: of slice groups each for itself, at first."""
+        return tuple(
+            part for ring in self.whole_rings(parameter) for part in self.copies(parameter, ring)
+        )
+
+    def copies(self, parameter: int, ring: Ring) -> list[Ring]:
+        """The devices of a ring in each slice group."""
+        groups = self.strategy.decisions[self.reading.parameter_group(parameter)].slice_groups
+        inside = [tuple(sorted(set(ring.devices) & set(group))) for group in groups]
+        return [Ring(devices, ring.part) for devices in inside if devices] or [ring]
+
+    def whole_rings(self, parameter: int) -> tuple[Ring, ...]:
         """Who adds up gradients of a parameter, and of how much of it, unless a server does."""
         if self.strategy.homes[parameter] != REPLICATED:
             return ()

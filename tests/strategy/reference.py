@@ -909,7 +909,8 @@ class Walk:
         def alike(group: int) -> tuple[object, ...]:
             decision = self.strategy.decisions[group]
             own = group if decision.sync == Sync.ZERO3 else None  # gathered for one group's ops
-            return self.shares.layouts[group], decision.sync, decision.slices, own
+            slices = decision.slices, decision.slice_groups
+            return self.shares.layouts[group], decision.sync, slices, own
 
         mine = alike(self.reading.parameter_group(parameter))
         first = next(g for g in range(self.reading.num_groups) if alike(g) == mine)
@@ -1027,6 +1028,7 @@ class Walk:
         self.present: dict[int, set[int]] = {}
         self.slice_on: dict[int, Where] = {}
         self.scattered: dict[tuple[int, Ring], Buffer] = {}
+        self.added_up: dict[tuple[int, int], Buffer] = {}  # between slice groups, by device
         # By device, the last one last: first readers of gathers; what the reduce-scatters that it
         # took part in were given and left there, and that they are done.
         devices = range(self.cluster.num_devices)
@@ -1125,6 +1127,8 @@ class Walk:
             for ring in self.shares.rings(parameter):
                 self.scatter(bucket, ring, {d: flat[d] for d in ring.devices if d in flat})
             if self.micro == self.num_micro - 1:
+                for ring in self.shares.whole_rings(parameter):
+                    self.add_up_copies(bucket, self.shares.copies(parameter, ring), flat)
                 for ring in self.shares.rings(parameter):
                     self.update_slices(bucket, ring, flat)
 
@@ -1189,6 +1193,8 @@ class Walk:
         received: Where = {}
         for device, part in self.shares.slices(first, ring).items():
             others = len(flat) - (device in flat)
+            if not flat and not by_micro:
+                others = 1  # zeros, to which other slice groups add theirs
             received[device] = task.make(device, others * part * size)
             if by_micro and device not in slices:
                 slices[device] = task.make(device, part * size)
@@ -1201,13 +1207,44 @@ class Walk:
                 left = Scatter(done, received.get(device), flat.get(device))
                 self.scatters[device].append(left)
 
+    def add_up_copies(self, bucket: list[int], copies: list[Ring], flat: Where) -> None:
+        """Add up the slices of all slice groups, each over the devices that own it."""
+        if len(copies) == 1:
+            return
+        first, decision = bucket[0], self.decision_of(bucket[0])
+        for alike in zip(*(sorted(copy.devices) for copy in copies), strict=True):
+            part = self.shares.slices(first, copies[0]).get(alike[0], 0.0)
+            if not part:
+                continue
+            reads: list[Buffer | None] = []
+            for device, copy in zip(alike, copies, strict=True):
+                reads += [self.scattered[first, copy], self.slice_on[first].get(device)]
+                reads.append(flat.get(device) if decision.sync == Sync.ZERO1 else None)
+            devices = tuple(sorted(alike))
+            hosts = {self.cluster.host_of[device] for device in devices}
+            task = self.add(
+                TaskKind.ALL_REDUCE, first, reads=reads, micro=self.micro,
+                num_bytes=part * self.payload(bucket, copies[0]),
+                route=_collective(
+                    ChannelKind.ALL_REDUCE_HIERARCHICAL
+                    if 1 < len(hosts) < len(devices)
+                    else ChannelKind.ALL_REDUCE_RING,
+                    devices,
+                ),
+            )  # fmt: skip
+            added = task.make(-1)
+            self.added_up |= {(first, device): added for device in alike}
+
     def update_slices(self, bucket: list[int], ring: Ring, flat: Where) -> None:
         """Step the slices; in stages 1 and 2 gather the parameters."""
         first, decision = bucket[0], self.decision_of(bucket[0])
         parts = self.shares.slices(first, ring)
         for parameter in bucket:
             for device, part in parts.items():
-                reads = [self.scattered[first, ring], self.slice_on[first].get(device)]
+                reads: list[Buffer | None] = [
+                    self.added_up.get((first, device), self.scattered[first, ring])
+                ]
+                reads.append(self.slice_on[first].get(device))
                 if decision.sync == Sync.ZERO1:
                     reads.append(flat.get(device))
                 self.update(parameter, device, reads, part * self.parameters([parameter], ring))

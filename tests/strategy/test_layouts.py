@@ -116,7 +116,11 @@ def test_a_layout_is_read_in_every_vocabulary_and_written_back() -> None:
         ("pp=2,layers=1-2-3", "pp=2 need 2 numbers"),
         ("pp=2,split=a+b", "need 1, one for each stage"),
         ("pp=2,split=a,layers=1-1", "give one of them"),
-        ("fsdp=hybrid_shard", "replicas between them cannot be said"),
+        ("dp_replicate=2,zero=0", "keeps everything whole"),
+        ("dp_replicate=3,dp=8", "zero=3|does not divide into 3 copies"),
+        ("dp_replicate=2,dp_shard=4,dp=4", "dp_shard is '4'; .* dp .4. is dp_replicate .2."),
+        ("dp_shard=0", "dp_shard is '0'"),
+        ("fsdp=hybrid_shard,zero=1", "says 'zero' twice"),
         ("fsdp=fullshard", "did you mean 'full_shard'"),
         ("tp=2,context_parallel=4", "its layers or its sequences, not both; .* such as cp=8"),
         ("sequence_parallel=perhaps", "write true or false"),
@@ -144,6 +148,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(text: str, problem: str) -> 
         ("pp=4,layers=2-2-2-1", "add up to 7, but the model has 8"),
         ("pp=2,split=blocks.99", "no group of ops begins"),
         ("pp=2,split=embedding", "none the very first one"),
+        ("dp_replicate=3", "do not divide into 3 copies .* give one of 1, 2, 4"),
     ],
 )
 def test_what_does_not_fit_says_what_does(text: str, problem: str) -> None:
@@ -187,6 +192,36 @@ def test_devices_are_numbered_as_megatron_does() -> None:
     assert [own.team(0, replica)[0] for replica in range(2)] == [0, 2]
     in_a_v = placed("pp=4,schedule=zero_bubble_v").strategy.decisions
     assert in_a_v[0].devices == in_a_v[-1].devices == (0, 1), "ranks 0, 1, 2, 3, 3, 2, 1, 0"
+
+
+def test_copies_in_slices_in_the_words_of_torchtitan_fsdp_and_megatron() -> None:
+    hybrid = Layout(dp=8, zero=3, dp_replicate=2)
+    assert parse_layout("dp_replicate=2,dp_shard=4") == hybrid
+    assert parse_layout("dp=8,data_parallel_shard_degree=4") == hybrid
+    assert parse_layout("dp_shard=4") == Layout(dp=4, zero=3)
+    assert parse_layout("dp_replicate=4,dp_shard=1") == Layout(dp=4)
+    each_host = parse_layout("fsdp=HYBRID_SHARD")
+    assert each_host == Layout(zero=3, dp_replicate=0)
+    assert parse_layout(str(each_host)) == each_host == parse_layout("dp_replicate=hosts")
+    assert parse_layout("fsdp=_HYBRID_SHARD_ZERO2") == Layout(zero=2, dp_replicate=0)
+    megatron = "use_distributed_optimizer=true,num_distributed_optimizer_instances=2"
+    assert parse_layout(megatron) == Layout(zero=1, dp_replicate=2)
+
+
+def test_copies_in_slices_lie_on_neighbours_or_on_hosts() -> None:
+    (decision,) = set(placed("dp_replicate=2").strategy.decisions)
+    assert decision.slice_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    (on_hosts,) = set(placed("fsdp=hybrid_shard").strategy.decisions)
+    assert on_hosts.slice_groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    in_teams = placed("dp_replicate=2,tp=2").strategy.decisions[0]
+    assert in_teams.slice_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert in_teams.teams == ((0, 1), (2, 3), (4, 5), (6, 7))
+
+
+def test_as_many_copies_as_replicas_are_whole() -> None:
+    given = placed("dp_replicate=8")
+    assert {each.sync.is_sharded for each in given.strategy.decisions} == {False}
+    assert any("leave nothing to slice" in remark for remark in given.remarks)
 
 
 def test_a_layout_does_what_it_says() -> None:

@@ -27,7 +27,7 @@ from heterog.strategy.lowering import lower, lower_resized
 from heterog.strategy.pipeline_schedule import Pass, Turn, device_chunks
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.spatial_split import spatial_splits
-from heterog.strategy.strategy import Strategy
+from heterog.strategy.strategy import REPLICATED, Strategy
 from heterog.strategy.tables import GraphTables, graph_tables
 from heterog.zoo.tokens import token_workload
 from heterog.zoo.translation import VOCABULARY, Transformer
@@ -40,6 +40,7 @@ from tests.simulator.builders import (
     random_rules,
     random_strategy,
     with_random_blocks,
+    with_random_slice_groups,
     with_random_teams,
     with_rules,
     within_samples,
@@ -299,6 +300,32 @@ def test_the_kernel_writes_what_a_strategy_means(number: int) -> None:
 def test_on_models(number: int) -> None:
     rng = Random(f"{SEED} model {number}")
     assert_lowered_alike(random_strategy_of(rng, model_of(MODELS[number % len(MODELS)])))
+
+
+@pytest.mark.parametrize("number", range(NUM_RANDOM // 2))
+def test_in_slice_groups(number: int) -> None:
+    """Copies in slices: reduce-scatters inside groups, slices added up between them."""
+    rng = Random(f"{SEED} copies {number}")
+    graph = random_graph(rng)
+    while True:
+        case = random_strategy_of(rng, graph, in_teams=number % 2 == 1)
+        strategy = with_random_slice_groups(rng, replace(case.strategy, blocks=()))
+        homes = tuple(
+            REPLICATED if strategy.decisions[int(group)].slice_groups else home
+            for home, group in zip(
+                strategy.homes,
+                group_ops(graph).group[[op for op, _, _ in graph.updates]],
+                strict=True,
+            )
+        )
+        strategy = replace(strategy, homes=homes)
+        try:
+            strategy.check(graph, case.cluster)
+        except StrategyError:  # teams that are cut unlike each other have no ZeRO
+            continue
+        if any(each.slice_groups for each in strategy.decisions):
+            break
+    assert_lowered_alike(case._replace(strategy=strategy))
 
 
 def random_case_of(kind: str, rng: Random, number: int) -> Case:

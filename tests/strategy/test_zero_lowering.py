@@ -189,6 +189,67 @@ def test_optimizers_that_look_at_more_than_an_element_are_refused(optimizer: str
     assert Sync.ZERO1 not in {candidate.sync for candidate in space.candidates}
 
 
+COPIES = ((0, 1), (2, 3))
+FOUR = cluster_of((10.0, ["T4", "T4"]), (10.0, ["T4", "T4"]))
+
+
+def copies(stage: Sync, **options: object) -> Decision:
+    """Two copies in slices of a quarter and three quarters."""
+    made = Decision(
+        devices=(0, 1, 2, 3), shares=(2, 2, 2, 2), sync=stage, slices=(1, 3, 1, 3),
+        slice_groups=COPIES,
+    )  # fmt: skip
+    return replace(made, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_slice_groups_add_up_slices_once_a_step(stage: Sync) -> None:
+    """Inside a group the traffic of ZeRO on its devices; between groups 2 (H-1)/H of a slice."""
+    micro = ((1, 1), (1, 1), (1, 1), (1, 1))
+    program = lower(CHAIN, FOUR, strategy_of(CHAIN, FOUR, copies(stage), micro_batches=micro))
+    scatters = tasks_of(program, TaskKind.REDUCE_SCATTER)
+    between = tasks_of(program, TaskKind.ALL_REDUCE)
+    over = {program.channels[program.channel[t.number]].devices for t in scatters}
+    assert over == set(COPIES)
+    assert len(scatters) == 2 * 2 * (1 if stage == Sync.ZERO1 else 2)
+    found = sorted(
+        (t.subject, program.channels[program.channel[t.number]].devices, t.num_bytes)
+        for t in between
+    )
+    assert found == [
+        (row, devices, part * WEIGHT)
+        for row in (0, 1)
+        for devices, part in (((0, 2), 0.25), ((1, 3), 0.75))
+    ]
+    for update in tasks_of(program, TaskKind.UPDATE):
+        mine = [t.number for t in between if t.subject == update.subject]
+        mine = [t for t in mine if update.device in program.channels[program.channel[t]].devices]
+        assert set(mine) <= needs(program, update.number)
+    parts = (0.25, 0.75, 0.25, 0.75)
+    whole = [part if stage == Sync.ZERO3 else 1.0 for part in parts]
+    kept = [2 * WEIGHT * (w + ADAM * p) + 2 * SAMPLE for w, p in zip(whole, parts, strict=True)]
+    assert program.resident_bytes.tolist() == kept
+    read = strategy_from_dict(strategy_to_dict(strategy_of(CHAIN, FOUR, copies(stage))))
+    assert read == strategy_of(CHAIN, FOUR, copies(stage))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"sync": Sync.RING, "slices": ()}, "need the synchronisation zero1"),
+        ({"slice_groups": ((0, 1), (2,))}, "each of the devices .* once"),
+        ({"slice_groups": ((0,), (1, 2, 3))}, "as large as each other"),
+        ({"slices": (1, 3, 3, 1)}, "slices as large as the others'"),
+        ({"slice_groups": ((0,), (1,), (2,), (3,))}, "at least 2"),
+    ],
+)
+def test_slice_groups_that_make_no_sense_are_refused(
+    changes: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(StrategyError, match=problem):
+        strategy_of(CHAIN, FOUR, copies(Sync.ZERO2, **changes)).check(CHAIN, FOUR)
+
+
 def test_strategies_in_files() -> None:
     for stage in STAGES:
         strategy = strategy_of(CHAIN, THREE, zero(stage))

@@ -118,6 +118,12 @@ class _Adapting:
             shares=split_in_proportion(self._graph.batch_size, weights),
             sync=sync,
             slices=slices,
+            slice_groups=tuple(
+                tuple(self._images[device][0] for device in group)
+                for group in decision.slice_groups
+            )
+            if self._is_one_to_one
+            else (),
             teams=tuple(
                 tuple(self._images[device][0] for device in team) for team in decision.teams
             ),

@@ -19,7 +19,7 @@ from heterog.strategy.layouts.layout import (
     MOST,
     Layout,
     LayoutError,
-    fsdp_stage,
+    fsdp_words,
     layout_of_words,
 )
 from heterog.yaml_files import parse_yaml
@@ -216,13 +216,6 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
     at = "parallelism"
     replicas = fields.number(at, "data_parallel_replicate_degree", 1)
     shards = fields.number(at, "data_parallel_shard_degree", -1, least=-1)
-    if replicas > 1 and shards not in (1, -1):
-        raise LayoutError(
-            f"data_parallel_replicate_degree {replicas} beside data_parallel_shard_degree "
-            f"{shards}: shards with replicas between them cannot be said; make one of them 1."
-        )
-    if replicas > 1 and shards == -1:
-        fields.remark("data_parallel_shard_degree -1 is taken for 1 beside replicas.")
     if (degree := fields.number(at, "expert_parallel_degree", 1)) > 1:
         raise LayoutError(f"expert_parallel_degree is {degree}; it cannot be said yet, only 1.")
     keeps = fields.word(at, "fsdp_reshard_after_forward", "default") == "never"
@@ -248,9 +241,10 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
         "tp": str(tp),
         "cp": str(fields.number(at, "context_parallel_degree", 1)),
         "pp": str(pp),
-        "dp": str(replicas if replicas > 1 else max(shards, 0)),
+        "dp": str(replicas * max(shards, 0)),  # -1: what the other degrees leave
+        "dp_replicate": "1" if shards == 1 else str(replicas),
         "micro_batch": str(micro),
-        "zero": "0" if replicas > 1 or shards == 1 else ("2" if keeps else "3"),
+        "zero": "0" if shards == 1 else ("2" if keeps else "3"),
         "recompute": _torchtitan_checkpoints(fields),
         # Its tensor parallelism always splits what lies between along the sequence.
         "sequence_parallel": str(tp > 1),
@@ -368,36 +362,37 @@ def _with_mesh(fields: _Fields, layout: Layout) -> Layout:
     fields.skip(at, f"{name}cp_comm_strategy")
     replicas = fields.number(at, f"{name}dp_replicate_size", 1)
     shards = fields.number(at, f"{name}dp_shard_size", 1)
-    if replicas > 1 and shards > 1:
-        raise LayoutError(
-            f"dp_replicate_size {replicas} beside dp_shard_size {shards}: shards with replicas "
-            "between them cannot be said; make one of them 1."
-        )
     zero = layout.zero if shards > 1 else 0
     tp = fields.number(at, f"{name}tp_size", 1)
-    return replace(layout, tp=max(layout.tp, tp), dp=replicas * shards, zero=zero)
+    return replace(
+        layout,
+        tp=max(layout.tp, tp),
+        dp=replicas * shards,
+        zero=zero,
+        dp_replicate=replicas if zero else 1,
+    )
 
 
 def _accelerate_fsdp(fields: _Fields) -> Layout:
     at = "fsdp_config"
     strategy = fields.word(at, "fsdp_sharding_strategy")
     if strategy:
-        zero = fsdp_stage(strategy)
+        words = fsdp_words(strategy)
         fields.skip(at, "fsdp_reshard_after_forward")
     else:
         reshard = fields.section(at).get("fsdp_reshard_after_forward")
         if isinstance(reshard, str):
-            zero = fsdp_stage(fields.word(at, "fsdp_reshard_after_forward"))
+            words = fsdp_words(fields.word(at, "fsdp_reshard_after_forward"))
         else:
             keeps = not fields.flag(at, "fsdp_reshard_after_forward", default=True)
-            zero = 2 if keeps else 3
+            words = {"zero": "2" if keeps else "3"}
     if fields.flag(at, "fsdp_offload_params"):
         fields.remark("fsdp_offload_params is not modelled: everything stays on the devices.")
     full = fields.flag(at, "fsdp_activation_checkpointing")
     fields.skip(at, *_FSDP_TUNING)
     num_micro = fields.number("", "gradient_accumulation_steps", 0, auto=True)
     return layout_of_words(
-        {"zero": str(zero), "num_micro": str(num_micro), "recompute": "full" if full else "none"}
+        words | {"num_micro": str(num_micro), "recompute": "full" if full else "none"}
     )
 
 

@@ -52,6 +52,9 @@ class Layout:
         zero: what replicas keep in slices: nothing (0), the optimizer's state (1, Megatron's
             distributed optimizer), also gradients (2, FSDP's SHARD_GRAD_OP), also parameters (3,
             FSDP's FULL_SHARD).
+        dp_replicate: copies of what ``zero`` slices: the replicas are cut into so many groups of
+            neighbours, each of which keeps one copy in slices (hybrid sharding, HSDP); 0 for one
+            copy on each host.
         recompute: what is made again for the backward pass.
         schedule: a name of ``strategy.schedules``; empty for ``1f1b``, or for ``interleaved``
             where devices have several chunks.
@@ -71,6 +74,7 @@ class Layout:
     micro_batch: int = 0
     num_micro: int = 0
     zero: int = 0
+    dp_replicate: int = 1
     recompute: Recompute = Recompute.NONE
     schedule: str = ""
     chunks: int = 0
@@ -87,6 +91,7 @@ class Layout:
             "dp": 0,
             "micro_batch": 0,
             "num_micro": 0,
+            "dp_replicate": 0,
             "chunks": 0,
         }
         for name, least in least_of.items():
@@ -100,8 +105,22 @@ class Layout:
                 f"tp={self.tp} and cp={self.cp}: a team splits its layers or its sequences, not "
                 f"both; give one of them, such as cp={self.tp * self.cp}."
             )
+        self._check_copies()
         self._check_schedule()
         self._check_stages()
+
+    def _check_copies(self) -> None:
+        if self.dp_replicate == 1:
+            return
+        if not self.zero:
+            raise LayoutError(
+                f"dp_replicate is {self.dp_replicate or 'hosts'}, but zero=0 keeps everything "
+                "whole on every replica; give zero=3 (FSDP), or leave out dp_replicate."
+            )
+        if self.dp_replicate and self.dp and self.dp % self.dp_replicate:
+            raise LayoutError(
+                f"dp {self.dp} does not divide into {self.dp_replicate} copies (dp_replicate)."
+            )
 
     def _check_schedule(self) -> None:
         if self.schedule and self.schedule not in SCHEDULES:
@@ -160,6 +179,8 @@ class Layout:
             value = getattr(self, field.name)
             if value == field.default and field.name not in ("tp", "pp"):
                 continue
+            if field.name == "dp_replicate":
+                value = value or "hosts"
             if isinstance(value, tuple):
                 value = ("-" if field.name == "layers" else "+").join(map(str, value))
             said.append(f"{field.name}={str(value).lower() if isinstance(value, bool) else value}")
@@ -173,6 +194,8 @@ def parse_layout(text: str) -> Layout:
     'tp=2,pp=4,micro_batch=1,zero=1'
     >>> parse_layout("fsdp=full_shard").zero
     3
+    >>> str(parse_layout("dp_replicate=2,dp_shard=4"))
+    'tp=1,pp=1,dp=8,zero=3,dp_replicate=2'
 
     Raises:
         LayoutError: a key is unknown or there twice, or its value makes no sense.
@@ -188,9 +211,10 @@ def parse_layout(text: str) -> Layout:
                 "between, such as tp=2,pp=4,micro_batch=1."
             )
         name, value = _own_word(key, value)
-        if name in said:
-            raise LayoutError(f"the layout says '{name}' twice; give it once.")
-        said[name] = value
+        for own, text in (fsdp_words(value) if name == "fsdp" else {name: value}).items():
+            if own in said:
+                raise LayoutError(f"the layout says '{own}' twice; give it once.")
+            said[own] = text
     return layout_of_words(said)
 
 
@@ -201,6 +225,8 @@ def layout_of_words(said: Mapping[str, str]) -> Layout:
         LayoutError: a text is none of the values that a key has.
     """
     found: dict[str, object] = {}
+    said = dict(said)
+    _take_shards(said)
     for name, value in said.items():
         if name == "recompute":
             found[name] = _recompute(value)
@@ -215,6 +241,30 @@ def layout_of_words(said: Mapping[str, str]) -> Layout:
         else:
             found[name] = _number(name, value)
     return Layout(**found)  # type: ignore[arg-type]
+
+
+def _take_shards(said: dict[str, str]) -> None:
+    """Say torchtitan's pair ``dp_replicate`` and ``dp_shard`` with ``dp`` and ``zero``."""
+    copies = said.get("dp_replicate", "")
+    if _plain(copies) in ("host", "hosts"):
+        said["dp_replicate"] = "0"
+    shards = said.pop("dp_shard", "")
+    if not copies and not shards:
+        return
+    if not shards:
+        said.setdefault("zero", "0" if copies in ("0", "1") else "3")
+        return
+    each, number = _number("dp_shard", shards), _number("dp_replicate", copies or "0")
+    whole = _number("dp", said.get("dp", "0"))
+    if not each or (whole and whole % each) or (whole and number and each * number != whole):
+        raise LayoutError(
+            f"dp_shard is {shown(shards)}; it must be a whole number of which dp "
+            f"({whole or 'not given'}) is dp_replicate ({number or 'not given'}) times as much."
+        )
+    number = number or (whole // each if whole else 1)
+    said["dp"] = str(each * number)
+    said["dp_replicate"] = str(number if each > 1 else 1)
+    said.setdefault("zero", "3" if each > 1 else "0")
 
 
 _SCHEDULE_WORDS: Mapping[str, str] = MappingProxyType({
@@ -233,6 +283,9 @@ _KEY_WORDS: Mapping[str, str] = MappingProxyType({
     "context_parallel_degree": "cp",
     "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp",
     "pipeline_parallel_degree": "pp", "pipeline_parallel_size": "pp", "data_parallel": "dp",
+    "data_parallel_replicate_degree": "dp_replicate", "dp_replicate_size": "dp_replicate",
+    "data_parallel_shard_degree": "dp_shard", "dp_shard_size": "dp_shard",
+    "num_distributed_optimizer_instances": "dp_replicate",
     "data_parallel_size": "dp", "micro_batch_size": "micro_batch", "mbs": "micro_batch",
     "gradient_accumulation_steps": "num_micro", "num_micro_batches": "num_micro",
     "zero_stage": "zero", "recompute_granularity": "recompute",
@@ -242,9 +295,18 @@ _KEY_WORDS: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 """Keys as other programs call them."""
 FSDP_STAGES: Mapping[str, int] = MappingProxyType(
-    {"no_shard": 0, "shard_grad_op": 2, "full_shard": 3}
+    {
+        "full_shard": 3,
+        "shard_grad_op": 2,
+        "no_shard": 0,
+        "hybrid_shard": 3,
+        "hybrid_shard_zero2": 2,
+    }
 )
-"""FSDP's sharding strategies as stages of ZeRO."""
+"""FSDP's sharding strategies as stages of ZeRO, in the order of their numbers from 1.
+
+The hybrid ones keep one copy on each host.
+"""
 _KEYS = tuple(field.name for field in fields(Layout))
 
 
@@ -258,12 +320,12 @@ def _own_word(key: str, value: str) -> tuple[str, str]:
     if plain in ("use_distributed_optimizer", "distributed_optimizer"):
         return "zero", "1" if _yes_or_no(plain, value) else "0"
     if plain in ("fsdp", "fsdp_sharding_strategy", "sharding_strategy"):
-        return "zero", str(fsdp_stage(value))
+        return "fsdp", value
     if plain in _UNSAID:
         raise LayoutError(f"{shown(key)}: {_UNSAID[plain]}")
     name = _KEY_WORDS.get(plain, plain)
-    if name not in _KEYS:
-        raise LayoutError(_unknown("key of a layout", key, (*_KEYS, "fsdp")))
+    if name not in (*_KEYS, "dp_shard"):
+        raise LayoutError(_unknown("key of a layout", key, (*_KEYS, "dp_shard", "fsdp")))
     return name, value
 
 
@@ -277,23 +339,21 @@ _UNSAID: Mapping[str, str] = MappingProxyType({
 """What a layout of other programs may ask for and this one cannot honour."""
 
 
-def fsdp_stage(value: str) -> int:
-    """The stage of ZeRO that a sharding strategy of FSDP means.
+def fsdp_words(value: str) -> dict[str, str]:
+    """What a sharding strategy of FSDP says in keys of a layout.
+
+    >>> fsdp_words("HYBRID_SHARD")
+    {'zero': '3', 'dp_replicate': '0'}
 
     Raises:
-        LayoutError: there is no such strategy, or it has no stage.
+        LayoutError: there is no such strategy.
     """
     plain = _plain(value)
-    numbered = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard"}
-    plain = numbered.get(plain, plain)
-    if plain in ("hybrid_shard", "_hybrid_shard_zero2", "hybrid_shard_zero2", "4", "5"):
-        raise LayoutError(
-            f"fsdp={value}: shards inside hosts with replicas between them cannot be said; take "
-            "full_shard over all devices, or no_shard."
-        )
+    plain = dict(zip("12345", FSDP_STAGES, strict=True)).get(plain, plain).lstrip("_")
     if plain not in FSDP_STAGES:
         raise LayoutError(_unknown("sharding strategy", value, tuple(FSDP_STAGES)))
-    return FSDP_STAGES[plain]
+    hybrid = {"dp_replicate": "0"} if plain.startswith("hybrid") else {}
+    return {"zero": str(FSDP_STAGES[plain])} | hybrid
 
 
 def _recompute(value: str) -> Recompute:

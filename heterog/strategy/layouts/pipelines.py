@@ -1,7 +1,7 @@
 """Pipelines of teams beside each other, also unlike ones, as decisions and micro-batches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from heterog.cluster.topology import Cluster
@@ -27,11 +27,13 @@ class Pipeline:
         teams: of each rank, the devices of each replica; with several stages on a rank they lie on
             it as the schedule says.  # [num_ranks][num_replicas]
         micro_batches: samples of each micro-batch, of all replicas together.
+        num_copies: of what its replicas keep in slices; runs of neighbours keep one each.
     """
 
     stages: tuple[int, ...]
     teams: tuple[tuple[tuple[int, ...], ...], ...]
     micro_batches: tuple[int, ...]
+    num_copies: int = 1
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -169,6 +171,7 @@ def _decisions(
         recompute = manner.recompute == Recompute.FULL and in_layer[group] != NO_LAYER
         if (teams, recompute) not in made:
             made[teams, recompute] = _decision(cluster, teams, manner.zero, samples, recompute)
+            made[teams, recompute] = _in_copies(made[teams, recompute], teams, pipelines)
         found.append(made[teams, recompute])
     return tuple(found), rules_of_teams(graph, pipelines, manner)
 
@@ -193,6 +196,21 @@ def _decision(
         recompute=recompute,
         teams=() if are_plain else teams,
         parts=() if are_plain else (1,) * len(devices),
+    )
+
+
+def _in_copies(
+    decision: Decision, teams: Sequence[tuple[int, ...]], pipelines: Sequence[Pipeline]
+) -> Decision:
+    """A decision whose replicas keep several copies in slices, if its one pipeline says so."""
+    copies = pipelines[0].num_copies
+    if len(pipelines) > 1 or copies == 1:
+        return decision
+    run = len(teams) // copies
+    groups = [teams[first : first + run] for first in range(0, len(teams), run)]
+    return replace(
+        decision,
+        slice_groups=tuple(tuple(device for team in each for device in team) for each in groups),
     )
 
 

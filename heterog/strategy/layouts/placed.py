@@ -1,7 +1,7 @@
 """From a layout to a strategy: which device has which samples of which groups, and when."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
@@ -28,6 +28,7 @@ class Sizes:
         dp: replicas.
         micro_batch: samples of a replica that go through the model at a time.
         num_micro: micro-batches of a step.
+        dp_replicate: copies of what replicas keep in slices.
     """
 
     tp: int
@@ -36,6 +37,7 @@ class Sizes:
     micro_batch: int
     num_micro: int
     cp: int = 1
+    dp_replicate: int = 1
 
     @property
     def members(self) -> int:
@@ -148,6 +150,8 @@ def place_layout(
     ranks = tuple(devices) or tuple(range(cluster.num_devices))
     sizes = sizes_of(layout, batch_size=graph.batch_size, num_devices=len(ranks))
     _check(layout, sizes, graph)
+    sizes = _with_copies(layout, sizes, [cluster.host_of[device] for device in ranks])
+    asked, layout = layout, _without_slices(layout, sizes)
     stages = stage_of_groups(graph, layout)
     shared = shared_across_stages(graph, stages)
     pipeline = Pipeline(
@@ -160,20 +164,61 @@ def place_layout(
             for rank in range(sizes.pp)
         ),
         micro_batches=(sizes.micro_batch * sizes.dp,) * sizes.num_micro,
+        num_copies=sizes.dp_replicate if layout.zero else 1,
     )
     manner = _manner(layout, has_shared=bool(shared), step_barrier=step_barrier)
     rules = rules_of_teams(graph, (pipeline,), manner)
     teams = [team for rank in pipeline.teams for team in rank]
     return Given(
-        layout=layout,
+        layout=asked,
         sizes=sizes,
         strategy=strategy_of_pipelines(graph, cluster, (pipeline,), manner),
         remarks=(
-            *_remarks(layout, sizes, cluster, shared),
+            *_remarks(asked, sizes, cluster, shared),
             *(rules.remarks if rules is not None else ()),
             *_across_hosts(teams, cluster),
         ),
     )
+
+
+def _with_copies(layout: Layout, sizes: Sizes, hosts: Sequence[int]) -> Sizes:
+    """The number of copies that replicas keep in slices.
+
+    Args:
+        layout: as given.
+        sizes: its other numbers.
+        hosts: of each rank.
+
+    Raises:
+        LayoutError: the replicas do not divide into as many copies.
+    """
+    if layout.dp_replicate == 1 or sizes.dp == 1:
+        return sizes
+    copies = layout.dp_replicate
+    if not copies:
+        first = [[hosts[sizes.team(k, r)[0]] for r in range(sizes.dp)] for k in range(sizes.pp)]
+        copies = len(set(first[0]))
+        size = sizes.dp // copies
+        if any(of[r] != of[r - r % size] for of in first for r in range(size * copies)) or (
+            size * copies != sizes.dp
+        ):
+            raise LayoutError(
+                f"dp_replicate=hosts: the {sizes.dp} replicas do not lie on hosts in runs of "
+                "equal length; say how many copies there are, such as dp_replicate=2."
+            )
+    if sizes.dp % copies:
+        raise LayoutError(
+            f"{sizes.dp} replicas do not divide into {copies} copies (dp_replicate); give one of "
+            f"{', '.join(str(n) for n in range(1, sizes.dp) if sizes.dp % n == 0)}."
+        )
+    return replace(sizes, dp_replicate=copies)
+
+
+def _without_slices(layout: Layout, sizes: Sizes) -> Layout:
+    """The layout, without ZeRO where every replica is a copy of its own."""
+    if layout.zero and sizes.dp_replicate == sizes.dp > 1:
+        return replace(layout, zero=0, dp_replicate=1)
+    return layout
 
 
 def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
@@ -199,6 +244,11 @@ def _remarks(layout: Layout, sizes: Sizes, cluster: Cluster, shared: Sequence[st
         remarks.append(
             f"{', '.join(shared)} shares a weight with a later stage: both parts run where the "
             "first one is (Megatron keeps a copy on each and sums their gradients)."
+        )
+    if layout.zero and sizes.dp_replicate == sizes.dp > 1:
+        remarks.append(
+            f"{sizes.dp} replicas in {sizes.dp_replicate} copies leave nothing to slice: each "
+            "keeps everything whole (zero=0)."
         )
     if layout.schedule and sizes.num_micro == 1:
         remarks.append(

@@ -1,6 +1,7 @@
 """A strategy in flat arrays, as the lowering kernel takes it."""
 
 from collections.abc import Sequence
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from heterog.strategy.lowering.sparse_rows import SparseRows
 from heterog.strategy.lowering.turns import NO_SCHEDULE, Turns, encode_turns
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.program import FloatArray, IntArray
-from heterog.strategy.rings import Ring, gradient_rings
+from heterog.strategy.rings import Ring, gradient_rings, slice_rings
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.strategy.tables import Domain, GraphTables
 
@@ -51,6 +52,8 @@ class Rings(NamedTuple):
 
     first: IntArray  # [num_groups, num_domains]
     end: IntArray  # [num_groups, num_domains]
+    # Those that add up slices between slice groups follow, up to here.
+    end_between: IntArray  # [num_groups, num_domains]
     first_channel: IntArray  # all-reduce or reduce-scatter  # [num_rings]
     second_channel: IntArray  # all-gather, -1 if there is none  # [num_rings]
     part: FloatArray  # of each parameter that the ring adds up  # [num_rings]
@@ -92,6 +95,8 @@ class Choice(NamedTuple):
     sparse_rows: IntArray = NO_ROWS  # [matrices, reading division, division, reader, owner]
     averaging_s: float = 0.0  # of one averaging, for each step; set by the evaluator
     num_copies: int = 0  # of all parameters, that are kept for averaging
+    # Lanes of a fold that hold whole slice groups; 0: there is none, -1: any number of them does.
+    num_slice_lanes: int = -1
     codecs: tuple[CodedChannel, ...] = ()  # kernels get none
 
 
@@ -114,6 +119,7 @@ class RingRows(NamedTuple):
     """The rings of one decision in flat arrays, on their way into ``Choice``."""
 
     counts: tuple[int, ...]  # rings of each domain
+    counts_between: tuple[int, ...]  # those that follow them and add up slices between groups
     first_channel: list[int]
     second_channel: list[int]
     part: list[float]
@@ -137,9 +143,9 @@ class Encoder:
         self._num_devices = channels.cluster.num_devices
         self._has_scatters = bool(tables.op_scatters.any())
         self._axes = tuple(int(units) for units in tables.axis_units[1:])
-        self._rings: dict[tuple[Division, Sync, tuple[int, ...], bool], RingRows] = {}
+        self._rings: dict[tuple[object, ...], RingRows] = {}
         self._rows: dict[MicroBatches, dict[Division, DivisionRows]] = {}
-        self._classes: dict[tuple[Division, Sync, tuple[int, ...]], int] = {}
+        self._classes: dict[tuple[object, ...], int] = {}
         self._sparse_rows = SparseRows(tables)
 
     def encode(
@@ -172,9 +178,8 @@ class Encoder:
         if len(self._rows) > _MOST_TABLES:
             self._rows.clear()
         known = self._rows.setdefault(micro_batches, {})
-        for division in divisions:
-            if division not in known:
-                known[division] = self._division(division, micro_batches, sizes)
+        for division in divisions.keys() - known.keys():
+            known[division] = self._division(division, micro_batches, sizes)
         rows = [known[division] for division in divisions]
         rows += [self._constants(rows)]
         shares = [row.cut.own for row in rows]
@@ -201,6 +206,7 @@ class Encoder:
             stands_for=np.ones(self._num_devices, np.int32),
             turns=encode_turns(schedule, self._tables, devices, row_of_group, all_shares),
             sparse_rows=self._sparse_rows.of(rows),
+            num_slice_lanes=_num_slice_lanes(decisions),
         )
 
     def _teams(self, rows: Sequence[DivisionRows]) -> Teams:
@@ -225,7 +231,7 @@ class Encoder:
         )
 
     def _class(self, decision: Decision) -> int:
-        key = (decision.division, decision.sync, decision.slices)
+        key = (decision.division, decision.sync, decision.slices, decision.slice_groups)
         return self._classes.setdefault(key, len(self._classes))
 
     def _division(
@@ -295,17 +301,19 @@ class Encoder:
     ) -> Rings:
         num_domains = Domain.SLICES + len(self._axes)
         first = np.zeros((len(decisions), num_domains), np.int32)
-        end = np.zeros_like(first)
+        end, end_between = np.zeros_like(first), np.zeros_like(first)
         found = [self._rings_of(decision, within_teams) for decision in decisions]
         begin = 0
         for number, rows in enumerate(found):
-            ends = begin + np.cumsum(rows.counts)
-            end[number] = ends
-            first[number] = ends - rows.counts
+            ends = begin + np.cumsum(np.add(rows.counts, rows.counts_between))
+            end_between[number] = ends
+            end[number] = ends - rows.counts_between
+            first[number] = end[number] - rows.counts
             begin = int(ends[-1])
         return Rings(
             first=first[of_group],
             end=end[of_group],
+            end_between=end_between[of_group],
             first_channel=np.array([c for rows in found for c in rows.first_channel], np.int32),
             second_channel=np.array([c for rows in found for c in rows.second_channel], np.int32),
             part=np.array([part for rows in found for part in rows.part], np.float64),
@@ -316,18 +324,33 @@ class Encoder:
         )
 
     def _rings_of(self, decision: Decision, within_teams: bool) -> RingRows:
-        key = (decision.division, decision.sync, decision.slices, within_teams)
+        key = (
+            decision.division,
+            decision.sync,
+            decision.slices,
+            decision.slice_groups,
+            within_teams,
+        )
         if key not in self._rings:
             self._rings[key] = self._new_rings(decision, within_teams)
         return self._rings[key]
 
     def _new_rings(self, decision: Decision, within_teams: bool) -> RingRows:
         domains = gradient_rings(decision.division, self._axes, within_teams)
+        groups = decision.slice_groups
         if decision.sync.is_served:
             domains = tuple(
                 () if number < Domain.SLICES else rings for number, rings in enumerate(domains)
             )
-        rings = [ring for rings in domains for ring in rings]
+        inside = [[s for each in of for s in slice_rings(each, groups)] for of in domains]
+        between = [[s for each in of for s in _rings_between(each, decision)] for of in domains]
+        rings = [ring for pair in zip(inside, between, strict=True) for of in pair for ring in of]
+        are_between = [
+            is_between
+            for pair in zip(inside, between, strict=True)
+            for of, is_between in zip(pair, (False, True), strict=True)
+            for _ in of
+        ]
         shape = (len(rings), self._num_devices)
         member, is_whole = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
         slice_part = np.zeros(shape)
@@ -335,12 +358,16 @@ class Encoder:
         for number, ring in enumerate(rings):
             member[number, list(ring.devices)] = 1
             is_whole[number, list(ring.whole)] = True
+            if are_between[number]:
+                channels.append((self._channels.value_reduce(ring.devices), -1))
+                continue
             synchronised = ring_decision(ring, decision)
             channels.append(self._channels.for_decision(synchronised))
             if decision.sync.is_sharded:
                 slice_part[number, list(ring.devices)] = slice_parts(synchronised)
         return RingRows(
-            counts=tuple(map(len, domains)),
+            counts=tuple(map(len, inside)),
+            counts_between=tuple(map(len, between)),
             first_channel=[first for first, _ in channels],
             second_channel=[second for _, second in channels],
             part=[ring.part for ring in rings],
@@ -349,6 +376,36 @@ class Encoder:
             is_whole=is_whole,
             slice_part=slice_part,
         )
+
+
+def _rings_between(ring: Ring, decision: Decision) -> list[Ring]:
+    """Devices of all slice groups that have the same slice of what a ring adds up."""
+    copies = slice_rings(ring, decision.slice_groups)
+    if len(copies) == 1:
+        return []
+    parts = slice_parts(ring_decision(copies[0], decision))
+    return [
+        ring._replace(devices=tuple(sorted(alike)), whole=(), part=ring.part * part, is_once=False)
+        for part, *alike in zip(parts, *(each.devices for each in copies), strict=True)
+        if part > 0.0
+    ]
+
+
+def _num_slice_lanes(decisions: Sequence[Decision]) -> int:
+    """In how many lanes a fold may cut devices so that each holds whole slice groups."""
+    found = 0
+    for decision in decisions:
+        groups, teams = decision.slice_groups, decision.division.all_teams
+        if not groups:
+            continue
+        run = len(teams) // len(groups)
+        runs = {
+            frozenset(sum(teams[at : at + run], ())) for at in range(0, len(teams), max(run, 1))
+        }
+        if runs != set(map(frozenset, groups)):
+            return 0
+        found = gcd(found, len(groups))
+    return found or -1
 
 
 def ring_decision(ring: Ring, of: Decision) -> Decision:

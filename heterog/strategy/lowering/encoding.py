@@ -13,8 +13,8 @@ copies. Values are decoded in program order, as other conversions are; gradients
 whenever the device would otherwise wait.
 
 What has no codec: values that do not follow the batch or are no floating-point numbers, rows of
-neighbours, parts of sums, gradients in reduce-scatters, and gradients that replicas give to
-replicas which have made none.
+neighbours, parts of sums, gradients in reduce-scatters and what slice groups add up of them, and
+gradients that replicas give to replicas which have made none.
 """
 
 from collections.abc import Sequence
@@ -139,6 +139,7 @@ def _messages_of(
         return np.asarray(is_there & (kind == TaskKind.PULL))
     if traffic == Traffic.GRADIENTS:
         found = (kind == TaskKind.ALL_REDUCE) & np.isin(channel, each.reduces)
+        found &= ~np.isin(subject, subject[kind == TaskKind.REDUCE_SCATTER])  # slices of groups
         pushes = np.flatnonzero(is_there & (kind == TaskKind.PUSH))
         row = subject[pushes]
         is_added = tables.gradient_domain[row] == Domain.ALL

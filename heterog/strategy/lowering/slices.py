@@ -14,6 +14,11 @@ says, steps it alone and keeps the optimizer's state of it alone. With n devices
   two gathers are ahead, whatever the links could do. A device of a pipeline works on others in
   between the passes of a micro-batch, so that gathers come behind those of the same pass.
 
+With slice groups (``Decision.slice_groups``; FSDP's hybrid sharding, Zhao et al. 2023, section
+3.2.2) all of this happens inside each group. After the last micro-batch, before the update, the
+members that own the same slice in all groups add it up in an all-reduce: with k members, S/k each,
+which is all that goes from group to group.
+
 A parameter whose gradient every replica has whole already is updated everywhere, as without ZeRO.
 """
 
@@ -37,6 +42,7 @@ from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import GraphTables
 
 _FLATTEN = int(TaskKind.FLATTEN)
+_ALL_REDUCE = int(TaskKind.ALL_REDUCE)
 _UPDATE = int(TaskKind.UPDATE)
 _REDUCE_SCATTER = int(TaskKind.REDUCE_SCATTER)
 _GATHER_PARAMETERS = int(TaskKind.GATHER_PARAMETERS)
@@ -241,6 +247,10 @@ def finish_gradient(
     for ring in range(choice.rings.first[group, domain], choice.rings.end[group, domain]):
         _scatter(tables, choice, scratch, tape, first, ring, micro)
     if micro == choice.num_micro - 1:
+        for ring in range(
+            choice.rings.end[group, domain], choice.rings.end_between[group, domain]
+        ):
+            _add_up_copies(tables, choice, scratch, tape, first, ring)
         for ring in range(choice.rings.first[group, domain], choice.rings.end[group, domain]):
             _update(tables, choice, scratch, tape, first, ring)
 
@@ -280,6 +290,27 @@ def _scatter(
             scratch.slice_token[first, device] = done
             if by_micro:
                 scratch.scattered_token[0, device] = done
+
+
+@helper
+def _add_up_copies(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int
+) -> None:
+    """Add up a slice of a bucket's gradients over the slice groups, in place."""
+    rings, micro = choice.rings, choice.num_micro - 1
+    size = scratch.bucket_gradient_bytes[first] * rings.part[ring]
+    by_micro = choice.sharded[tables.parameter_group[first]] >= _GRADIENTS
+    write_task(tape, _ALL_REDUCE, first, -1, micro, 0, rings.first_channel[ring], size)
+    for device in range(choice.member.shape[1]):
+        if rings.member[ring, device]:
+            write_read(tape, scratch.slice_token[first, device])
+            write_read(tape, scratch.slice_buffer[first, device])
+            if not by_micro:
+                write_read(tape, scratch.flat_buffer[0, device])
+    done = write_buffer(tape, -1, 0.0)
+    for device in range(choice.member.shape[1]):
+        if rings.member[ring, device]:
+            scratch.slice_token[first, device] = done
 
 
 @helper
@@ -361,6 +392,8 @@ def _receive_slice(
 ) -> None:  # fmt: skip
     """What the reduce-scatter that was begun last leaves on a device: others' parts and a sum."""
     others = num_senders - (1 if scratch.flat_buffer[0, device] >= 0 else 0)
+    if num_senders == 0 and not by_micro:
+        others = 1  # zeros, to which other slice groups add theirs
     received = write_buffer(tape, device, others * size)
     if by_micro:
         scratch.received_buffer[0, device] = received
