@@ -198,7 +198,7 @@ class _Grid:
         stages = [0, 1] if layout.pp > 1 else [0, 1, 2, 3]
         for (zero, copies), recompute, along_positions, (schedule, chunks) in product(
             self._kept(start, stages if layout.dp > 1 else [0]),
-            Recompute,
+            (Recompute.NONE, Recompute.FULL),
             [False, True] if layout.tp > 1 else [False],
             tuple(_schedules(layout, start.num_micro, self.num_layers)),
         ):

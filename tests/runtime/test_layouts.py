@@ -25,6 +25,7 @@ from tests.thorough import THOROUGH, one_in
         ("gpt", "tp=2,pp=2,schedule=gpipe,micro_batch=4"),
         ("gpt", "zero=3,micro_batch=1"),
         ("gpt", "dp_replicate=2,dp_shard=2,micro_batch=1"),
+        ("gpt", "pp=2,recompute=full,recompute_every=2"),
         ("llama", "dp_replicate=2,zero=2,recompute=full"),
         ("mlp", "dp_replicate=2,zero=1,num_micro=2"),
         ("gpt", "tp=2,sp=true"),

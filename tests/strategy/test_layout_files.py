@@ -1,6 +1,7 @@
 """Layouts in files of torchtitan, DeepSpeed and Accelerate."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -113,6 +114,16 @@ mode = "selective"
     assert any("Selective" in remark for remark in found.remarks)
 
 
+@pytest.mark.parametrize(("option", "every"), [('"2"', 2), ('"1"', 1), ('"0"', 1)])
+def test_torchtitan_checkpoints_every_so_many_layers(
+    tmp_path: Path, option: str, every: int
+) -> None:
+    text = f'[activation_checkpoint]\nmode = "selective"\nselective_ac_option = {option}\n'
+    found = read(tmp_path, "a.toml", text)
+    assert (found.layout.recompute, found.layout.recompute_every) == (Recompute.FULL, every)
+    assert not any("Selective" in remark for remark in found.remarks)
+
+
 def test_copies_in_slices(tmp_path: Path) -> None:
     """What torchtitan, Accelerate and FSDP call replicas of shards, or hybrid sharding."""
     mesh = "[parallelism]\ndata_parallel_replicate_degree = 2\n"
@@ -141,8 +152,9 @@ def test_accelerate(tmp_path: Path) -> None:
     assert found.layout == Layout(dp=8, zero=3, recompute=Recompute.FULL)
     assert not found.remarks
     found = read(tmp_path, "megatron.yml", MEGATRON)
-    assert found.layout == Layout(tp=2, pp=2, dp=2, num_micro=2, zero=1, sequence_parallel=True)
-    assert len(found.remarks) == 1
+    plain = Layout(tp=2, pp=2, dp=2, num_micro=2, zero=1, sequence_parallel=True)
+    assert found.layout == replace(plain, recompute=Recompute.SELECTIVE)
+    assert not found.remarks  # what becomes of it depends on the model
     mesh = FSDP + "parallelism_config:\n  parallelism_config_tp_size: 2\n"
     mesh += "  parallelism_config_dp_shard_size: 4\n"
     found = read(tmp_path, "mesh.yaml", mesh)

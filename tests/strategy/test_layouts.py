@@ -15,7 +15,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute, parse_layout
 from heterog.strategy.layouts.placed import Given, place_layout, sizes_of
-from heterog.strategy.layouts.stages import layers_of, stage_of_groups
+from heterog.strategy.layouts.stages import NO_LAYER, layers_of, stage_of_groups
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Sync
@@ -108,7 +108,8 @@ def test_a_layout_is_read_in_every_vocabulary_and_written_back() -> None:
         ("tp=0", "tp is 0"),
         ("tp=1,tensor_parallel=1", "says 'tp' twice"),
         ("zero=4", "the stages of ZeRO are 0, 1, 2 and 3"),
-        ("recompute=selective", "single ops cannot be chosen"),
+        ("recompute=op", "single ops cannot be chosen"),
+        ("recompute_every=2", "give recompute=full"),
         ("recompute=ful", "did you mean 'full'"),
         ("schedule=2f2b,pp=2", "did you mean '1f1b'"),
         ("schedule=1f1b,chunks=2,pp=2", "take schedule=interleaved"),
@@ -216,6 +217,46 @@ def test_copies_in_slices_lie_on_neighbours_or_on_hosts() -> None:
     in_teams = placed("dp_replicate=2,tp=2").strategy.decisions[0]
     assert in_teams.slice_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert in_teams.teams == ((0, 1), (2, 3), (4, 5), (6, 7))
+
+
+def test_every_second_layer_recomputes() -> None:
+    layers = layers_of(GRAPH).of_group
+    decisions = placed("recompute=full,recompute_every=2").strategy.decisions
+    found = {
+        layer: decision.recompute
+        for layer, decision in zip(layers, decisions, strict=True)
+        if layer != NO_LAYER
+    }
+    assert found == {layer: layer % 2 == 1 for layer in found}
+    assert len(found) > 2
+
+
+class Scores(nn.Module):
+    """Attention of a vector to itself, in single ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        mixed: Tensor = (x @ x.transpose(1, 2)).softmax(-1) @ x
+        return mixed
+
+
+def scores() -> OpGraph:
+    batch = (torch.zeros(8, 3, 4), torch.zeros(8, 3, 4))
+    return capture(Workload(Scores, batch, nn.functional.mse_loss, torch.optim.SGD, {"lr": 0.1}))
+
+
+def test_selective_recomputation_says_what_becomes_of_it() -> None:
+    for graph, said in (
+        (GRAPH, "no attention of this model keeps its scores"),
+        (scores(), "is taken for none: the softmax of the model"),
+    ):
+        given = placed("recompute=selective", graph)
+        assert given.strategy == placed("recompute=none", graph).strategy
+        assert any(said in remark for remark in given.remarks)
 
 
 def test_as_many_copies_as_replicas_are_whole() -> None:

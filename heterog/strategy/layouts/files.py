@@ -19,6 +19,7 @@ from heterog.strategy.layouts.layout import (
     MOST,
     Layout,
     LayoutError,
+    Recompute,
     fsdp_words,
     layout_of_words,
 )
@@ -245,7 +246,7 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
         "dp_replicate": "1" if shards == 1 else str(replicas),
         "micro_batch": str(micro),
         "zero": "0" if shards == 1 else ("2" if keeps else "3"),
-        "recompute": _torchtitan_checkpoints(fields),
+        **_torchtitan_checkpoints(fields),
         # Its tensor parallelism always splits what lies between along the sequence.
         "sequence_parallel": str(tp > 1),
     }
@@ -259,23 +260,25 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
     return LayoutFile(layout=layout_of_words(said), batch_size=max(whole, 0))
 
 
-def _torchtitan_checkpoints(fields: _Fields) -> str:
+def _torchtitan_checkpoints(fields: _Fields) -> dict[str, str]:
     at = "activation_checkpoint"
     mode = fields.word(at, "mode", "selective")  # torchtitan's own default
+    every = fields.word(at, "selective_ac_option", "op")
     fields.skip(
         at,
-        "selective_ac_option",
         "per_op_sac_force_recompute_mm_shapes_by_fqns",
         "early_stop",
         "preserve_rng_state",
     )
-    if mode == "selective":
-        fields.remark(
-            "Selective activation checkpointing is taken for none: groups of ops recompute as a "
-            "whole."
-        )
-        return "none"
-    return mode
+    if mode != "selective":
+        return {"recompute": mode}
+    if every.isascii() and every.isdigit():  # 0 and 1: every layer
+        return {"recompute": "full", "recompute_every": str(max(int(every[:6]), 1))}
+    fields.remark(
+        "Selective activation checkpointing by op is taken for none: groups of ops recompute as a "
+        "whole."
+    )
+    return {"recompute": "none"}
 
 
 def _deepspeed(fields: _Fields) -> LayoutFile:
@@ -433,10 +436,7 @@ def _accelerate_deepspeed(fields: _Fields) -> Layout:
 
 def _accelerate_megatron(fields: _Fields) -> Layout:
     at, name = "megatron_lm_config", "megatron_lm_"
-    if fields.flag(at, f"{name}recompute_activations"):
-        fields.remark(
-            "Selective recomputation is taken for none: groups of ops recompute as a whole."
-        )
+    selective = fields.flag(at, f"{name}recompute_activations")
     fields.skip(at, f"{name}gradient_clipping")
     sliced = fields.flag(at, f"{name}use_distributed_optimizer")
     return Layout(
@@ -444,6 +444,7 @@ def _accelerate_megatron(fields: _Fields) -> Layout:
         pp=fields.number(at, f"{name}pp_degree", 1),
         num_micro=fields.number(at, f"{name}num_micro_batches", 0),
         zero=1 if sliced else 0,
+        recompute=Recompute.SELECTIVE if selective else Recompute.NONE,
         sequence_parallel=fields.flag(at, f"{name}sequence_parallelism"),
     )
 

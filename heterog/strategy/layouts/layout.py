@@ -30,6 +30,8 @@ class Recompute(StrEnum):
     NONE = "none"
     FULL = "full"
     """All that a repeated layer makes; its inputs are kept."""
+    SELECTIVE = "selective"
+    """Megatron's: scores and softmax of attention, which a fused kernel does not keep anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,8 @@ class Layout:
             neighbours, each of which keeps one copy in slices (hybrid sharding, HSDP); 0 for one
             copy on each host.
         recompute: what is made again for the backward pass.
+        recompute_every: with ``full``, every so many-th layer alone does it (torchtitan's number
+            for selective checkpoints): 2 for the second, the fourth, and so on.
         schedule: a name of ``strategy.schedules``; empty for ``1f1b``, or for ``interleaved``
             where devices have several chunks.
         chunks: stages that each device has (Megatron's virtual pipeline); 0 for what the schedule
@@ -76,6 +80,7 @@ class Layout:
     zero: int = 0
     dp_replicate: int = 1
     recompute: Recompute = Recompute.NONE
+    recompute_every: int = 1
     schedule: str = ""
     chunks: int = 0
     layers: tuple[int, ...] = ()
@@ -92,6 +97,7 @@ class Layout:
             "micro_batch": 0,
             "num_micro": 0,
             "dp_replicate": 0,
+            "recompute_every": 1,
             "chunks": 0,
         }
         for name, least in least_of.items():
@@ -104,6 +110,11 @@ class Layout:
             raise LayoutError(
                 f"tp={self.tp} and cp={self.cp}: a team splits its layers or its sequences, not "
                 f"both; give one of them, such as cp={self.tp * self.cp}."
+            )
+        if self.recompute_every > 1 and self.recompute != Recompute.FULL:
+            raise LayoutError(
+                f"recompute_every={self.recompute_every} is about layers that recompute; give "
+                "recompute=full with it."
             )
         self._check_copies()
         self._check_schedule()
@@ -362,10 +373,10 @@ def _recompute(value: str) -> Recompute:
         plain = "full"
     if plain in ("false", "0", "no", "off"):
         plain = "none"
-    if plain in ("selective", "op"):
+    if plain == "op":
         raise LayoutError(
-            f"recompute={value}: groups of ops recompute as a whole, so that single ops cannot be "
-            "chosen; take recompute=full or recompute=none."
+            "recompute=op: groups of ops recompute as a whole, so that single ops cannot be "
+            "chosen; take recompute=full, recompute=none or recompute_every=2."
         )
     if plain not in tuple(Recompute):
         raise LayoutError(_unknown("recompute", value, tuple(Recompute)))

@@ -50,6 +50,7 @@ class Manner:
     Attributes:
         zero: stage of ZeRO.
         recompute: what is made again for the backward pass.
+        recompute_every: of how many layers one does it.
         schedule: a name of ``schedules.SCHEDULES``.
         num_chunks: stages of each rank.
         keeps_turns: whether the schedule states every turn; otherwise 1F1B is its caps.
@@ -61,6 +62,7 @@ class Manner:
 
     zero: int = 0
     recompute: Recompute = Recompute.NONE
+    recompute_every: int = 1
     schedule: str = "1f1b"
     num_chunks: int = 1
     keeps_turns: bool = True
@@ -168,7 +170,11 @@ def _decisions(
     made: dict[tuple[tuple[tuple[int, ...], ...], bool], Decision] = {}
     found = []
     for group, teams in enumerate(teams_of_groups(pipelines, manner, len(in_layer))):
-        recompute = manner.recompute == Recompute.FULL and in_layer[group] != NO_LAYER
+        recompute = (
+            manner.recompute == Recompute.FULL
+            and in_layer[group] != NO_LAYER
+            and (in_layer[group] + 1) % manner.recompute_every == 0
+        )
         if (teams, recompute) not in made:
             made[teams, recompute] = _decision(cluster, teams, manner.zero, samples, recompute)
             made[teams, recompute] = _in_copies(made[teams, recompute], teams, pipelines)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.layouts.layout import Layout, LayoutError
+from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
 from heterog.strategy.layouts.pipelines import (
     Manner,
     Pipeline,
@@ -175,10 +175,26 @@ def place_layout(
         strategy=strategy_of_pipelines(graph, cluster, (pipeline,), manner),
         remarks=(
             *_remarks(asked, sizes, cluster, shared),
+            *_about_attention(asked, graph),
             *(rules.remarks if rules is not None else ()),
             *_across_hosts(teams, cluster),
         ),
     )
+
+
+def _about_attention(layout: Layout, graph: OpGraph) -> list[str]:
+    """What becomes of selective recomputation, which repeats single ops of attention."""
+    if layout.recompute != Recompute.SELECTIVE:
+        return []
+    for op in graph.ops:
+        if op.kind.startswith("_softmax.") and len(graph.tensors[op.inputs[0]].shape) > 2:
+            where = op.module or "the model"
+            return [
+                f"recompute=selective is taken for none: the softmax of {where} is an op of its "
+                "own, and groups of ops recompute as a whole. Fused attention leaves nothing to "
+                "repeat."
+            ]
+    return ["recompute=selective repeats nothing: no attention of this model keeps its scores."]
 
 
 def _with_copies(layout: Layout, sizes: Sizes, hosts: Sequence[int]) -> Sizes:
@@ -227,6 +243,7 @@ def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
     return Manner(
         zero=layout.zero,
         recompute=layout.recompute,
+        recompute_every=layout.recompute_every,
         schedule=layout.schedule_name,
         num_chunks=layout.num_chunks,
         keeps_turns=not waits,
