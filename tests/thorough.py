@@ -41,11 +41,7 @@ def few_of(values: Iterable[Value], few: int) -> list[ParameterSet | Value]:
 
 
 def one_in(number: int) -> pytest.MarkDecorator:
-    """Of the cases of a test, ``make test`` runs the first and every n-th after it.
-
-    A number that has no divisor in common with how many values a parameter has lets each value
-    occur.
-    """
+    """Of the cases of a test, ``make test`` runs the first and every n-th after it."""
     return pytest.mark.one_in(number)
 
 
