@@ -14,7 +14,7 @@ import heterog
 from heterog import cli
 from heterog.errors import InputFileError
 from heterog.files import read_json, write_json
-from tests.thorough import one_in
+from tests.thorough import THOROUGH, one_in
 
 MODEL = """
 import torch
@@ -180,6 +180,7 @@ def test_the_answer_is_short_and_plain_in_a_pipe(run: Run, model: str, tmp_path:
         assert str(path) in result.out
 
 
+@THOROUGH
 def test_plan_puts_a_background_job_beside(run: Run, model: str, tmp_path: Path) -> None:
     call = ("plan", model, "--cluster", "paper_8gpu", "--budget", "1e", "--method", "ev_ar",
             "--background", model, "--background-batch", 8)  # fmt: skip
@@ -214,6 +215,7 @@ def test_background_options_that_make_no_sense(
     assert (result.code, error in result.err) == (2, True), result.err
 
 
+@THOROUGH
 def test_same_seed_and_evaluations_print_the_same_strategy(run: Run, model: str) -> None:
     call = ("plan", model, "--cluster", "paper_8gpu", "--budget", "40e", "--json", "--seed", "3")
     first, second = json.loads(run(*call).out), json.loads(run(*call).out)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.thorough import THOROUGH
+
 SCRIPT = Path(__file__).parents[1] / "experiments" / "published_layouts.py"
 COLUMNS = ("# GPUs", "global batch", "micro batch", "hidden size", "attention heads", "# layers",
            "sequence length", "tensor parallelism", "data parallelism", "pipeline parallelism",
@@ -51,6 +53,7 @@ def test_programs_do_what_the_textbook_says(tmp_path: Path) -> None:
     assert all(each["program"] > 0.0 for each in largest.values())
 
 
+@THOROUGH
 @pytest.mark.slow
 def test_unlike_pipelines_on_mixed_cards(tmp_path: Path) -> None:
     """One copy over two stages with teams of two and four, one on a single team."""

@@ -92,7 +92,7 @@ def train(
     return shares, lines, written
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_shares_follow_a_rank_that_is_slow_and_one_that_becomes_slow(
     ranks: Ranks, wrapper: str

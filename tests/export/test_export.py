@@ -236,6 +236,7 @@ def build(rank):
 """
 
 
+@THOROUGH
 @pytest.mark.distributed
 def test_ddp_reuses_the_models_own_file(graph: OpGraph, tmp_path: Path) -> None:
     """Model, loss, optimizer and weights of labels without a line by the person."""

@@ -38,6 +38,7 @@ from tests.simulator.builders import (
     random_strategy,
     with_random_teams,
 )
+from tests.thorough import THOROUGH
 
 
 def seed_of(cluster: Cluster, text: str) -> Candidate:
@@ -221,6 +222,7 @@ def test_it_goes_on_with_what_is_new() -> None:
     assert both.num_evaluations > 0
 
 
+@THOROUGH
 def test_auto_runs_it_last_and_takes_what_it_gains() -> None:
     rates = slow_between([(a, b) for a in range(4) for b in range(4, 8) if (a + b) % 2])
     cluster = with_rates(rows_of_hosts(), rates)

@@ -15,6 +15,7 @@ from heterog.strategy.layouts.placed import place_layout
 from heterog.zoo import build
 from tests.simulator.builders import cluster_of
 from tests.strategy.test_layouts import CLUSTER, GRAPH
+from tests.thorough import THOROUGH
 
 
 def task_of(evaluator: Evaluator, budget: str = "1000e") -> Problem:
@@ -72,6 +73,7 @@ def test_it_hands_over_what_it_has_when_time_is_up() -> None:
     assert cut.candidates
 
 
+@THOROUGH
 def test_a_batch_that_nothing_divides_is_no_error() -> None:
     graph = capture(build("gpt2", batch_size=7))
     found = MegatronGrid().plan(task_of(Evaluator(graph, CLUSTER)))

@@ -160,6 +160,7 @@ def test_a_budget_in_seconds_goes_on_with_the_hosts_of_the_best_plan() -> None:
     assert {row.method for row in plan.rows} == set(methods)
 
 
+@THOROUGH
 def test_a_tighter_deadline_never_gets_cheaper() -> None:
     slowest_s = planned(CHEAPEST).step_time_s
     fastest_s = planned(FASTEST).step_time_s

@@ -21,7 +21,7 @@ from heterog.simulator.roofline import Roofline
 from heterog.strategy.strategy import Strategy
 from tests.runtime.cases import batch_of, workload_of
 from tests.simulator.builders import linear_chain
-from tests.thorough import few_of, one_in
+from tests.thorough import THOROUGH, few_of, one_in
 
 CLUSTER = Cluster.load("paper_8gpu")
 BASELINES = ("ev_ar", "ddp", "model_parallel")
@@ -66,6 +66,7 @@ def test_compare_rehearses_every_row() -> None:
     assert found.rows[-1].method == AUTO
 
 
+@THOROUGH
 @pytest.mark.parametrize("name", few_of(["contrastive", "pseudo-labels", "gathered"], 1))
 def test_no_method_cuts_a_batch_that_is_needed_whole(name: str) -> None:
     graph = capture_step(workload_of(name)).graph

@@ -28,7 +28,7 @@ from heterog.strategy.space import MAX_DEVICE_SETS, device_sets
 from tests.planners.test_budget import clocked
 from tests.planners.test_planners import graph as mlp
 from tests.simulator.builders import random_case
-from tests.thorough import one_in
+from tests.thorough import THOROUGH, one_in
 
 
 def large(types: tuple[str, ...], hosts_of_each: int, devices: int = 1) -> Cluster:
@@ -131,6 +131,7 @@ def test_what_was_kept_for_another_evaluator_is_not_used() -> None:
             memory = problem.memory
 
 
+@THOROUGH
 def test_the_second_half_of_a_budget_goes_to_whom_it_pays() -> None:
     evaluator, clock = clocked(0.01)
     rows = run_methods(evaluator, ["auto"], budget=Budget(seconds=20.0), clock=clock)

@@ -87,6 +87,7 @@ def test_a_method_of_ones_own_runs_here_beside_workers(
     assert methods["own_here"]["outcome"] == "ok"
 
 
+@THOROUGH
 @pytest.mark.distributed
 def test_interrupted_workers_hand_over_their_best(tmp_path: Path) -> None:
     save_graph(mlp(), tmp_path / "graph.json")

@@ -350,6 +350,7 @@ def unshaped(num_ranks: int) -> Cluster:
     return Cluster(name="unshaped", hosts=hosts, devices=devices, efficiency=1.0)
 
 
+@THOROUGH
 @pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 def test_a_testbed_is_gone_after_a_rank_was_killed_in_it(folder: Path) -> None:
     cluster = unshaped(2)

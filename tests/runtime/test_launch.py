@@ -179,6 +179,7 @@ def test_the_options_of_the_command_reach_the_ranks(
     assert printed.err == "joining the others ...\ntraining ...\n"
 
 
+@THOROUGH
 @pytest.mark.distributed
 def test_a_rank_that_hangs_ends_the_job(plan: Path) -> None:
     def wrap(rank: int, command: list[str]) -> list[str]:

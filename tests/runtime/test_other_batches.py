@@ -183,6 +183,7 @@ def many_sizes(rank: int, path: str) -> tuple[int, str, str]:
     return len(step._by_shape), missing, other
 
 
+@THOROUGH
 @pytest.mark.distributed
 def test_few_shapes_are_kept_and_wrong_batches_are_told(ranks: Ranks, tmp_path: Path) -> None:
     graph = graph_of("mlp")

@@ -32,6 +32,7 @@ from heterog.simulator.calibration import LinkMeasurement, OpMeasurement, op_sig
 from heterog.zoo import load_workload
 from tests.runtime.ranks import Ranks
 from tests.simulator.builders import cluster_of
+from tests.thorough import THOROUGH
 
 MODEL = """
 import torch, heterog
@@ -223,6 +224,7 @@ def links(rank: int, payloads: tuple[int, ...], num_done: int) -> list[LinkMeasu
     return list(profile_links(two_devices(), payloads, num_done=num_done))
 
 
+@THOROUGH
 @pytest.mark.distributed
 def test_all_pairs_and_all_collectives_are_measured(two_ranks: Ranks) -> None:
     payloads = (4096, 65536)

@@ -29,7 +29,7 @@ from tests.runtime.cases import (
 )
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import ALL, plan_of, strategy_of
-from tests.thorough import one_in
+from tests.thorough import THOROUGH, one_in
 
 WIDTH = 400
 SHARES = Decision(devices=ALL, shares=(4, 3, 1))
@@ -152,6 +152,7 @@ def test_masks_differ_by_sample_rank_and_step_and_repeat_with_the_seed(
     assert abs(torch.stack(samples).double().mean() - 0.75) < 0.02
 
 
+@THOROUGH
 @pytest.mark.distributed
 def test_dropout_of_zero_is_no_dropout(ranks: Ranks, tmp_path: Path) -> None:
     workload = gpt(0.0)

@@ -20,7 +20,7 @@ from tests.runtime.cases import BATCH, SGD, assert_same, captured_once, referenc
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, cluster, graph_of, plan_of, strategy_of
 from tests.runtime.test_recomputation import deep
-from tests.thorough import one_in
+from tests.thorough import THOROUGH, one_in
 
 RANKS = ((0,), (1,), (2,))
 
@@ -125,6 +125,7 @@ def peak_of_deep(rank: int, path: str) -> int:
     return peak_bytes(step, workload.make_batch())
 
 
+@THOROUGH
 @pytest.mark.distributed
 def test_caps_bound_the_memory_that_is_measured(ranks: Ranks, tmp_path: Path) -> None:
     graph = capture(deep())

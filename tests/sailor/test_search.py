@@ -18,7 +18,7 @@ from sailor.tables import Tables
 from sailor.uneven_moves import UnevenMoves
 
 from heterog.errors import BudgetError, StrategyError
-from tests.thorough import cases
+from tests.thorough import THOROUGH, cases
 
 MIXED = {"A100-40": 8, "V100-16": 8}
 RTX = {"RTX-3090": 8, "Titan-RTX": 8, "RTX-2080": 8}
@@ -177,6 +177,7 @@ def quick(
     )
 
 
+@THOROUGH
 @pytest.mark.slow
 def test_plans_are_better_than_sailors(inputs: Inputs) -> None:
     """By Sailor's rules alone, and with the others; both are valid, and the batch is whole."""
