@@ -91,6 +91,8 @@ def stage_sequences(cluster: Cluster) -> list[Stages]:
         (
             tuple(cluster.device_types[cluster.type_index[device]].name for device in host),
             cluster.nic_bandwidth_bytes_per_s(index),
+            # Among few machines it matters, too, what lies between them (``pairs``).
+            cluster.host_kind[index] if len(hosts) <= _MOST_HOSTS else 0,
         )
         for index, host in enumerate(hosts)
     ]
@@ -112,7 +114,9 @@ def stage_sequences(cluster: Cluster) -> list[Stages]:
     return [stages for stages in found if len(stages) > 1] or list(found)
 
 
-def _host_sequences(kinds: list[tuple[tuple[str, ...], float]]) -> Iterator[tuple[int, ...]]:
+def _host_sequences(
+    kinds: list[tuple[tuple[str, ...], float, int]],
+) -> Iterator[tuple[int, ...]]:
     everything = range(len(kinds))
     if len(kinds) > _MOST_HOSTS:
         different = sorted(set(kinds))[:_MOST_KINDS]

@@ -59,6 +59,13 @@ def test_pipelines_cross_slow_lines_twice() -> None:
     assert [2, 1, 0] in along
 
 
+def test_few_hosts_at_two_sites_are_not_taken_for_each_other() -> None:
+    """A file that lists them in turn: a stage of each site is among the sequences."""
+    found = stage_sequences(sites((0, 1, 0, 1), {(0, 1): 0.5}))
+    assert ((0, 2), (1, 3)) in found
+    assert ((0, 2), (1, 3)) not in stage_sequences(cluster_of(*((10.0, ["T4"]),) * 4))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_is_that_of_brute_force(seed: int) -> None:
     rng = Random(seed)
