@@ -61,7 +61,7 @@ _QUEUE_BYTES = 64 * 1024**2
 _LEAST_NETEM_DELAY_S = 1e-3
 
 _QUOTA_PERIOD_US = 100_000
-_LEAST_QUOTA_US = 1_000  # the kernel refuses less
+_LEAST_QUOTA = 0.01  # of a core; the kernel refuses less than 1 ms
 _LARGEST_SHARES = 262_144  # cgroup v1; a process alone has 1,024
 _LARGEST_WEIGHT = 10_000  # cgroup v2; a process alone has 100
 
@@ -221,6 +221,28 @@ class Testbed:
             *argv,
         ]
 
+    def throttle(self, rank: int, quota: float) -> None:
+        """Lets this rank use another share of its core from now on, as a card that gets hot does.
+
+        Args:
+            rank: of a host that has a ``cpu_quota``.
+            quota: share of one core, above 0 and at most 1.
+
+        Raises:
+            TestbedError: There is no such rank, its host has no quota, the testbed is not open, or
+                the share is out of range.
+        """
+        self._check_rank(rank)
+        host = self.cluster.hosts[self.cluster.host_of[rank]]
+        if not self._is_open or host.cpu_quota is None:
+            raise TestbedError(
+                f"rank {rank} cannot be throttled: "
+                + ("the testbed is not open." if host.cpu_quota else "its host has no cpu_quota.")
+            )
+        if not _LEAST_QUOTA <= quota <= 1.0:
+            raise TestbedError(f"a share of a core is {_LEAST_QUOTA:g} to 1, not {quota:g}.")
+        _cpu_controller().set_quota(self._cgroup(rank), quota)
+
     def environment(self, rank: int) -> dict[str, str]:
         """What the environment of this rank needs besides RANK, WORLD_SIZE and MASTER_PORT.
 
@@ -343,8 +365,11 @@ class CpuController:
     def make_rank_group(self, folder: Path, quota: float | None) -> None:
         """Makes a group that may use the share ``quota`` of one core; None is not limited."""
         folder.mkdir()
-        if quota is None:
-            return
+        if quota is not None:
+            self.set_quota(folder, quota)
+
+    def set_quota(self, folder: Path, quota: float) -> None:
+        """Lets a group use the share ``quota`` of one core."""
         quota_us = round(quota * _QUOTA_PERIOD_US)
         if self.version == 2:
             (folder / "cpu.max").write_text(f"{quota_us} {_QUOTA_PERIOD_US}")
@@ -471,7 +496,6 @@ def _emulates_delay(cluster: Cluster, namespace: str) -> bool:
 
 
 def _check_hosts(cluster: Cluster) -> None:
-    least = _LEAST_QUOTA_US / _QUOTA_PERIOD_US
     if cluster.pairs:
         raise TestbedError(
             f"cluster '{cluster.name}' limits what goes between pairs of hosts; a testbed shapes "
@@ -483,10 +507,10 @@ def _check_hosts(cluster: Cluster) -> None:
                 f"host '{host.name}' has {host.num_nics} NICs; hosts of a testbed have one, which "
                 "their ranks share."
             )
-        if host.cpu_quota is not None and host.cpu_quota < least:
+        if host.cpu_quota is not None and host.cpu_quota < _LEAST_QUOTA:
             raise TestbedError(
                 f"host '{host.name}' has a cpu_quota of {host.cpu_quota:g}; the kernel takes "
-                f"{least:g} (1 ms in 100 ms) or more."
+                f"{_LEAST_QUOTA:g} (1 ms in 100 ms) or more."
             )
 
 

@@ -479,6 +479,8 @@ def test_what_would_take_all_memory_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="its aliases stand for more values than are read"):
         load("\n".join([*lines, f"name: *a{9}"]), tmp_path)
     with pytest.raises(InputFileError, match=r"line 1: nests too deeply for a cluster file"):
+        load("[" * 40 + "]" * 40, tmp_path)
+    with pytest.raises(InputFileError, match=r"line 1: .*nest"):  # libyaml may have its own limit
         load("[" * 100_000, tmp_path)
     with pytest.raises(InputFileError, match="says too much for a cluster file"):
         load("- a\n" * 200_000, tmp_path)
