@@ -73,6 +73,7 @@ def test_parameters_that_made_the_runs_are_found_again() -> None:
     assert found.models.in_training("H100") == DeviceModels().in_training("H100")
 
 
+@THOROUGH
 def test_a_few_runs_improve_runs_of_other_sizes() -> None:
     cluster = cluster_of((100.0, ["A100-80GB", "A100-80GB"]))
     truth = DeviceModels(host_s=4e-5, in_training={"A100-80GB": TRUTH})

@@ -28,6 +28,7 @@ from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.program import FloatArray
 from tests.simulator.builders import cluster_of
 from tests.strategy.test_layouts import graph_of
+from tests.thorough import THOROUGH
 
 NUM_HOSTS = 8
 RATE = 1e7
@@ -154,6 +155,7 @@ def test_auto_asks_it_only_where_pairs_differ() -> None:
     assert "pipette" in {row.method for row in rows}
 
 
+@THOROUGH
 def test_it_goes_on_where_it_was_and_ends_when_all_is_tried() -> None:
     cluster = with_rates(rows_of_hosts(), slow_between([(1, 2)]))
     whole = problem(cluster)
