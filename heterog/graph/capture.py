@@ -4,7 +4,7 @@ The recipe: trace forward and ``autograd.grad`` with ``make_fx`` over fake param
 batch (no weight is ever allocated), then retrace through ``functionalize(remove="mutations")``,
 which drops in-place ops but keeps real views: ``mutations_and_views`` would add copies that never
 run. Forward hooks annotate every node with its module; a backward node finds its forward twin by
-autograd's sequence number. Everything that touches private names of torch is in this file.
+autograd's sequence number. Only this file and ``static_shapes`` touch private names of torch.
 """
 
 import functools
@@ -13,18 +13,15 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
-from torch._meta_registrations import _create_grouped_mm_output_tensor
-from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -62,6 +59,7 @@ from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, Te
 from heterog.graph.sharding_rules.sparse import pattern_key
 from heterog.graph.sparse_pattern import SparsePattern
 from heterog.graph.sparse_product import SparseProduct
+from heterog.graph.static_shapes import with_static_shapes
 from heterog.graph.traced_constants import (
     MADE_AT,
     make_repeated_constants_once,
@@ -406,10 +404,7 @@ def _trace(
         mode,
         torch.backends.mkldnn.flags(enabled=False),
         fx_traceback.preserve_node_meta(),
-        _dense_gradients(model),
-        _without_checkpointing(),
-        _graphs_without_self_loops(),
-        _grouped_products_of_any_dtype(),
+        with_static_shapes(model),
         _OpenModules(model) as modules,
         _LinesOfConstants(),
         _clear_errors(workload, modules),
@@ -467,138 +462,6 @@ def _check_dense(workload: Workload, gradients: Mapping[str, Tensor | None]) -> 
                 "sparse=True where it is looked up. Modules need not be changed: their "
                 "gradients are made dense."
             )
-
-
-@contextmanager
-def _without_checkpointing() -> Iterator[None]:
-    """``torch.utils.checkpoint`` only calls its function: plans decide what is computed again.
-
-    Traced as it is, the second forward pass would be ops of their own: dropout would draw other
-    numbers in it, and BatchNorm would move its statistics twice.
-    """
-
-    class CallOnly:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            return function(*args)
-
-    module: Any = torch.utils.checkpoint
-    saved = module._checkpoint_hook, module.CheckpointFunction
-    module._checkpoint_hook = lambda frame: nullcontext()
-    module.CheckpointFunction = CallOnly
-    try:
-        yield
-    finally:
-        module._checkpoint_hook, module.CheckpointFunction = saved
-
-
-_OWN_LOOPS = (
-    "a graph has self loops of its own; its layers were captured for one without. Remove them "
-    "from the data (torch_geometric.utils.remove_self_loops), or add all that are wanted there "
-    "and build the layers with add_self_loops=False."
-)
-
-
-@contextmanager
-def _graphs_without_self_loops() -> Iterator[None]:
-    """PyG's layers take graphs to have no self loops of their own; the step checks that it holds.
-
-    They drop those that there are before they add one for each node; how many edges are left
-    depends on values. Without any, nothing is dropped, and shapes are static.
-    """
-    loops: Any = sys.modules.get("torch_geometric.utils.loop")
-    if loops is None:
-        yield
-        return
-    drop, add = loops.remove_self_loops, loops.add_remaining_self_loops
-
-    def check(edge_index: Tensor) -> None:
-        torch._assert_async((edge_index[0] != edge_index[1]).all(), _OWN_LOOPS)
-
-    def drop_none(edge_index: Tensor, edge_attr: Tensor | None = None) -> Any:
-        if edge_index.layout != torch.strided:
-            return drop(edge_index, edge_attr)
-        check(edge_index)
-        return edge_index, edge_attr
-
-    def add_all(edge_index: Tensor, *args: Any, **keywords: Any) -> Any:
-        if edge_index.layout != torch.strided:
-            return add(edge_index, *args, **keywords)
-        check(edge_index)
-        return loops.add_self_loops(edge_index, *args, **keywords)
-
-    with _everywhere(drop, drop_none), _everywhere(add, add_all):
-        yield
-
-
-@contextmanager
-def _everywhere(function: Callable[..., Any], instead: Callable[..., Any]) -> Iterator[None]:
-    """Another function in every module that has imported one by its name."""
-    name = function.__name__
-    users = [
-        vars(module)
-        for module in list(sys.modules.values())
-        if getattr(module, "__dict__", {}).get(name) is function
-    ]
-    for names in users:
-        names[name] = instead
-    try:
-        yield
-    finally:
-        for names in users:
-            names[name] = function
-
-
-@contextmanager
-def _dense_gradients(model: nn.Module) -> Iterator[None]:
-    """Embeddings make dense gradients inside: sums over devices need them, the update is equal.
-
-    A sparse gradient is a dense one whose other rows are zero; optimizers that accept both (SGD,
-    Adagrad) then change a weight in the same way.
-    """
-    sparse = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    ]
-    for module in sparse:
-        module.sparse = False
-    try:
-        yield
-    finally:
-        for module in sparse:
-            module.sparse = True
-
-
-@contextmanager
-def _grouped_products_of_any_dtype() -> Iterator[None]:
-    """Fake grouped matrix products take the dtypes that the CPU's kernel takes.
-
-    torch's own shape function knows the GPU's kernel only, and refuses all but bf16.
-    """
-    make: Callable[..., Tensor] = _create_grouped_mm_output_tensor
-
-    def product(
-        mode: FakeTensorMode,
-        func: object,
-        mat_a: Tensor,
-        mat_b: Tensor,
-        offs: Tensor | None = None,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        with mode:
-            return make(mat_a, mat_b, offs, out_dtype)
-
-    op = torch.ops.aten._grouped_mm.default
-    before = op_implementations_dict.get(op)
-    op_implementations_dict[op] = product
-    try:
-        yield
-    finally:
-        del op_implementations_dict[op]
-        if before is not None:
-            op_implementations_dict[op] = before
 
 
 def _drop_unused_placeholders(module: fx.GraphModule) -> None:

@@ -344,6 +344,41 @@ def test_checkpointed_layers_run_once_and_draw_their_masks_once(use_reentrant: b
     assert len(graph.updates) == 6
 
 
+class AsksForValues(nn.Module):
+    """What libraries ask of values: arguments of distributions, conversions, checked masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, actions: Tensor) -> Tensor:
+        self.layer.to(self.layer.weight.dtype)
+        logits = self.layer(x)
+        functions: Any = torch
+        functions._check_tensor_all(actions < 4, lambda: "there are 4 actions")
+        policy: Any = torch.distributions.Categorical(logits=logits)
+        out: Tensor = policy.log_prob(actions) + 0.1 * policy.entropy()
+        return out
+
+
+def test_questions_about_values_are_asked_when_the_step_runs() -> None:
+    torch.manual_seed(0)
+    model, x, rewards = AsksForValues(), torch.randn(8, 6), torch.randn(8)
+    actions = torch.arange(8) % 4
+
+    def loss(out: Tensor, rewards: Tensor) -> Tensor:
+        return -(out * rewards).mean()
+
+    step = capture_step(workload(lambda: model, x, actions, rewards, loss=loss))
+    state = [*model.parameters(), *model.buffers()]
+    expected = loss(model(x, actions), rewards)
+    assert torch.allclose(step.module(*state, x, actions, rewards)[0], expected)
+    with pytest.raises(RuntimeError, match="there are 4 actions"):
+        step.module(*state, x, actions + 1, rewards)
+    with pytest.raises(ValueError, match="constraint"):  # torch asks again after a capture
+        torch.distributions.Bernoulli(torch.tensor(2.0))
+
+
 class GraphLayer(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()

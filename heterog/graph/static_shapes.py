@@ -1,0 +1,218 @@
+"""What torch and libraries do otherwise while a step is captured, so that its shapes are static.
+
+Some code asks for values where a plan can only know shapes: distributions check their arguments,
+graph layers count self loops, a module converts its weights to the dtype that they have. What such
+a question is there to find out is asked in the plan instead, or holds for what is captured.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
+
+
+@contextmanager
+def with_static_shapes(model: nn.Module) -> Iterator[None]:
+    """All of it, for the body."""
+    with ExitStack() as stack:
+        for each in (
+            _dense_gradients(model),
+            _without_checkpointing(),
+            _graphs_without_self_loops(),
+            _grouped_products_of_any_dtype(),
+            _distributions_unchecked(),
+            _checks_in_the_step(),
+            _conversions_to_the_same(),
+        ):
+            stack.enter_context(each)
+        yield
+
+
+@contextmanager
+def _distributions_unchecked() -> Iterator[None]:
+    """``torch.distributions`` looks at no values: it would ask whether all of them are allowed."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+@contextmanager
+def _checks_in_the_step() -> Iterator[None]:
+    """``torch._check_tensor_all`` is a part of the step: its values are looked at when it runs."""
+    functions: Any = torch
+    before = functions._check_tensor_all_with
+
+    def check(error_type: type[Exception], cond: Tensor, message: Any = None) -> None:
+        text = message() if callable(message) else str(message or "a check of values failed")
+        torch._assert_async(cond.all(), text)
+
+    functions._check_tensor_all_with = check
+    try:
+        yield
+    finally:
+        functions._check_tensor_all_with = before
+
+
+@contextmanager
+def _conversions_to_the_same() -> Iterator[None]:
+    """A module that is converted to what it is keeps its tensors, as on a real device.
+
+    torch puts others in the place of fake ones, though they are the same, and cannot.
+    """
+    apply: Callable[..., nn.Module] = nn.Module._apply
+
+    def apply_if_needed(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        with torch.no_grad():
+            own = [*self.parameters(recurse), *self.buffers(recurse)]
+            if all(fn(each) is each for each in own):
+                return self
+        return apply(self, fn, recurse)
+
+    nn.Module._apply = apply_if_needed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+@contextmanager
+def _without_checkpointing() -> Iterator[None]:
+    """``torch.utils.checkpoint`` only calls its function: plans decide what is computed again.
+
+    Traced as it is, the second forward pass would be ops of their own: dropout would draw other
+    numbers in it, and BatchNorm would move its statistics twice.
+    """
+
+    class CallOnly:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            return function(*args)
+
+    module: Any = torch.utils.checkpoint
+    saved = module._checkpoint_hook, module.CheckpointFunction
+    module._checkpoint_hook = lambda frame: nullcontext()
+    module.CheckpointFunction = CallOnly
+    try:
+        yield
+    finally:
+        module._checkpoint_hook, module.CheckpointFunction = saved
+
+
+_OWN_LOOPS = (
+    "a graph has self loops of its own; its layers were captured for one without. Remove them "
+    "from the data (torch_geometric.utils.remove_self_loops), or add all that are wanted there "
+    "and build the layers with add_self_loops=False."
+)
+
+
+@contextmanager
+def _graphs_without_self_loops() -> Iterator[None]:
+    """PyG's layers take graphs to have no self loops of their own; the step checks that it holds.
+
+    They drop those that there are before they add one for each node; how many edges are left
+    depends on values. Without any, nothing is dropped, and shapes are static.
+    """
+    loops: Any = sys.modules.get("torch_geometric.utils.loop")
+    if loops is None:
+        yield
+        return
+    drop, add = loops.remove_self_loops, loops.add_remaining_self_loops
+
+    def check(edge_index: Tensor) -> None:
+        torch._assert_async((edge_index[0] != edge_index[1]).all(), _OWN_LOOPS)
+
+    def drop_none(edge_index: Tensor, edge_attr: Tensor | None = None) -> Any:
+        if edge_index.layout != torch.strided:
+            return drop(edge_index, edge_attr)
+        check(edge_index)
+        return edge_index, edge_attr
+
+    def add_all(edge_index: Tensor, *args: Any, **keywords: Any) -> Any:
+        if edge_index.layout != torch.strided:
+            return add(edge_index, *args, **keywords)
+        check(edge_index)
+        return loops.add_self_loops(edge_index, *args, **keywords)
+
+    with _everywhere(drop, drop_none), _everywhere(add, add_all):
+        yield
+
+
+@contextmanager
+def _everywhere(function: Callable[..., Any], instead: Callable[..., Any]) -> Iterator[None]:
+    """Another function in every module that has imported one by its name."""
+    name = function.__name__
+    users = [
+        vars(module)
+        for module in list(sys.modules.values())
+        if getattr(module, "__dict__", {}).get(name) is function
+    ]
+    for names in users:
+        names[name] = instead
+    try:
+        yield
+    finally:
+        for names in users:
+            names[name] = function
+
+
+@contextmanager
+def _dense_gradients(model: nn.Module) -> Iterator[None]:
+    """Embeddings make dense gradients inside: sums over devices need them, the update is equal.
+
+    A sparse gradient is a dense one whose other rows are zero; optimizers that accept both (SGD,
+    Adagrad) then change a weight in the same way.
+    """
+    sparse = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    ]
+    for module in sparse:
+        module.sparse = False
+    try:
+        yield
+    finally:
+        for module in sparse:
+            module.sparse = True
+
+
+@contextmanager
+def _grouped_products_of_any_dtype() -> Iterator[None]:
+    """Fake grouped matrix products take the dtypes that the CPU's kernel takes.
+
+    torch's own shape function knows the GPU's kernel only, and refuses all but bf16.
+    """
+    make: Callable[..., Tensor] = _create_grouped_mm_output_tensor
+
+    def product(
+        mode: FakeTensorMode,
+        func: object,
+        mat_a: Tensor,
+        mat_b: Tensor,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        with mode:
+            return make(mat_a, mat_b, offs, out_dtype)
+
+    op = torch.ops.aten._grouped_mm.default
+    before = op_implementations_dict.get(op)
+    op_implementations_dict[op] = product
+    try:
+        yield
+    finally:
+        del op_implementations_dict[op]
+        if before is not None:
+            op_implementations_dict[op] = before
