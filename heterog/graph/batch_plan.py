@@ -6,6 +6,7 @@ makes a conversion (a slice is free, S to R is a gather, P to R an all-reduce). 
 no special treatment: a weight gradient comes out as P, a sum over the devices.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -205,6 +206,32 @@ def micro_batches_refused(graph: OpGraph, num_micro: int) -> str:
         f"would see a micro-batch only): {len(whole)}, the first is '{op.kind}' in module "
         f"'{op.module or '(root)'}'; plan without micro-batches."
     )
+
+
+@lru_cache(maxsize=64)
+def norms_of_lone_values(graph: OpGraph) -> tuple[int, ...]:
+    """Forward BatchNorms that have one value per channel on a device with one sample.
+
+    There is no variance of one value: torch refuses to train on it. Maps of 1 x 1 have it so, as
+    do plain features (``nn.BatchNorm1d``).
+    """
+    specials = batch_plan(graph).specials
+    return tuple(
+        index
+        for index, op in enumerate(graph.ops)
+        if op.phase == Phase.FORWARD
+        and specials[index] == Special.LOCAL_STATISTICS
+        and values_per_channel(graph.tensors[op.inputs[0]].shape) <= graph.batch_size
+    )
+
+
+def values_per_channel(shape: Sequence[int]) -> int:
+    """How many values a BatchNorm normalises together: all but the second dimension.
+
+    >>> values_per_channel((8, 64, 7, 7))
+    392
+    """
+    return math.prod(shape) // max(shape[1], 1)
 
 
 def ops_of_the_whole_batch(graph: OpGraph) -> list[int]:

@@ -9,10 +9,11 @@ from torch import Tensor, fx
 
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
+from heterog.graph.batch_plan import values_per_channel
 from heterog.graph.capture import ATTENTION_ALIASES
 from heterog.graph.halo import Rows
 from heterog.graph.op_costs import SPARSE_PRODUCT
-from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import Arg, OpCall, Placement, R, TensorMeta, TensorRef
 from heterog.graph.sharding_rules import (
     RUNS_ON_WINDOWS,
@@ -106,6 +107,9 @@ class LocalOp:
         self.minds_position = self.has_windows or Special.CAUSAL_ROWS in self.specials
         self.is_random = bool(self.specials & _RANDOM)
         where = f"op '{self.call.kind}' in module '{graph.ops[index].module}'"
+        self._normalises = graph.ops[index].phase == Phase.FORWARD and (
+            Special.LOCAL_STATISTICS in self.specials
+        )
         if _draws(self.call, target) and (self.call.kind == "attention" or not self.is_random):
             raise StrategyError(
                 f"{where} draws random numbers in a way that cannot be executed on several "
@@ -146,7 +150,15 @@ class LocalOp:
 
         Returns:
             The local outputs.
+
+        Raises:
+            StrategyError: a BatchNorm has one value per channel, of which there is no variance.
         """
+        if self._normalises and values_per_channel(inputs[0].shape) == 1:
+            raise StrategyError(
+                f"it would have one value per channel of {tuple(inputs[0].shape)}, and torch "
+                "trains BatchNorm on more than one; give the device more samples, or none."
+            )
         if self.has_windows:
             units = first_unit, extent.units
             if self._of_rows is not None:

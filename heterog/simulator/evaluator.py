@@ -12,7 +12,8 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster, Sends
 from heterog.graph.axis_plan import axis_plan
-from heterog.graph.batch_plan import micro_batches_refused
+from heterog.graph.batch_plan import micro_batches_refused, norms_of_lone_values
+from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.simulator.averaging import averaging_tape
@@ -581,7 +582,7 @@ class Evaluator:
     def _judge(self, choice: Choice, seconds: float, peak: FloatArray, order: Order) -> Evaluation:
         """The evaluation of a predicted step time and memory."""
         peak = np.rint(peak * (1.0 + MEMORY_MARGIN))
-        refused = micro_batches_refused(self.graph, choice.num_micro)
+        refused = micro_batches_refused(self.graph, choice.num_micro) or self._lone_norm(choice)
         if refused:
             return Evaluation(
                 outcome=Outcome.CANNOT_RUN,
@@ -609,6 +610,24 @@ class Evaluator:
             shortage=shortage,
             overflow_bytes=max(missing, 0.0),
         )
+
+    def _lone_norm(self, choice: Choice) -> str:
+        """Which BatchNorm a device would train on one value per channel, in words.
+
+        Those with rules are left to the rehearsal: members of a team may see all of its samples.
+        """
+        ruled = {op for op, _ in self._rules_by_number[choice.rule_set][0]}
+        for op in norms_of_lone_values(self.graph):
+            group = group_ops(self.graph).group[op]
+            is_lone = choice.shares[choice.division[group]] == 1  # [num_micro, num_devices]
+            if op not in ruled and is_lone.any():
+                device = self.cluster.devices[int(np.flatnonzero(is_lone.any(0))[0])]
+                return (
+                    f"{device.name} would have one sample of BatchNorm "
+                    f"'{self.graph.ops[op].module or '(root)'}', which torch trains on more than "
+                    "one value per channel; a larger batch, or more samples on fewer devices, can."
+                )
+        return ""
 
     def simulate(self, choice: Choice, order: Order) -> tuple[float, FloatArray]:
         """(seconds per step, peak bytes of each device) of an encoded strategy."""
