@@ -1,19 +1,19 @@
 """The best uniform layout by enumeration: what a careful person would tune by hand.
 
 Every tp x pp x dp that fills the machines, every micro-batch that divides, ZeRO (also with one
-copy in slices on each host), recomputation, sequence parallelism and the schedule of the pipeline,
-as Megatron-LM and FSDP offer them: all replicas alike, all stages with equal numbers of layers,
-even shares. On mixed clusters also on the faster kinds of machines alone. The grid of shapes and
-micro-batches is gone through first, those with the least estimated compute first and each in the
-leanest manner that it needs to fit into memory; then the manner of the best ones is varied. Cut
-short at any moment it hands over the best so far.
+copy in slices on each host), recomputation, sequence and expert parallelism and the schedule of
+the pipeline, as Megatron-LM and FSDP offer them: all replicas alike, all stages with equal numbers
+of layers, even shares. On mixed clusters also on the faster kinds of machines alone. The grid of
+shapes and micro-batches is gone through first, those with the least estimated compute first and
+each in the leanest manner that it needs to fit into memory; then the manner of the best ones is
+varied. Cut short at any moment it hands over the best so far.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd
+from math import gcd, prod
 
 from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
@@ -23,6 +23,7 @@ from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.division import split_evenly
+from heterog.strategy.layouts.experts import expert_weights
 from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
 from heterog.strategy.layouts.placed import Given, place_layout
 from heterog.strategy.layouts.stages import layers_of
@@ -90,6 +91,10 @@ class _Grid:
         self.num_ops = len(evaluator.tables.op_id)
         self.parameters = float(parameter_bytes(evaluator).sum())
         self.activations = float(activation_bytes(evaluator).sum()) / self.graph.batch_size
+        experts = expert_weights(self.graph, range(self.graph.num_ops))
+        shapes = [self.graph.tensors[weight].shape for weight in experts]
+        self.num_experts = min((shape[0] for shape in shapes), default=0)
+        self.in_experts = sum(map(prod, shapes)) / max(self.graph.num_parameters, 1)
         self.found: dict[_Point, tuple[Evaluation, Given]] = {}
         self.refused: set[_Point] = set()
 
@@ -176,34 +181,37 @@ class _Grid:
     def _until_it_fits(self, point: _Point) -> Iterator[_Point]:
         """A point in leaner and leaner manners, without those that cannot fit."""
         in_team = point.layout.tp > 1
+        most = self._expert_degrees(point.layout)[-1]
         manners = [
-            (0, Recompute.NONE, False),
-            (0, Recompute.NONE, in_team),
-            (1, Recompute.NONE, in_team),
-            (1, Recompute.FULL, in_team),
+            (0, Recompute.NONE, False, 1),
+            (0, Recompute.NONE, in_team, 1),
+            (0, Recompute.NONE, in_team, most),
+            (1, Recompute.NONE, in_team, most),
+            (1, Recompute.FULL, in_team, most),
         ]
         if point.layout.pp == 1:
-            manners.append((3, Recompute.FULL, in_team))
+            manners.append((3, Recompute.FULL, in_team, most))
         made = [
-            replace(point, layout=_in_manner(point.layout, zero, recompute, along_positions))
-            for zero, recompute, along_positions in dict.fromkeys(manners)
+            replace(point, layout=_in_manner(point.layout, zero, recompute, along_positions, ep))
+            for zero, recompute, along_positions, ep in dict.fromkeys(manners)
             if not zero or point.layout.dp > 1
         ]
         fitting = [each for each in made if self._least_bytes(each) <= self._room(each)]
         yield from fitting or made[-1:]
 
     def _varied(self, start: _Point) -> Iterator[_Point]:
-        """Other manners of a point: ZeRO, recomputation, sequence parallelism, the schedule."""
+        """Other manners of a point: ZeRO, recomputation, sequences, experts, the schedule."""
         layout = start.layout
         stages = [0, 1] if layout.pp > 1 else [0, 1, 2, 3]
-        for (zero, copies), recompute, along_positions, (schedule, chunks) in product(
+        for (zero, copies), recompute, along_positions, ep, (schedule, chunks) in product(
             self._kept(start, stages if layout.dp > 1 else [0]),
             (Recompute.NONE, Recompute.FULL),
             [False, True] if layout.tp > 1 else [False],
+            self._expert_degrees(layout),
             tuple(_schedules(layout, start.num_micro, self.num_layers)),
         ):
             varied = replace(
-                _in_manner(layout, zero, recompute, along_positions),
+                _in_manner(layout, zero, recompute, along_positions, ep),
                 dp_replicate=copies,
                 schedule=schedule,
                 chunks=chunks,
@@ -212,6 +220,12 @@ class _Grid:
             point = replace(start, layout=varied)
             if self._least_bytes(point) <= self._room(point):
                 yield point
+
+    def _expert_degrees(self, layout: Layout) -> list[int]:
+        """How many replicas may share the experts, if there are any: each has at least one."""
+        if layout.tp > 1 or not self.num_experts:
+            return [1]
+        return [ep for ep in _divisors(layout.dp) if ep <= self.num_experts]
 
     def _kept(self, start: _Point, stages: Sequence[int]) -> list[tuple[int, int]]:
         """(stage of ZeRO, copies): one copy over all replicas, or one on each host."""
@@ -233,7 +247,8 @@ class _Grid:
         layout = point.layout
         parts = layout.tp * layout.pp
         ratio = self.graph.optimizer_state_ratio
-        own = self.parameters / (2.0 + ratio) / parts
+        here = 1.0 - self.in_experts * (1.0 - 1.0 / layout.ep)
+        own = self.parameters * here / (2.0 + ratio) / parts
         sliced = {0: 0.0, 1: ratio, 2: ratio + 1.0, 3: ratio + 2.0}[layout.zero]
         static = own * (2.0 + ratio - sliced * (1.0 - 1.0 / layout.dp))
         kept = RECOMPUTED if layout.recompute == Recompute.FULL else LEAST_KEPT
@@ -244,8 +259,12 @@ class _Grid:
         return max(self.cluster.devices[d].usable_memory_bytes for d in point.devices)
 
 
-def _in_manner(layout: Layout, zero: int, recompute: Recompute, along_positions: bool) -> Layout:
-    return replace(layout, zero=zero, recompute=recompute, sequence_parallel=along_positions)
+def _in_manner(
+    layout: Layout, zero: int, recompute: Recompute, along_positions: bool, ep: int
+) -> Layout:
+    return replace(
+        layout, zero=zero, recompute=recompute, sequence_parallel=along_positions, ep=ep
+    )
 
 
 def _schedules(layout: Layout, num_micro: int, num_layers: int) -> Iterator[tuple[str, int]]:

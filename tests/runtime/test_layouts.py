@@ -35,6 +35,8 @@ from tests.thorough import THOROUGH, one_in
         ("llama", "tp=2,pp=2,micro_batch=2,recompute=full,sp=true"),
         ("gpt", "cp=2,pp=2,micro_batch=2"),
         ("llama", "cp=4,zero=1,recompute=full"),
+        ("moe", "ep=2,zero=1,num_micro=2"),
+        ("moe", "ep=4,recompute=full"),
         ("mlp", "tp=4,num_micro=2"),
         ("mlp", "tp=2,pp=2,layers=3-2,num_micro=4"),
         # Each of these has its parts in the ones above.

@@ -168,7 +168,11 @@ def test_accelerate(tmp_path: Path) -> None:
         ("a.toml", "[parallelism]\ntensor_parallel_degree = true", "must be a whole number"),
         ("a.toml", "parallelism = 3", "must be a section"),
         ("a.toml", "[parallelism", "not valid TOML"),
-        ("a.toml", "[parallelism]\nexpert_parallel_degree = 2", "cannot be said yet"),
+        (
+            "a.toml",
+            "[parallelism]\nexpert_parallel_degree = 2\ntensor_parallel_degree = 2",
+            "ep=2 and tp=2",
+        ),
         ("a.json", "[]", "not fields with names"),
         ("a.json", '{"zero_optimization": {"stage": 7}}', "stages of ZeRO"),
         ("a.json", '{"zero_optimization": {"stage": "x"}}', "must be a whole number"),

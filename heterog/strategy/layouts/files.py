@@ -217,8 +217,6 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
     at = "parallelism"
     replicas = fields.number(at, "data_parallel_replicate_degree", 1)
     shards = fields.number(at, "data_parallel_shard_degree", -1, least=-1)
-    if (degree := fields.number(at, "expert_parallel_degree", 1)) > 1:
-        raise LayoutError(f"expert_parallel_degree is {degree}; it cannot be said yet, only 1.")
     keeps = fields.word(at, "fsdp_reshard_after_forward", "default") == "never"
     tp = fields.number(at, "tensor_parallel_degree", 1)
     pp = fields.number(at, "pipeline_parallel_degree", 1)
@@ -241,6 +239,7 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
     said = {
         "tp": str(tp),
         "cp": str(fields.number(at, "context_parallel_degree", 1)),
+        "ep": str(fields.number(at, "expert_parallel_degree", 1)),
         "pp": str(pp),
         "dp": str(replicas * max(shards, 0)),  # -1: what the other degrees leave
         "dp_replicate": "1" if shards == 1 else str(replicas),

@@ -45,6 +45,8 @@ class Layout:
         tp: devices that share every matrix product of a layer (tensor parallelism).
         cp: devices that share every sequence, each with a run of its positions (context
             parallelism); instead of ``tp``, not beside it.
+        ep: neighbouring replicas that share the experts of mixture layers, each with some of them
+            (expert parallelism); it divides ``dp``, and goes with neither ``tp`` nor ``cp``.
         pp: devices in a row, each with the layers of its stage (pipeline parallelism).
         dp: replicas (data parallelism); 0 for as many as the cluster has devices for.
         micro_batch: samples of one replica that go through the model at a time; 0 for one sample
@@ -73,6 +75,7 @@ class Layout:
 
     tp: int = 1
     cp: int = 1
+    ep: int = 1
     pp: int = 1
     dp: int = 0
     micro_batch: int = 0
@@ -92,6 +95,7 @@ class Layout:
         least_of = {
             "tp": 1,
             "cp": 1,
+            "ep": 1,
             "pp": 1,
             "dp": 0,
             "micro_batch": 0,
@@ -110,6 +114,16 @@ class Layout:
             raise LayoutError(
                 f"tp={self.tp} and cp={self.cp}: a team splits its layers or its sequences, not "
                 f"both; give one of them, such as cp={self.tp * self.cp}."
+            )
+        if self.ep > 1 and (self.tp > 1 or self.cp > 1):
+            team = f"tp={self.tp}" if self.tp > 1 else f"cp={self.cp}"
+            raise LayoutError(
+                f"ep={self.ep} and {team}: a team of replicas shares its experts, each replica "
+                "being one device; give one of them (tp splits experts, too)."
+            )
+        if self.dp % self.ep:
+            raise LayoutError(
+                f"ep={self.ep} does not divide dp={self.dp}: it is replicas that share experts."
             )
         if self.recompute_every > 1 and self.recompute != Recompute.FULL:
             raise LayoutError(
@@ -291,7 +305,9 @@ _SCHEDULE_WORDS: Mapping[str, str] = MappingProxyType({
 _KEY_WORDS: Mapping[str, str] = MappingProxyType({
     "tensor_parallel": "tp", "tensor_model_parallel_size": "tp", "tensor_parallel_degree": "tp",
     "tensor_parallel_size": "tp", "context_parallel": "cp", "context_parallel_size": "cp",
-    "context_parallel_degree": "cp",
+    "context_parallel_degree": "cp", "expert_parallel": "ep",
+    "expert_model_parallel_size": "ep", "expert_parallel_size": "ep",
+    "expert_parallel_degree": "ep",
     "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp",
     "pipeline_parallel_degree": "pp", "pipeline_parallel_size": "pp", "data_parallel": "dp",
     "data_parallel_replicate_degree": "dp_replicate", "dp_replicate_size": "dp_replicate",
@@ -325,29 +341,17 @@ def _own_word(key: str, value: str) -> tuple[str, str]:
     """A key and value in this vocabulary.
 
     Raises:
-        LayoutError: there is no such key; names the nearest, or why what it asks cannot be said.
+        LayoutError: there is no such key; names the nearest.
     """
     plain = _plain(key)
     if plain in ("use_distributed_optimizer", "distributed_optimizer"):
         return "zero", "1" if _yes_or_no(plain, value) else "0"
     if plain in ("fsdp", "fsdp_sharding_strategy", "sharding_strategy"):
         return "fsdp", value
-    if plain in _UNSAID:
-        raise LayoutError(f"{shown(key)}: {_UNSAID[plain]}")
     name = _KEY_WORDS.get(plain, plain)
     if name not in (*_KEYS, "dp_shard"):
         raise LayoutError(_unknown("key of a layout", key, (*_KEYS, "dp_shard", "fsdp")))
     return name, value
-
-
-_UNSAID: Mapping[str, str] = MappingProxyType({
-    "ep": "experts are split over the team (tp) by rules of their ops; give tp instead.",
-    "expert_parallel": "experts are split over the team (tp) by rules of their ops; give tp.",
-    "expert_model_parallel_size": (
-        "experts are split over the team (tp) by rules of their ops; give tp instead."
-    ),
-})  # fmt: skip
-"""What a layout of other programs may ask for and this one cannot honour."""
 
 
 def fsdp_words(value: str) -> dict[str, str]:

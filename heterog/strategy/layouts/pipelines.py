@@ -10,6 +10,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.context import context_rules
+from heterog.strategy.layouts.experts import expert_rules
 from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.layouts.stages import NO_LAYER, layer_blocks, layers_of
 from heterog.strategy.layouts.tensor import TeamRules, team_rules
@@ -57,6 +58,7 @@ class Manner:
         vocabulary_parallel: whether teams split what is outside of the layers, too.
         sequence_parallel: whether they split what is between matrix products along positions.
         context_parallel: whether teams split sequences instead of layers.
+        expert_parallel: whether teams share experts only, each member having its own samples.
         step_barrier: whether a step ends with all updates.
     """
 
@@ -69,6 +71,7 @@ class Manner:
     vocabulary_parallel: bool = True
     sequence_parallel: bool = False
     context_parallel: bool = False
+    expert_parallel: bool = False
     step_barrier: bool = True
 
 
@@ -149,6 +152,8 @@ def rules_of_teams(
         return None
     if manner.context_parallel:
         return context_rules(graph, max(sizes))
+    if manner.expert_parallel:
+        return expert_rules(graph, groups, max(sizes))
     return team_rules(
         graph,
         groups,

@@ -24,6 +24,7 @@ class Sizes:
     Attributes:
         tp: devices of a team that splits layers.
         cp: devices of a team that splits sequences.
+        ep: replicas of a team that shares experts.
         pp: ranks of a pipeline.
         dp: replicas.
         micro_batch: samples of a replica that go through the model at a time.
@@ -37,21 +38,27 @@ class Sizes:
     micro_batch: int
     num_micro: int
     cp: int = 1
+    ep: int = 1
     dp_replicate: int = 1
 
     @property
     def members(self) -> int:
         """Devices of a team."""
-        return self.tp * self.cp
+        return self.tp * self.cp * self.ep
+
+    @property
+    def num_teams(self) -> int:
+        """Teams of each rank of the pipeline."""
+        return self.dp // self.ep
 
     @property
     def num_devices(self) -> int:
         """Devices that have work."""
-        return self.members * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
-    def team(self, rank: int, replica: int) -> tuple[int, ...]:
-        """Devices of a team, as Megatron numbers them: tp or cp inside dp inside pp."""
-        first = (rank * self.dp + replica) * self.members
+    def team(self, rank: int, number: int) -> tuple[int, ...]:
+        """Devices of a team, as Megatron numbers them: tp, cp or ep inside dp inside pp."""
+        first = (rank * self.num_teams + number) * self.members
         return tuple(range(first, first + self.members))
 
 
@@ -93,6 +100,11 @@ def sizes_of(layout: Layout, *, batch_size: int, num_devices: int) -> Sizes:
             f"{num_devices % (tp * pp)} of them idle."
         )
     dp = layout.dp or num_devices // (tp * pp)
+    if dp % layout.ep:
+        raise LayoutError(
+            f"ep={layout.ep} does not divide the {dp} replicas (dp), of which so many share "
+            "experts."
+        )
     share, rest = divmod(batch_size, dp)
     if rest or not share:
         raise LayoutError(
@@ -112,7 +124,15 @@ def sizes_of(layout: Layout, *, batch_size: int, num_devices: int) -> Sizes:
             f"{own} would be {layout.num_micro} micro-batches of {counted}."
         )
     num_micro = share // micro
-    return Sizes(tp=layout.tp, cp=layout.cp, pp=pp, dp=dp, micro_batch=micro, num_micro=num_micro)
+    return Sizes(
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        pp=pp,
+        dp=dp,
+        micro_batch=micro,
+        num_micro=num_micro,
+    )
 
 
 def _check(layout: Layout, sizes: Sizes, graph: OpGraph) -> None:
@@ -158,8 +178,8 @@ def place_layout(
         stages=stages,
         teams=tuple(
             tuple(
-                tuple(ranks[member] for member in sizes.team(rank, replica))
-                for replica in range(sizes.dp)
+                tuple(ranks[member] for member in sizes.team(rank, number))
+                for number in range(sizes.num_teams)
             )
             for rank in range(sizes.pp)
         ),
@@ -210,22 +230,28 @@ def _with_copies(layout: Layout, sizes: Sizes, hosts: Sequence[int]) -> Sizes:
     """
     if layout.dp_replicate == 1 or sizes.dp == 1:
         return sizes
-    copies = layout.dp_replicate
+    copies, teams = layout.dp_replicate, sizes.num_teams
     if not copies:
-        first = [[hosts[sizes.team(k, r)[0]] for r in range(sizes.dp)] for k in range(sizes.pp)]
+        first = [[hosts[sizes.team(k, r)[0]] for r in range(teams)] for k in range(sizes.pp)]
         copies = len(set(first[0]))
-        size = sizes.dp // copies
+        size = teams // copies
         if any(of[r] != of[r - r % size] for of in first for r in range(size * copies)) or (
-            size * copies != sizes.dp
+            size * copies != teams
         ):
             raise LayoutError(
                 f"dp_replicate=hosts: the {sizes.dp} replicas do not lie on hosts in runs of "
                 "equal length; say how many copies there are, such as dp_replicate=2."
             )
-    if sizes.dp % copies:
+    if teams % copies:
+        shared = f" of which {sizes.ep} each share experts" * (sizes.ep > 1)
         raise LayoutError(
-            f"{sizes.dp} replicas do not divide into {copies} copies (dp_replicate); give one of "
-            f"{', '.join(str(n) for n in range(1, sizes.dp) if sizes.dp % n == 0)}."
+            f"{sizes.dp} replicas{shared} do not divide into {copies} copies (dp_replicate); give "
+            f"one of {', '.join(str(n) for n in range(1, max(teams, 2)) if teams % n == 0)}."
+        )
+    if sizes.ep > 1 and teams == copies:
+        raise LayoutError(
+            f"ep={sizes.ep} leaves each of the {copies} copies (dp_replicate) one device for each "
+            "expert, which has nothing to slice; give fewer copies, or a smaller ep."
         )
     return replace(sizes, dp_replicate=copies)
 
@@ -250,6 +276,7 @@ def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
         vocabulary_parallel=layout.vocabulary_parallel,
         sequence_parallel=layout.sequence_parallel,
         context_parallel=layout.cp > 1,
+        expert_parallel=layout.ep > 1,
         step_barrier=step_barrier,
     )
 
