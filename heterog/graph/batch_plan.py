@@ -129,6 +129,9 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
         if result is not None and op.kind in _SUMS and {given[0], given[-1]} == {P, R}:
             # A penalty on the weights, say, beside the loss of the samples.
             result = RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
+        if op.kind == "where.self" and given[0] == R and set(given[1:]) == {P, R}:
+            # A mask over the gradient of what all samples share: position biases of T5.
+            result = RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
         if result is None:
             # Always right, never fast: every device gathers the inputs and does all of the op.
             if any(place.kind != "R" for place in given):

@@ -263,8 +263,9 @@ class LocalOp:
 
     def _summand(self, rule: RuleResult) -> int:
         """The input that must enter a sum over devices once."""
-        if "other" in self.call.args:
-            return rule.inputs.index(R)  # of two that are added, the one that all have
+        if "other" in self.call.args:  # of two that are added, or chosen from, what all have
+            both = positions(self.call, "self", "other")
+            return next(position for position in both if rule.inputs[position] == R)
         (summand,) = positions(self.call, "bias" if "bias" in self.call.args else "self")
         return summand
 

@@ -36,7 +36,8 @@ class TinyT5(nn.Module):
             memory = layer(memory, bias)
         memory = self.encoder_norm(memory)
         length = target.shape[1]
-        later = torch.full((length, length), -1e9).triu(1)
+        is_seen = torch.ones(length, length, dtype=torch.bool).tril()
+        later = torch.where(is_seen, self._bias(length), torch.tensor(-1e9))  # as transformers do
         x = self.embedding(target)
         for layer in self.decoder:
             x = layer(x, later, memory, unseen)
