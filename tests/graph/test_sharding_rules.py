@@ -172,6 +172,7 @@ _REFUSES_EMPTY = (
         "_upsample",
         "reflection_pad",
         "replication_pad",
+        "_weight_norm_interface",
     ),
 )
 """Kinds that accept parts of size 0 in the batch dimension only."""
@@ -622,6 +623,11 @@ def norm_calls(make: Make) -> Iterator[Call]:
         "native_group_norm_backward.default",
         *(y.flip(0), y, mean, rstd, w, 5, 12, 7, 6, [True, True, True]),
     )
+    for g in (make.real(5, 1, 1), make.real(1, 1, 7)):
+        dim = 0 if len(g) == 5 else 2
+        _, lengths = aten._weight_norm_interface(y, g, dim)
+        yield "_weight_norm_interface.default", y, g, dim
+        yield "_weight_norm_interface_backward.default", y.flip(0), y, g, lengths, dim
     z = make.real(5, 6, 7, 7)
     w, b, average, variance = make.real(6), make.real(6), make.real(6), make.real(6)
     for training in (True, False):

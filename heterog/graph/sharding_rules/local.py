@@ -32,10 +32,10 @@ def local_args(call: OpCall, result: RuleResult, share: int, axis_size: int) -> 
 
     Not every op accepts a share of 0. Torch runs batches of size 0, but it refuses images without
     channels, cuts an empty dimension into one piece in ``split.Tensor``, and kills the process
-    (SIGFPE on CPUs) on attention without heads and on BatchNorm's backward without a batch. A
-    device without a share then skips the op: outputs that are S are empty, those that are P are
-    zeros, and an output that is R (the bias gradient of a convolution split by input channels)
-    has to come from another device.
+    (SIGFPE on CPUs) on attention without heads, on BatchNorm's backward without a batch and on
+    weight norm without slices. A device without a share then skips the op: outputs that are S are
+    empty, those that are P are zeros, and an output that is R (the bias gradient of a convolution
+    split by input channels) has to come from another device.
 
     Args:
         call: the op with its global arguments.

@@ -6,11 +6,13 @@ BatchNorm is the exception: a split batch is normalised part by part
 
 from heterog.graph.placement import L, OpCall, P, Placement, R
 from heterog.graph.sharding_rules.table import (
+    Axis,
     Entry,
     RuleResult,
     Special,
     axis,
     choose,
+    dimension,
     integers,
     positions,
     rule,
@@ -92,3 +94,12 @@ def _batch_norm_backward(
         batch = axis(call, (0, P, P), grad_out=0, input=0)
     axes = [batch, axis(call, (1, 0, 0), grad_out=1, input=1, **channel)]
     return choose(call, placements, axis_size, axes, [positions(call, "grad_out")])
+
+
+@rule("_weight_norm_interface.default", "_weight_norm_interface_backward.default")
+def _weight_norm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    """``torch.nn.utils.weight_norm``: each slice along ``dim`` has a length of its own."""
+    dim = dimension(call, "dim", len(call.inputs[0].shape))
+    axes = [Axis((dim,) * len(call.inputs), (dim,) * len(call.outputs))]
+    linear = [positions(call, "grad_w")] if "grad_w" in call.args else []
+    return choose(call, placements, axis_size, axes, linear)
