@@ -61,14 +61,14 @@ def batch_plan(graph: OpGraph) -> BatchPlan:
     readers only use the part of the local samples, a second pass splits them at birth, if that
     adds no conversion anywhere.
     """
-    placements, needed, specials, unruled = _propagate(graph, {})
+    placements, needed, specials, unruled, follows = _propagate(graph, {})
     seeds = _split_at_birth(graph, placements, needed)
     if seeds:
         second = _propagate(graph, seeds)
         if _num_conversions(graph, second[0], second[1]) <= _num_conversions(
             graph, placements, needed
         ):
-            placements, needed, specials, unruled = second
+            placements, needed, specials, unruled, follows = second
     costs = [
         op_work(graph, index, placements, needed[index], graph.batch_size)
         for index in range(graph.num_ops)
@@ -79,7 +79,7 @@ def batch_plan(graph: OpGraph) -> BatchPlan:
         needed=tuple(needed),
         specials=tuple(specials),
         unruled=tuple(unruled),
-        follows_batch=tuple(_follows_batch(graph, specials)),
+        follows_batch=tuple(follows),
         flops_fixed=columns[:, 0],
         flops_per_sample=columns[:, 1],
         bytes_fixed=columns[:, 2],
@@ -88,8 +88,8 @@ def batch_plan(graph: OpGraph) -> BatchPlan:
 
 
 _State = tuple[
-    list[Placement], list[tuple[Placement, ...]], list[str | None], list[int]
-]  # placements, needed, specials, unruled
+    list[Placement], list[tuple[Placement, ...]], list[str | None], list[int], list[bool]
+]  # placements, needed, specials, unruled, follows_batch
 
 
 def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
@@ -97,53 +97,75 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
     needed: list[tuple[Placement, ...]] = []
     specials: list[str | None] = []
     unruled: list[int] = []
+    follows = [
+        tensor.kind != TensorKind.PARAMETER for tensor in graph.tensors[: graph.num_inputs]
+    ]
     counting = _counts_samples(graph)
     for index, op in enumerate(graph.ops):
         given = tuple(placements[tensor] for tensor in op.inputs)
+        is_known = op.phase == Phase.FORWARD and all(follows[tensor] for tensor in op.inputs)
         if index in seeds:
             # A fill reads nothing but the dtype of its input.
-            needed.append(given if op.kind in FILLS else tuple(R for _ in given))
-            placements.append(seeds[index])
-            specials.append(None)
-            continue
-        if op.phase == Phase.UPDATE:
+            reads = given if op.kind in FILLS else tuple(R for _ in given)
+            result: RuleResult | None = RuleResult(reads, (seeds[index],))
+        elif op.phase == Phase.UPDATE:
             # The gradient is synchronised before the update sees it; the lowering decides how.
-            needed.append(given)
-            placements.extend(R for _ in range(op.num_outputs))
-            specials.append(None)
-            continue
-        if op.rule is not None:  # graphs made elsewhere say themselves how their ops split
-            inputs, outputs = op.rule
-            needed.append(inputs)
-            placements.extend(outputs)
-            specials.append(None)
-            continue
-        name = f"op {index} '{op.name or op.kind}'"
-        result = _by_own_rows(graph, index, given, counting)
-        if result is None:
-            result = built_in_rule(graph.call(index), given, graph.batch_size, name)
-        if op.kind in LABEL_COUNTING_LOSSES and not counts_known_labels(
-            graph, index, _follows_batch(graph, specials)
-        ):
-            result = None
-        if result is not None and op.kind in _SUMS and {given[0], given[-1]} == {P, R}:
-            # A penalty on the weights, say, beside the loss of the samples.
-            result = RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
-        if op.kind == "where.self" and given[0] == R and set(given[1:]) == {P, R}:
-            # A mask over the gradient of what all samples share: position biases of T5.
-            result = RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
+            result = RuleResult(given, (R,) * op.num_outputs)
+        elif op.rule is not None:  # graphs made elsewhere say themselves how their ops split
+            result = RuleResult(*op.rule)
+        else:
+            result = _rule_of(graph, index, given, counting, follows)
+            if is_known and not graph.is_view[index] and _asks_for_others(given, result):
+                # Whoever reads a sum of the batch's own numbers makes it of the whole batch, which
+                # every rank has: it is there in each micro-batch, and nothing is sent.
+                result = RuleResult(given, (R,) * op.num_outputs, Special.OF_WHOLE_BATCH)
         if result is None:
             # Always right, never fast: every device gathers the inputs and does all of the op.
             if any(place.kind != "R" for place in given):
                 unruled.append(index)
-            needed.append(tuple(R for _ in given))
-            placements.extend(R for _ in range(op.num_outputs))
-            specials.append(None)
-            continue
+            result = RuleResult(tuple(R for _ in given), (R,) * op.num_outputs)
         needed.append(result.inputs)
         placements.extend(result.outputs)
         specials.append(result.special)
-    return placements, needed, specials, unruled
+        follows.extend([is_known and result.special not in _RANDOM] * op.num_outputs)
+    return placements, needed, specials, unruled, follows
+
+
+_RANDOM = (Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM)
+
+
+def _rule_of(
+    graph: OpGraph,
+    index: int,
+    given: tuple[Placement, ...],
+    counting: frozenset[int],
+    follows_batch: Sequence[bool],
+) -> RuleResult | None:
+    """How an op runs on what is given; ``None`` if it can only run on whole inputs."""
+    op = graph.ops[index]
+    result = _by_own_rows(graph, index, given, counting)
+    if result is None:
+        name = f"op {index} '{op.name or op.kind}'"
+        result = built_in_rule(graph.call(index), given, graph.batch_size, name)
+    if op.kind in LABEL_COUNTING_LOSSES and not counts_known_labels(graph, index, follows_batch):
+        return None
+    if result is not None and op.kind in _SUMS and {given[0], given[-1]} == {P, R}:
+        # A penalty on the weights, say, beside the loss of the samples.
+        return RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
+    if op.kind == "where.self" and given[0] == R and set(given[1:]) == {P, R}:
+        # A mask over the gradient of what all samples share: position biases of T5.
+        return RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
+    return result
+
+
+def _asks_for_others(given: tuple[Placement, ...], result: RuleResult | None) -> bool:
+    """Whether an op makes or needs what the samples of one device do not tell alone."""
+    if L in given or all(place == R for place in given):
+        return False
+    if result is None:
+        return True
+    special = result.special in (Special.LOCAL_STATISTICS, *_RANDOM)
+    return not special and (P in result.outputs or result.inputs != given)
 
 
 def _by_own_rows(
@@ -288,22 +310,6 @@ def _counts_labels(graph: OpGraph, plan: BatchPlan, tensor: int) -> bool:
         and plan.specials[maker] == Special.NLL_GLOBAL_WEIGHT
         and tensor == graph.outputs(maker)[1]
     )
-
-
-def _follows_batch(graph: OpGraph, specials: Sequence[str | None]) -> list[bool]:
-    """Tensors that follow from the batch alone; see ``BatchPlan``.
-
-    Args:
-        graph: one training step.
-        specials: of its first ops; only what these make is looked at.
-    """
-    inputs = graph.tensors[: graph.num_inputs]
-    follows = [tensor.kind != TensorKind.PARAMETER for tensor in inputs]
-    for op, special in zip(graph.ops, specials, strict=False):
-        draws = special in (Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM)
-        made = op.phase == Phase.FORWARD and not draws and all(follows[t] for t in op.inputs)
-        follows.extend([made] * op.num_outputs)
-    return follows
 
 
 def counts_known_labels(graph: OpGraph, op: int, follows_batch: Sequence[bool]) -> bool:

@@ -401,7 +401,9 @@ class StepExecutor:
             self._counted.add(op)
         enters = {"is_first": call.is_first, "is_first_member": call.is_first_member}
         first_unit = reader.units[0]
-        if local_op.is_random:
+        if Special.OF_WHOLE_BATCH in local_op.specials:
+            outputs = [values.from_batch(tensor) for tensor in self.graph.outputs(op)]
+        elif local_op.is_random:
             # Seeded by what identifies the op: run again, it draws the same numbers.
             with self._random.drawing(self.num_steps, op, micro, rank=call.draws_for):
                 outputs = local_op(inputs, call.extent, **enters, first_unit=first_unit)

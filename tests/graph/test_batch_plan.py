@@ -12,6 +12,7 @@ from heterog.graph.batch_plan import batch_plan, ops_of_the_whole_batch
 from heterog.graph.capture import capture
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.sharding_rules import Special
 from heterog.graph.workload import Workload
 
 
@@ -138,6 +139,8 @@ class Scaled(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         out = self.linear(x)
         if self.how == "mean":
+            return out / out.square().mean(), out.new_zeros(())
+        if self.how == "batch":
             return out / x.square().mean(), out.new_zeros(())
         return out, self.scale.square() if self.how == "gradient" else out.new_zeros(())
 
@@ -149,6 +152,17 @@ class Scaled(nn.Module):
 def test_ops_that_micro_batches_would_change_are_found(how: str, kind: str) -> None:
     graph = captured(lambda: Scaled(how), torch.zeros(8, 6), torch.zeros(8, 4), penalised)
     assert kind in {graph.ops[op].kind for op in ops_of_the_whole_batch(graph)}
+
+
+def test_sums_of_the_batch_alone_are_known_before_the_step() -> None:
+    """``(loss * mask).sum() / mask.sum()``: every rank has the whole mask."""
+    graph = captured(lambda: Scaled("batch"), torch.zeros(8, 6), torch.zeros(8, 4), penalised)
+    plan = batch_plan(graph)
+    known = [op for op, special in enumerate(plan.specials) if special == Special.OF_WHOLE_BATCH]
+    assert [graph.ops[op].kind for op in known] == ["mean.default"]
+    assert plan.placements[graph.outputs(known[0])[0]].kind == "R"
+    assert conversions(graph) == []
+    assert ops_of_the_whole_batch(graph) == []
 
 
 def test_batch_norm_statistics_stay_local_and_in_one_group() -> None:

@@ -44,6 +44,9 @@ class Special(StrEnum):
             its own; the distribution is that of the op, the numbers are not.
         SHARED_RANDOM_STREAM: random numbers every device must hold alike: draw them from
             generators in the same state, or on one device and broadcast.
+        OF_WHOLE_BATCH: the op reads what follows from the batch alone, and more of it than a
+            device's samples. Run it, and all that it reads, on the whole batch, which every rank
+            has; in each micro-batch that gives the same.
     """
 
     MEAN_TO_SUM = "mean_to_sum"
@@ -54,6 +57,7 @@ class Special(StrEnum):
     CAUSAL_ROWS = "causal_rows"
     AS_RESHAPE = "as_reshape"
     OWN_RANDOM_STREAM = "own_random_stream"
+    OF_WHOLE_BATCH = "of_whole_batch"
     SHARED_RANDOM_STREAM = "shared_random_stream"
 
 
