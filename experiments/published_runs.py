@@ -57,6 +57,7 @@ from heterog.cluster.catalog import device_type, listed_type
 from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Execution
 from heterog.fidelity.comparison import Compared, family_errors, in_words, ordered_pairs
+from heterog.fidelity.predicting import largest_peak
 from heterog.fidelity.run_fit import Case, fit_runs
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
@@ -261,8 +262,8 @@ def mpt_runs(path: Path, split: str) -> Iterable[Compared]:
 def sailor(path: Path) -> Iterable[Compared]:
     """Sailor's runs with nothing fitted, then those on more nodes than two with a fit to two."""
     family = f"Sailor, {path.stem.removeprefix('sailor_')}"
-    runs = [_with_tf32(run) for run in layouts.sailor_rows(path)]
-    yield from (_sailor_compared(run, family, None) for run in runs)
+    runs = sailor_runs(path)
+    yield from (sailor_compared(run, family, None) for run in runs)
     few = [run for run in runs if len(run.cluster.hosts) <= _FEW_HOSTS]
     if 0 < len(few) < len(runs):
         cases = []
@@ -275,18 +276,23 @@ def sailor(path: Path) -> Iterable[Compared]:
         models = fit_runs(cases, DeviceModels(Execution.MEGATRON)).models
         more = [run for run in runs if len(run.cluster.hosts) > _FEW_HOSTS]
         fitted = f"{family}, fitted to one and two nodes"
-        yield from (_sailor_compared(run, fitted, models) for run in more)
+        yield from (sailor_compared(run, fitted, models) for run in more)
 
 
 _FEW_HOSTS = 2
 
 
-def _sailor_compared(run: layouts.Run, family: str, models: DeviceModels | None) -> Compared:
+def sailor_runs(path: Path) -> list[layouts.Run]:
+    """The runs of a file as Megatron ran them, products in TF32 where the card has it."""
+    return [_with_tf32(run) for run in layouts.sailor_rows(path)]
+
+
+def sailor_compared(run: layouts.Run, family: str, models: DeviceModels | None) -> Compared:
+    """A run beside its prediction, by the device models that ship if ``models`` is ``None``."""
     graph = layouts.graph_of(run.model, run.batch)
     evaluator = Evaluator(graph, run.cluster, models)
     found = evaluator.evaluate(run.build(graph, run.cluster), Order.FIFO)
-    reserved = [each.type.memory_bytes - each.usable_memory_bytes for each in run.cluster.devices]
-    peaks = zip(found.peak_memory_bytes, reserved, strict=True)
+    predicted_bytes, interval_bytes = largest_peak(found.peak_memory_bytes, run.cluster)
     return Compared(
         family=family,
         name=run.name,
@@ -294,7 +300,8 @@ def _sailor_compared(run: layouts.Run, family: str, models: DeviceModels | None)
         predicted_s=found.step_time_s,
         interval_s=evaluator.interval(found.step_time_s),
         measured_bytes=run.measured_bytes,
-        predicted_bytes=max(peak + more for peak, more in peaks),
+        predicted_bytes=predicted_bytes,
+        interval_bytes=interval_bytes,
         choice=f"{run.model.family} batch {run.batch} on {run.cluster.num_devices}",
     )
 

@@ -114,6 +114,17 @@ def format_range(low_s: float, high_s: float, around_s: float) -> str:
     return f"{low_s * unit:.{digits}f} to {high_s * unit:.{digits}f}"
 
 
+def format_bytes_range(low: float, high: float, around: float) -> str:
+    """Two sizes in the unit that ``format_bytes`` takes for a third, without its name.
+
+    >>> format_bytes_range(800 * 1024**2, 1.5 * 1024**3, around=1024**3)
+    '0.8 to 1.5'
+    """
+    unit = next((unit for unit in (GIB, MIB, KIB) if around >= unit), 1)
+    digits = 0 if unit == 1 else 1
+    return f"{low / unit:.{digits}f} to {high / unit:.{digits}f}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """A short text for people.
 

@@ -659,6 +659,11 @@ def test_predictions_are_held_against_recorded_runs(run: Run, model: str, tmp_pa
     assert family["spearman"] == pytest.approx(1.0)
     assert family["pairs"]["ordered"] == family["pairs"]["number"]
     assert family["memory_mape"] is not None
+    ends = [each["interval_bytes"] for each in document["runs"]]
+    assert all(low < each["predicted_bytes"] < high
+               for (low, high), each in zip(ends, document["runs"], strict=True))  # fmt: skip
+    inside = [low <= 2**30 <= high for low, high in ends]
+    assert family["memory_coverage"] == sum(inside) / 4
     plain = run(*call)
     assert plain.code == 0
     assert "4 runs, mean error 20.0%" in plain.out
@@ -721,3 +726,54 @@ def test_a_step_time_has_an_interval(run: Run, model: str, tmp_path: Path) -> No
     refused = run("report", tmp_path / "plan.json", "-o", tmp_path / "plan.html")
     assert refused.code == 2
     assert "interval_s" in refused.err
+
+
+def test_peaks_have_intervals(run: Run, model: str, tmp_path: Path) -> None:
+    """They are printed, saved, checked when they are read, and on the page."""
+    path = tmp_path / "plan.json"
+    call = ("plan", model, "--cluster", "paper_8gpu", "--budget", "1e", "--method", "ev_ar")
+    found = run(*call, "-o", path)
+    assert re.search(r"iB \([0-9.]+ to [0-9.]+\) of [0-9.]+ GiB", found.out)
+    document = json.loads(path.read_text())
+    ends = document["peak_intervals_bytes"]
+    assert len(ends) == 8
+    for peak, (low, high) in zip(document["peak_memory_bytes"], ends, strict=True):
+        assert low < peak < high
+    assert document["fit_probability"] > 0.9
+    page = ("report", path, "-o", tmp_path / "plan.html")
+    assert run(*page).code == 0
+    told = (tmp_path / "plan.html").read_text()
+    assert "by the errors of 4 runs on GH200" in told
+    assert "80 % interval" in told
+    changes: list[tuple[str, object, str]] = [
+        ("peak_intervals_bytes", [[1, 2]] * 8, "not what follows from 'peak_memory_bytes'"),
+        ("peak_intervals_bytes", ends[:-1], "not what follows from 'peak_memory_bytes'"),
+        ("peak_intervals_bytes", [each[::-1] for each in ends], "not what follows"),
+        ("fit_probability", 0.5, "'fit_probability' is 0.5"),
+        ("fit_probability", None, "'fit_probability' is None"),
+        ("peak_errors", None, "not what follows"),
+        ("peak_errors", document["peak_errors"] | {"num_runs": 1}, "peak_errors.num_runs"),
+        ("peak_errors", document["peak_errors"] | {"spread": 0.0}, "peak_errors.spread"),
+    ]
+    for field, value, fault in changes:
+        path.write_text(json.dumps(document | {field: value}))
+        refused = run(*page)
+        assert refused.code == 2
+        assert fault in refused.err, field
+
+
+def test_plans_of_earlier_versions_have_no_intervals_of_peaks(
+    run: Run, model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    run(
+        "plan", model, "--cluster", "paper_8gpu", "--budget", "1e", "--method", "ev_ar", "-o", path
+    )
+    document = json.loads(path.read_text())
+    for field in ("peak_intervals_bytes", "fit_probability", "peak_errors"):
+        del document[field]
+    path.write_text(json.dumps(document))
+    assert run("report", path, "-o", tmp_path / "plan.html").code == 0
+    told = (tmp_path / "plan.html").read_text()
+    assert "by the errors of" not in told
+    assert "peak memory" not in told

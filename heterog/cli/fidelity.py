@@ -2,11 +2,15 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from heterog.cli.common import JsonOption, load_cluster, load_model_graph, out, print_json
+from heterog.units import format_bytes, format_bytes_range
+
+if TYPE_CHECKING:
+    from heterog.fidelity.comparison import Compared
 
 
 def fidelity(
@@ -27,7 +31,8 @@ def fidelity(
 ) -> None:
     """Compare predictions with recorded runs.
 
-    Prints errors by family, and how many pairs of alternatives are ordered rightly.
+    Prints errors by family, how many steps and peaks of memory lie in their 80 % intervals, and
+    how many pairs of alternatives are ordered rightly.
     """
     from functools import lru_cache
 
@@ -44,7 +49,7 @@ def fidelity(
             each = found[-1]
             out.print(
                 f"{number}/{len(rows)} {each.name}: measured {each.measured_s:.4g} s, predicted "
-                f"{each.predicted_s:.4g} ({each.error:+.0%})",
+                f"{each.predicted_s:.4g} ({each.error:+.0%}){_peak(each)}",
                 soft_wrap=True, highlight=False,
             )  # fmt: skip
     families = sorted({each.family for each in found})
@@ -63,3 +68,14 @@ def fidelity(
         return
     for family in errors:
         out.print(in_words(family), soft_wrap=True, highlight=False)
+
+
+def _peak(run: "Compared") -> str:
+    """The recorded peak beside its interval, if one was recorded."""
+    if run.measured_bytes is None or run.predicted_bytes is None or run.interval_bytes is None:
+        return ""
+    ends = format_bytes_range(*run.interval_bytes, around=run.predicted_bytes)
+    return (
+        f"; peak {format_bytes(run.measured_bytes)}, predicted "
+        f"{format_bytes(run.predicted_bytes)} ({ends})"
+    )

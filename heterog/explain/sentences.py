@@ -20,6 +20,7 @@ from heterog.explain.lowered import (
     Aggregation,
     Split,
 )
+from heterog.explain.peak_words import near_limit
 from heterog.explain.what_if import Change
 from heterog.planners.given import GIVEN
 from heterog.simulator.critical_path import Limit, PathPiece, Purpose, merge_blocks
@@ -468,12 +469,13 @@ def _busy(facts: "Explanation") -> str:
 def _memory(facts: "Explanation") -> str:
     fullest = facts.fit.fullest
     what = _parts(fullest)
+    known = _how_well_known(facts)
     if facts.fit.is_ok:
         part = fullest.peak_bytes / fullest.usable_bytes
         return (
             f"Memory suffices. {fullest.device} ({fullest.device_type}) is the fullest: "
             f"{_of(fullest.peak_bytes, fullest.usable_bytes)} ({_percent(part)}), most of it "
-            f"{what}."
+            f"{what}.{known}"
         )
     short = [d for d in facts.fit.devices if d.lacking_bytes]
     others = f" So do {len(short) - 1} other devices, by less." if len(short) > 1 else ""
@@ -481,7 +483,21 @@ def _memory(facts: "Explanation") -> str:
         f"The plan does not fit: {fullest.device} ({fullest.device_type}) needs "
         f"{format_bytes(fullest.peak_bytes)} and has {format_bytes(fullest.usable_bytes)}; it "
         f"lacks {format_bytes(fullest.lacking_bytes)}.{others} On {fullest.device}, at its "
-        f"fullest, are {what}."
+        f"fullest, are {what}.{known}"
+    )
+
+
+def _how_well_known(facts: "Explanation") -> str:
+    """The interval of the fullest device's peak, and whether the limit lies in it."""
+    errors, fullest = facts.plan.peak_errors, facts.fit.fullest
+    if errors is None:
+        return ""
+    low, high = errors.interval(fullest.peak_bytes)
+    near = near_limit(errors, facts.fit.peaks)
+    return (
+        f" Its measured peak is expected between {format_bytes(low)} and {format_bytes(high)}, "
+        f"four times out of five, by the errors of {errors.num_runs} runs on "
+        f"{errors.measured_on}." + (f" {near}." if near else "")
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import binomtest, spearmanr
@@ -25,6 +26,7 @@ class Compared:
         interval_s: around the prediction; ``None`` where none was made.
         measured_bytes: largest peak of a device; ``None`` where none was recorded.
         predicted_bytes: the same, predicted.
+        interval_bytes: around the prediction; ``None`` where none was made.
         choice: runs with the same choice are alternatives: one model, cluster and batch, unlike
             layouts. Empty where there are none.
         is_doubtful: the row contradicts physics; errors are given with and without it.
@@ -37,6 +39,7 @@ class Compared:
     interval_s: Interval | None = None
     measured_bytes: float | None = None
     predicted_bytes: float | None = None
+    interval_bytes: Interval | None = None
     choice: str = ""
     is_doubtful: bool = False
 
@@ -75,6 +78,9 @@ class FamilyErrors:
         interval_width: median of (high - low) / predicted.
         is_coverage_sound: a binomial test at 95 % does not reject ``COVERAGE``.
         memory_mape: mean absolute error of the largest peak.
+        memory_coverage: part of the recorded peaks inside their intervals.
+        memory_width: median of (high - low) / predicted of these intervals.
+        is_memory_coverage_sound: the same binomial test, of ``memory_coverage``.
         pairs: of alternatives.
     """
 
@@ -89,6 +95,9 @@ class FamilyErrors:
     interval_width: float | None
     is_coverage_sound: bool | None
     memory_mape: float | None
+    memory_coverage: float | None
+    memory_width: float | None
+    is_memory_coverage_sound: bool | None
     pairs: Pairs | None
 
 
@@ -108,8 +117,8 @@ def family_errors(name: str, runs: Sequence[Compared]) -> FamilyErrors:
         for run in runs
         if run.measured_bytes and run.predicted_bytes
     ]
-    bounded = [run for run in runs if run.interval_s is not None]
-    inside = sum(_is_inside(run) for run in bounded)
+    of_steps = _coverage([(r.measured_s, r.predicted_s, r.interval_s) for r in runs])
+    of_peaks = _coverage([(r.measured_bytes, r.predicted_bytes, r.interval_bytes) for r in runs])
     pairs = ordered_pairs(runs)
     has_ranks = len(runs) > 2 and np.ptp(measured) > 0.0 and np.ptp(predicted) > 0.0
     return FamilyErrors(
@@ -120,12 +129,13 @@ def family_errors(name: str, runs: Sequence[Compared]) -> FamilyErrors:
         p90=float(np.quantile(np.abs(error), 0.9)),
         bias=float(np.median(error)),
         spearman=float(spearmanr(measured, predicted).statistic) if has_ranks else None,
-        interval_coverage=inside / len(bounded) if bounded else None,
-        interval_width=float(np.median([_width(run) for run in bounded])) if bounded else None,
-        is_coverage_sound=(
-            bool(binomtest(inside, len(bounded), COVERAGE).pvalue > 0.05) if bounded else None
-        ),
+        interval_coverage=of_steps.part,
+        interval_width=of_steps.width,
+        is_coverage_sound=of_steps.is_sound,
         memory_mape=float(np.mean(of_memory)) if of_memory else None,
+        memory_coverage=of_peaks.part,
+        memory_width=of_peaks.width,
+        is_memory_coverage_sound=of_peaks.is_sound,
         pairs=pairs if pairs.number else None,
     )
 
@@ -141,6 +151,8 @@ def in_words(errors: FamilyErrors) -> str:
         text += f"; {errors.interval_coverage:.0%} inside intervals of {errors.interval_width:.0%}"
     if errors.memory_mape is not None:
         text += f"; memory {errors.memory_mape:.1%}"
+    if errors.memory_coverage is not None and errors.memory_width is not None:
+        text += f", {errors.memory_coverage:.0%} inside intervals of {errors.memory_width:.0%}"
     if errors.pairs is not None:
         text += f"; {errors.pairs.ordered} of {errors.pairs.number} pairs ordered rightly"
     return text
@@ -170,11 +182,27 @@ def ordered_pairs(
     return Pairs(number=number, ordered=ordered)
 
 
-def _is_inside(run: Compared) -> bool:
-    assert run.interval_s is not None
-    return run.interval_s.low <= run.measured_s <= run.interval_s.high
+class _Coverage(NamedTuple):
+    """How often intervals held; ``None`` throughout where there are none."""
+
+    part: float | None = None
+    width: float | None = None
+    is_sound: bool | None = None
 
 
-def _width(run: Compared) -> float:
-    assert run.interval_s is not None
-    return (run.interval_s.high - run.interval_s.low) / run.predicted_s
+def _coverage(
+    runs: Sequence[tuple[float | None, float | None, Interval | None]],
+) -> _Coverage:
+    """Of (measured, predicted, interval) of each run; those without all three are left out."""
+    inside, widths = [], []
+    for measured, predicted, interval in runs:
+        if measured and predicted and interval is not None:
+            inside.append(interval.low <= measured <= interval.high)
+            widths.append((interval.high - interval.low) / predicted)
+    if not inside:
+        return _Coverage()
+    return _Coverage(
+        part=sum(inside) / len(inside),
+        width=float(np.median(widths)),
+        is_sound=bool(binomtest(sum(inside), len(inside), COVERAGE).pvalue > 0.05),
+    )

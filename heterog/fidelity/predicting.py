@@ -8,8 +8,10 @@ from heterog.fidelity.comparison import Compared
 from heterog.fidelity.recorded import RecordedRun
 from heterog.fidelity.run_fit import Case
 from heterog.graph.op_graph import OpGraph
+from heterog.simulator.device_models.parameters import shipped_peak_errors
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.intervals import Interval
 from heterog.strategy.layouts.layout import Layout, parse_layout
 from heterog.strategy.layouts.placed import place_layout
 
@@ -44,8 +46,7 @@ def compared(run: RecordedRun, case: Case) -> Compared:
     """A run beside its prediction, by the cost model that its cluster names."""
     evaluator = Evaluator(case.graph, case.cluster)
     found = evaluator.evaluate(case.strategy, Order.FIFO)
-    peaks = zip(found.peak_memory_bytes, case.cluster.devices, strict=True)
-    reserved = (peak + each.type.memory_bytes - each.usable_memory_bytes for peak, each in peaks)
+    predicted_bytes, interval_bytes = largest_peak(found.peak_memory_bytes, case.cluster)
     return Compared(
         family=run.family,
         name=f"{run.model}, batch {case.graph.batch_size}, {run.cluster}, {run.layout or 'dp'}",
@@ -53,6 +54,22 @@ def compared(run: RecordedRun, case: Case) -> Compared:
         predicted_s=found.step_time_s,
         interval_s=evaluator.interval(found.step_time_s),
         measured_bytes=run.peak_bytes,
-        predicted_bytes=max(reserved),
+        predicted_bytes=predicted_bytes,
+        interval_bytes=interval_bytes,
         choice=f"{run.model}, {case.graph.batch_size}, {run.cluster}",
     )
+
+
+def largest_peak(peaks_bytes: Sequence[int], cluster: Cluster) -> tuple[int, Interval]:
+    """The largest peak of a device and its interval, bytes, both with what the device reserves.
+
+    The reserve is the cluster file's, so that the interval knows of no error in it.
+
+    Args:
+        peaks_bytes: predicted for each device, without what it reserves.
+        cluster: the devices.
+    """
+    reserved = [each.type.memory_bytes - each.usable_memory_bytes for each in cluster.devices]
+    peak, more = max(zip(peaks_bytes, reserved, strict=True), key=sum)
+    low, high = shipped_peak_errors().interval(peak)
+    return peak + more, Interval(low + more, high + more)

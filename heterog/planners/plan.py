@@ -48,10 +48,12 @@ from heterog.planners.seeds import SeedPlanner
 from heterog.planners.sharing import Progress
 from heterog.planners.stability import TUNED_UNIFORM, Gain, best_data_parallel, gain
 from heterog.simulator.cost_model import CostModel
+from heterog.simulator.device_models.parameters import shipped_peak_errors
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.intervals import Interval
 from heterog.simulator.lower_bound import lower_bound_s
+from heterog.simulator.peak_errors import PeakErrors
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
@@ -63,6 +65,8 @@ SCHEMA_VERSION = 1
 BEST = "best"
 _NO_LIMIT = 10**12  # evaluations
 _ASYNCHRONOUS = 100  # evaluations; its search tries a dozen strategies
+_SAME_PEAK = 1e-6
+"""Relative difference of ends of intervals, and difference of probabilities, that is none."""
 _Gain = tuple[str, float, float, float]
 
 
@@ -94,6 +98,7 @@ class Plan:
         search_seconds: Seconds that all methods took together.
         num_evaluations: Strategies that all methods simulated together.
         shortage: Reason in words, unless ``ok``: which device lacks how much memory, for example.
+        peak_errors: how far off peaks may be; ``None`` in plans of earlier versions.
         background: Second job in the idle time of the devices, if one was planned.
         history: the best step of each method while the search went on; empty in plans of earlier
             versions.
@@ -122,6 +127,7 @@ class Plan:
     num_evaluations: int
     shortage: str = ""
     interval_s: Interval | None = None
+    peak_errors: PeakErrors | None = None
     background: BackgroundPlan | None = None
     history: tuple[MethodHistory, ...] = ()
     objective: Objective = FASTEST
@@ -138,6 +144,25 @@ class Plan:
     def throughput_samples_per_s(self) -> float | None:
         """Samples trained per second; ``None`` unless ``ok``."""
         return None if self.step_time_s is None else self.graph.batch_size / self.step_time_s
+
+    @property
+    def peak_intervals_bytes(self) -> tuple[tuple[int, int], ...]:
+        """(low, high) of each device, between which four of five measured peaks are expected.
+
+        Empty in plans of earlier versions, and where no method could say what devices need.
+        """
+        if self.peak_errors is None:
+            return ()
+        ends = [self.peak_errors.interval(peak) for peak in self.peak_memory_bytes]
+        return tuple((math.floor(low), math.ceil(high)) for low, high in ends)
+
+    @property
+    def fit_probability(self) -> float | None:
+        """How often devices are expected to have enough memory; ``None`` without intervals."""
+        if self.peak_errors is None or not self.peak_memory_bytes:
+            return None
+        usable = [device.usable_memory_bytes for device in self.cluster.devices]
+        return self.peak_errors.fit_probability(zip(self.peak_memory_bytes, usable, strict=True))
 
     @property
     def is_written(self) -> bool:
@@ -215,6 +240,9 @@ class Plan:
             "method": self.method,
             "order": self.order,
             "peak_memory_bytes": list(self.peak_memory_bytes),
+            "peak_intervals_bytes": [list(each) for each in self.peak_intervals_bytes],
+            "fit_probability": self.fit_probability,
+            "peak_errors": None if self.peak_errors is None else asdict(self.peak_errors),
             "lower_bound_s": self.lower_bound_s,
             "search_seconds": self.search_seconds,
             "num_evaluations": self.num_evaluations,
@@ -334,6 +362,9 @@ def load_plan(path: str | Path) -> Plan:
         num_evaluations=record.num_evaluations,
         shortage=record.shortage,
         interval_s=None if record.interval_s is None else Interval(*record.interval_s),
+        peak_errors=None
+        if record.peak_errors is None
+        else PeakErrors(**record.peak_errors.model_dump()),
         background=_background_from_record(record.background),
         history=tuple(MethodHistory.from_dict(each.model_dump()) for each in record.history),
         objective=_objective_from_record(record, where),
@@ -409,9 +440,29 @@ def _contradiction(plan: Plan, record: PlanRecord) -> str:
         gains = plan.gains
     except ValueError:
         return "field 'noisy_step_times_s' has different lengths for methods that are compared"
+    if fault := _peaks_fault(plan, record):
+        return fault
     told = [(each.over, each.speedup, each.low, each.high) for each in record.gains]
     if not _same_gains(told, [(g.over, g.speedup, g.low, g.high) for g in gains]):
         return "field 'gains' is not what follows from the step times of its methods"
+    return ""
+
+
+def _peaks_fault(plan: Plan, record: PlanRecord) -> str:
+    """What a file says of its peaks that does not follow from them and their errors."""
+    told, found = record.peak_intervals_bytes, plan.peak_intervals_bytes
+    # Whole bytes, of which the last may be rounded otherwise on another machine.
+    if len(told) != len(found) or not np.allclose(told, found, rtol=_SAME_PEAK, atol=1.0):
+        return (
+            "field 'peak_intervals_bytes' is not what follows from 'peak_memory_bytes' and "
+            "'peak_errors'"
+        )
+    here, there = record.fit_probability, plan.fit_probability
+    if (here is None) != (there is None) or abs((here or 0.0) - (there or 0.0)) > _SAME_PEAK:
+        return (
+            f"field 'fit_probability' is {here}, but peaks, their errors and usable memory say "
+            f"{there}"
+        )
     return ""
 
 
@@ -625,6 +676,7 @@ def plan_from_rows(
         num_evaluations=sum(each.num_evaluations for each in rows),
         shortage=row.shortage,
         interval_s=None if row.step_time_s is None else evaluator.interval(row.step_time_s),
+        peak_errors=shipped_peak_errors(),
     )
 
 

@@ -24,6 +24,7 @@ from heterog.records import (
     PositiveSeconds,
     Record,
     Seconds,
+    Share,
     Text,
     read_record,
 )
@@ -37,6 +38,7 @@ _Factor = Annotated[float, Field(ge=1.0, le=1e9, allow_inf_nan=False)]
 _Ratio = Annotated[float, Field(gt=0.0, le=1e12, allow_inf_nan=False)]
 _CLOSE = 1e-6
 _Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
+_BytesPair = Annotated[list[NumBytes], Field(min_length=2, max_length=2)]
 _Point = Annotated[list[Amount], Field(min_length=3, max_length=3)]
 
 
@@ -62,6 +64,14 @@ class RowRecord(Record):
     batch_size: Count
     seed: _Seed
     cost_per_step: Amount | None = None  # only where hosts have prices
+
+
+class PeakErrorsRecord(Record):
+    """How far off predicted peaks may be."""
+
+    spread: Annotated[float, Field(gt=0.0, le=1.0)]
+    num_runs: Annotated[int, Field(ge=2, le=1000)]
+    measured_on: Name
 
 
 class ObjectiveRecord(Record):
@@ -131,6 +141,9 @@ class PlanRecord(Record):
     method: Name
     order: str
     peak_memory_bytes: list[NumBytes]
+    peak_intervals_bytes: list[_BytesPair] = Field(default_factory=list)
+    fit_probability: Share | None = None
+    peak_errors: PeakErrorsRecord | None = None  # plans of earlier versions have none of these
     lower_bound_s: Seconds
     search_seconds: Seconds
     num_evaluations: Int32

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from heterog.explain.decided import what_was_decided
 from heterog.explain.explanation import Explanation
+from heterog.explain.peak_words import near_limit, size_with_interval
 from heterog.planners.plan import Plan
 from heterog.planners.stability import TUNED_UNIFORM
 from heterog.report.placement_table import placement_lines
@@ -81,12 +82,19 @@ def brief_answer(
     room = width - _LABEL
     decided = what_was_decided(plan.strategy, plan.graph, plan.cluster)
     usable = [device.usable_memory_bytes for device in plan.cluster.devices]
-    parts = [peak / of for peak, of in zip(plan.peak_memory_bytes, usable, strict=True)]
+    peaks = list(zip(plan.peak_memory_bytes, usable, strict=True))
+    parts = [peak / of for peak, of in peaks]
     fullest = max(range(len(parts)), key=parts.__getitem__)
     device = plan.cluster.devices[fullest]
-    size = f"{format_bytes(plan.peak_memory_bytes[fullest])} of {format_bytes(usable[fullest])}"
+    size = size_with_interval(plan.peak_errors, plan.peak_memory_bytes[fullest])
+    near = near_limit(plan.peak_errors, peaks)
     verdict = f"does not fit: {plan.shortage}" if plan.shortage else "fits"
-    memory = f"{verdict}; fullest is {device.name} ({device.type.name}), {size}"
+    if near:
+        verdict += f", but {near}"
+    memory = (
+        f"{verdict}; fullest is {device.name} ({device.type.name}), {size} of "
+        f"{format_bytes(usable[fullest])}"
+    )
     gains = [f"{each.speedup:.2f}x over {each.over}" for each in plan.gains]
     texts: list[Part] = [
         ("gain", _wrapped(", ".join(gains) or "no other method fits", room, 2)),
@@ -104,7 +112,7 @@ def _texts(explanation: Explanation, room: int, most: Mapping[str, int]) -> list
     texts = {
         "do": [explanation.recommendation],
         "gain": [_gain(explanation, with_range=True), _gain(explanation, with_range=False)],
-        "memory": [_memory(explanation)],
+        "memory": [_memory(explanation, with_interval=True), _memory(explanation)],
         "limits": [_limits(explanation, number) for number in (3, 2, 1, 0)],
     }
     return [
@@ -163,20 +171,26 @@ def _gain(explanation: Explanation, *, with_range: bool) -> str:
     return ", ".join(said)
 
 
-def _memory(explanation: Explanation) -> str:
+def _memory(explanation: Explanation, *, with_interval: bool = False) -> str:
+    """Whether it fits, how sure that is if the limit is near, and the fullest device."""
     plan, fit = explanation.plan, explanation.fit
     fullest = fit.fullest
-    size = f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.usable_bytes)}"
+    needs = size_with_interval(plan.peak_errors if with_interval else None, fullest.peak_bytes)
+    size = f"{needs} of {format_bytes(fullest.usable_bytes)}"
+    near = near_limit(plan.peak_errors, fit.peaks)
     who = f"{fullest.device} ({fullest.device_type})"
     if fit.is_ok:
         if plan.step_time_s is None:
             why = plan.shortage or plan.outcome.replace("_", " ")
             return f"fits, but it cannot run: {why}"
+        if near:
+            return f"fits, but {near}; fullest is {who}, {size}{_recomputed(explanation)}"
         part = _percent(fullest.peak_bytes / fullest.usable_bytes)
         return f"fits; fullest is {who}, {size} ({part}){_recomputed(explanation)}"
     others = sum(device.lacking_bytes > 0 for device in fit.devices) - 1
     also = f", and {others} more lack some" if others else ""
-    return f"does not fit: {who} lacks {format_bytes(fullest.lacking_bytes)} ({size}){also}"
+    lacks = f"{who} lacks {format_bytes(fullest.lacking_bytes)} ({size}){also}"
+    return f"does not fit: {lacks}" + (f"; but {near}" if near else "")
 
 
 def _recomputed(explanation: Explanation) -> str:

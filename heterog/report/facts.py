@@ -6,6 +6,7 @@ from html import escape
 from heterog.explain.decided import Range
 from heterog.explain.explanation import Explanation
 from heterog.explain.fit import RemedyKind
+from heterog.explain.peak_words import near_limit, provenance
 from heterog.report.markup import (
     NUM_COLOURS,
     chip,
@@ -19,7 +20,8 @@ from heterog.report.markup import (
 from heterog.report.placement_table import amounts, range_names, split_name
 from heterog.simulator.critical_path import Limit, Purpose
 from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
-from heterog.units import format_bytes, format_seconds
+from heterog.simulator.peak_errors import PeakErrors
+from heterog.units import format_bytes, format_bytes_range, format_seconds
 
 _MOST_RANGES = 40
 _MOST_PIECES = 10
@@ -234,17 +236,25 @@ def memory_section(explanation: Explanation) -> str:
         alike.setdefault(key, []).append(device)
     kinds = [kind for kind in MemoryKind if any(d.bytes_of(kind) > 0.005 * most for d in devices)]
     keys = "".join(f"<li>{chip(_MEMORY_COLOURS[kind])}{escape(kind)}</li>" for kind in kinds)
-    rows = [_memory_row(members, most) for members in alike.values()]
+    errors = explanation.plan.peak_errors
+    rows = [_memory_row(members, most, errors) for members in alike.values()]
+    near = near_limit(errors, explanation.fit.peaks)
     return section(
         "fit",
         "Memory at its fullest",
         f'<ul class="keys">{keys}</ul>',
-        table(["device", "needs", "usable", "lacks", ""], rows, numbers=(1, 2, 3)),
+        table(
+            ["device", "needs", "80 % interval", "usable", "lacks", ""], rows, numbers=(1, 2, 3, 4)
+        ),
+        f"<p><b>{escape(near)}</b></p>" if near else "",
         remedies_table(explanation),
+        note="" if errors is None else provenance(errors),
     )
 
 
-def _memory_row(members: Sequence[DeviceMemory], most: int) -> list[str]:
+def _memory_row(
+    members: Sequence[DeviceMemory], most: int, errors: PeakErrors | None
+) -> list[str]:
     first = members[0]
     names = [device.device for device in members]
     parts = [
@@ -258,10 +268,18 @@ def _memory_row(members: Sequence[DeviceMemory], most: int) -> list[str]:
     return [
         escape(f"{_names(names)} ({first.device_type})"),
         format_bytes(first.peak_bytes),
+        _interval(errors, first.peak_bytes),
         format_bytes(first.usable_bytes),
         lacks,
         f'<div class="tank">{stacked(parts, label)}{limit}</div>',
     ]
+
+
+def _interval(errors: PeakErrors | None, peak_bytes: int) -> str:
+    """Ends of a peak's interval in the peak's unit; a dash where none is known."""
+    if errors is None:
+        return "-"
+    return format_bytes_range(*errors.interval(peak_bytes), around=peak_bytes)
 
 
 _REMEDIES = {

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import heterog
 from heterog.explain.explanation import Explanation, explain
+from heterog.explain.peak_words import size_with_interval
 from heterog.files import write_atomically
 from heterog.planners.plan import Plan
 from heterog.planners.planner import MethodRow
@@ -29,7 +30,7 @@ from heterog.report.facts import (
     words_section,
 )
 from heterog.report.lanes import view_data
-from heterog.report.markup import beside_each_other, section
+from heterog.report.markup import beside_each_other, percent, section
 from heterog.report.modules import ModuleNode, module_tree
 from heterog.report.pictures import cluster_picture, history_picture, stages_picture
 from heterog.simulator.evaluator import MEMORY_MARGIN
@@ -210,6 +211,7 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
     rate = plan.throughput_samples_per_s
     yield "throughput", _NONE if rate is None else f"{rate:,.1f}", "samples/s", False
     gains = {each.over == TUNED_UNIFORM: each for each in plan.gains}
+    yield from _peak_tile(plan)
     yield ("over data parallelism", *_gain(gains.get(False)), False)
     yield ("over tuned uniform", *_gain(gains.get(True)), False)
     if step is None or not plan.strategy.step_barrier:
@@ -217,6 +219,18 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
     else:
         gap = step / plan.lower_bound_s - 1.0
         yield "lower bound", _seconds(plan.lower_bound_s), f"the plan is {gap:.0%} above it", False
+
+
+def _peak_tile(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
+    """The fullest device, and how often the plan is expected to fit; nothing without errors."""
+    chance = plan.fit_probability
+    if chance is None:
+        return
+    peaks = zip(plan.peak_memory_bytes, plan.cluster.devices, strict=True)
+    peak, device = max(peaks, key=lambda pair: pair[0] / pair[1].usable_memory_bytes)
+    value = size_with_interval(plan.peak_errors, peak)
+    remark = f"on {device.name}; fits in {percent(chance)} of such cases"
+    yield "peak memory", value, remark, chance < 0.5
 
 
 def _gain(found: Gain | None) -> tuple[str, str]:

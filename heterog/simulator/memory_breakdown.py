@@ -94,6 +94,11 @@ class Fit:
         return all(device.lacking_bytes == 0 for device in self.devices)
 
     @property
+    def peaks(self) -> tuple[tuple[int, int], ...]:
+        """(predicted, usable) bytes of each device."""
+        return tuple((device.peak_bytes, device.usable_bytes) for device in self.devices)
+
+    @property
     def fullest(self) -> DeviceMemory:
         """The device that lacks most, or else the one with the least room in proportion."""
         return max(

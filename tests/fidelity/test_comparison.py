@@ -2,10 +2,17 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from heterog.fidelity.comparison import Compared, Pairs, family_errors, ordered_pairs
+from heterog.fidelity.comparison import (
+    Compared,
+    Pairs,
+    family_errors,
+    in_words,
+    ordered_pairs,
+)
 from heterog.simulator.intervals import Interval, interval_around
 
 
@@ -19,6 +26,7 @@ def runs(pairs: Sequence[tuple[float, float]], choice: str = "") -> list[Compare
             interval_s=interval_around(predicted, 0.1),
             measured_bytes=100.0,
             predicted_bytes=100.0 + number,
+            interval_bytes=Interval(99.5 + number, 101.0 + number),
             choice=choice,
         )
         for number, (measured, predicted) in enumerate(pairs)
@@ -36,11 +44,16 @@ def test_errors_of_a_family_by_hand() -> None:
     assert found.interval_coverage == pytest.approx(2 / 3)
     assert found.interval_width == pytest.approx(math.exp(0.12816) - math.exp(-0.12816), rel=1e-4)
     assert found.is_coverage_sound
+    assert found.memory_coverage == pytest.approx(1 / 3), "100 is in the first interval only"
+    assert found.memory_width == pytest.approx(1.5 / 101.0)
+    assert found.is_memory_coverage_sound
+    assert "memory 1.0%, 33% inside intervals of 1%" in in_words(found)
     assert found.pairs is None
 
 
 def test_intervals_that_hold_too_little_are_told() -> None:
     assert not family_errors("f", runs([(1.0, 2.0)] * 10)).is_coverage_sound
+    assert not family_errors("f", runs([(1.0, 1.0)] * 10)).is_memory_coverage_sound
     assert not family_errors("f", runs([(1.0, 1.0)] * 30)).is_coverage_sound, "nor too much"
 
 
@@ -49,6 +62,10 @@ def test_runs_without_intervals_or_memory_say_nothing_of_them() -> None:
     found = family_errors("f", bare)
     assert found.interval_coverage is None
     assert found.memory_mape is None
+    assert found.memory_coverage is None
+    assert found.is_memory_coverage_sound is None
+    unpredicted = [replace(run, interval_bytes=None) for run in runs([(1.0, 1.0)])]
+    assert family_errors("f", unpredicted).memory_coverage is None
     assert found.spearman is None
 
 

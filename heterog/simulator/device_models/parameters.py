@@ -20,6 +20,7 @@ from heterog.cluster.topology import DeviceType
 from heterog.simulator.device_models.collectives import CollectiveModel
 from heterog.simulator.device_models.products import Chip, ProductModel
 from heterog.simulator.device_models.streams import StreamModel
+from heterog.simulator.peak_errors import PeakErrors
 
 _T = TypeVar("_T")
 
@@ -111,12 +112,16 @@ class Host:
 
 
 class _Tables(NamedTuple):
-    """What ``fitted.yaml`` holds: by family and type, by type, by ``Execution``; by type again."""
+    """What ``fitted.yaml`` holds: by family and type, by type, by ``Execution``; by type again.
+
+    Peaks of memory have one set for all types.
+    """
 
     families: Mapping[str, Mapping[str, Family]]
     in_training: Mapping[str, InTraining]
     hosts: Mapping[str, Host]
     collectives: Mapping[str, Mapping[str, CollectiveModel]]
+    peaks: PeakErrors
 
 
 def listed_name(type_name: str) -> str:
@@ -168,6 +173,11 @@ def collectives_of(type_name: str) -> Mapping[str, CollectiveModel]:
     return _of_type({ANY_TYPE: {}, **_tables().collectives}, type_name)
 
 
+def shipped_peak_errors() -> PeakErrors:
+    """Errors of predicted peaks of memory: those of the one type on which some were measured."""
+    return _tables().peaks
+
+
 def _of_type(by_type: Mapping[str, _T], type_name: str) -> _T:
     """What is known of a type, of one with the same chip, or of any."""
     type_name = listed_name(type_name)
@@ -211,7 +221,8 @@ def _tables() -> _Tables:
         type_name: {name: CollectiveModel(**row) for name, row in by_name.items()}
         for type_name, by_name in document["collectives"].items()
     }
-    return _Tables(families, in_training, hosts, collectives)
+    peaks = PeakErrors(**document["peaks"])
+    return _Tables(families, in_training, hosts, collectives, peaks)
 
 
 def _family(name: str, type_name: str, row: Mapping[str, Any]) -> Family:

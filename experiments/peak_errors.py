@@ -1,0 +1,129 @@
+"""How far off predicted peaks of memory are, and whether their intervals hold on other runs.
+
+    python experiments/peak_errors.py --data DIR --json
+
+``peaks`` of ``device_models/fitted.yaml`` comes from here. ``DIR`` holds
+``sailor_gh200_opt.json`` (eth-easl/sailor, MIT): OPT-350M on 1 to 32 nodes of four GH200, and the
+largest peak of a device of each run. Runs on one and two nodes are fitted, those on more are the
+test: the rule by which ``published_runs.MEGATRON_RESERVES_BYTES`` was found, and the very same
+runs. ``simulator.peak_errors`` has the formula of the spread.
+
+What is compared is what devices hold beyond that reserve, because it is what is predicted.
+Several runs of the test differ in their number of replicas only, and have nearly the same peak:
+the errors of each kind of pipeline are alike, so that the test says less than its number of runs.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import published_layouts as layouts
+import published_runs
+from scipy.stats import binomtest
+
+from heterog.simulator.device_models.parameters import shipped_peak_errors
+from heterog.simulator.intervals import COVERAGE, Interval
+from heterog.simulator.peak_errors import PeakErrors
+
+FILE = "sailor_gh200_opt.json"
+_FITTED_NODES = 2
+_TYPE = "GH200"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The largest peak of a run, without what its device reserves.
+
+    Attributes:
+        name: of the run.
+        num_nodes: that it ran on.
+        measured_bytes: less the reserve.
+        predicted_bytes: likewise.
+    """
+
+    name: str
+    num_nodes: int
+    measured_bytes: float
+    predicted_bytes: float
+
+    @property
+    def log_error(self) -> float:
+        """log(measured / predicted)."""
+        return math.log(self.measured_bytes / self.predicted_bytes)
+
+
+def peaks_of(path: Path) -> list[Peak]:
+    """All runs of the file, predicted."""
+    found = []
+    for run in published_runs.sailor_runs(path):
+        each = published_runs.sailor_compared(run, "", None)
+        assert each.measured_bytes is not None, "the file has a peak for each run"
+        assert each.predicted_bytes is not None
+        reserved = published_runs.MEGATRON_RESERVES_BYTES
+        peak = Peak(
+            name=f"{run.name}, {_shape(run)}",
+            num_nodes=len(run.cluster.hosts),
+            measured_bytes=each.measured_bytes - reserved,
+            predicted_bytes=each.predicted_bytes - reserved,
+        )
+        found.append(peak)
+        print(f"{peak.name}: measured {peak.measured_bytes / 1e9:.2f} GB, predicted "
+              f"{peak.predicted_bytes / 1e9:.2f} ({peak.log_error:+.3f})",
+              file=sys.stderr, flush=True)  # fmt: skip
+    return found
+
+
+def _shape(run: layouts.Run) -> str:
+    return f"{len(run.pipelines[0])} stages, {run.layout.split('; ')[-1]}"
+
+
+def fitted(peaks: Sequence[Peak]) -> PeakErrors:
+    """The spread of some runs; one number had been fitted to them."""
+    squares = math.fsum(peak.log_error**2 for peak in peaks)
+    spread = math.sqrt(squares / (len(peaks) - 1))
+    return PeakErrors(spread=round(spread, 4), num_runs=len(peaks), measured_on=_TYPE)
+
+
+def held(errors: PeakErrors, peaks: Sequence[Peak]) -> int:
+    """How many of some runs lie in their intervals."""
+    intervals: list[Interval] = [errors.interval(peak.predicted_bytes) for peak in peaks]
+    pairs = zip(peaks, intervals, strict=True)
+    return sum(ends.low <= peak.measured_bytes <= ends.high for peak, ends in pairs)
+
+
+def main() -> None:
+    """Fit to the runs on few nodes, test on the others, and print both."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    peaks = peaks_of(arguments.data / FILE)
+    few = [peak for peak in peaks if peak.num_nodes <= _FITTED_NODES]
+    more = [peak for peak in peaks if peak.num_nodes > _FITTED_NODES]
+    errors = fitted(few)
+    inside = held(errors, more)
+    p_value = float(binomtest(inside, len(more), COVERAGE).pvalue)
+    low, high = errors.interval(1.0)
+    if arguments.json:
+        document = {
+            "fitted": asdict(errors),
+            "ships": asdict(shipped_peak_errors()),
+            "num_tested": len(more),
+            "num_inside": inside,
+            "p_value": p_value,
+            "interval_of_one": [low, high],
+            "runs": [asdict(peak) | {"log_error": peak.log_error} for peak in peaks],
+        }
+        print(json.dumps(document, indent=2))
+        return
+    print(f"fitted to {errors.num_runs} runs: spread {errors.spread}, interval {low - 1.0:+.1%} "
+          f"to {high - 1.0:+.1%}; ships {shipped_peak_errors().spread}")  # fmt: skip
+    print(f"test: {inside} of {len(more)} runs inside, {COVERAGE:.0%} expected, p = {p_value:.2f}")
+
+
+if __name__ == "__main__":
+    main()
