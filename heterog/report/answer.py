@@ -81,30 +81,32 @@ def brief_answer(
     width = max(width, NARROWEST)
     room = width - _LABEL
     decided = what_was_decided(plan.strategy, plan.graph, plan.cluster)
-    usable = [device.usable_memory_bytes for device in plan.cluster.devices]
-    peaks = list(zip(plan.peak_memory_bytes, usable, strict=True))
-    parts = [peak / of for peak, of in peaks]
-    fullest = max(range(len(parts)), key=parts.__getitem__)
-    device = plan.cluster.devices[fullest]
-    size = size_with_interval(plan.peak_errors, plan.peak_memory_bytes[fullest])
-    near = near_limit(plan.peak_errors, peaks)
-    verdict = f"does not fit: {plan.shortage}" if plan.shortage else "fits"
-    if near:
-        verdict += f", but {near}"
-    memory = (
-        f"{verdict}; fullest is {device.name} ({device.type.name}), {size} of "
-        f"{format_bytes(usable[fullest])}"
-    )
     gains = [f"{each.speedup:.2f}x over {each.over}" for each in plan.gains]
     texts: list[Part] = [
         ("gain", _wrapped(", ".join(gains) or "no other method fits", room, 2)),
-        ("memory", _wrapped(memory, room, 2)),
+        ("memory", _wrapped(_brief_memory(plan), room, 2)),
         ("where", placement_lines(plan, decided, room, _GOOD_TABLE)),
         *(("also", _wrapped(remark, room, 2)) for remark in remarks),
         *([("files", files)] if files else []),
     ]
     head = Text(_cut(_head(plan, width), width), style="bold", no_wrap=True)
     return [head, *_at_most([line for part in texts for line in _beside(part)], MOST_LINES - 1)]
+
+
+def _brief_memory(plan: Plan) -> str:
+    """Whether a plan fits, how sure that is if the limit is near, and the fullest device."""
+    usable = [device.usable_memory_bytes for device in plan.cluster.devices]
+    peaks = list(zip(plan.peak_memory_bytes, usable, strict=True))
+    peak, limit = fullest = max(peaks, key=lambda pair: pair[0] / pair[1])
+    device = plan.cluster.devices[peaks.index(fullest)]
+    lacks = peak > limit
+    verdict = "does not fit" if lacks or plan.shortage else "fits"
+    if lacks or not plan.shortage:
+        near = near_limit(plan.peak_errors, peaks)
+        verdict += f", but {near}" if near else ""
+    verdict += f": {plan.shortage}" if plan.shortage else ""
+    size = f"{size_with_interval(plan.peak_errors, peak)} of {format_bytes(limit)}"
+    return f"{verdict}; fullest is {device.name} ({device.type.name}), {size}"
 
 
 def _texts(explanation: Explanation, room: int, most: Mapping[str, int]) -> list[Part]:
@@ -189,8 +191,8 @@ def _memory(explanation: Explanation, *, with_interval: bool = False) -> str:
         return f"fits; fullest is {who}, {size} ({part}){_recomputed(explanation)}"
     others = sum(device.lacking_bytes > 0 for device in fit.devices) - 1
     also = f", and {others} more lack some" if others else ""
-    lacks = f"{who} lacks {format_bytes(fullest.lacking_bytes)} ({size}){also}"
-    return f"does not fit: {lacks}" + (f"; but {near}" if near else "")
+    verdict = f"does not fit, but {near}" if near else "does not fit"
+    return f"{verdict}: {who} lacks {format_bytes(fullest.lacking_bytes)} ({size}){also}"
 
 
 def _recomputed(explanation: Explanation) -> str:

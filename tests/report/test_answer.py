@@ -11,10 +11,11 @@ from heterog.cluster import Cluster
 from heterog.explain.explanation import Explanation, explain
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import Plan, make_plan
-from heterog.report.answer import MOST_LINES, answer
+from heterog.report.answer import MOST_LINES, answer, brief_answer
+from heterog.report.html import report_html
 from heterog.report.placement_table import amounts, columns_by_host, legend, range_name
 from heterog.strategy.strategy import Decision, Strategy, Sync
-from heterog.units import format_seconds
+from heterog.units import format_bytes, format_seconds
 from tests.simulator.builders import (
     cluster_of,
     linear_chain,
@@ -159,6 +160,52 @@ def test_what_does_not_fit_says_what_is_missing_and_what_would_help() -> None:
     assert explanation.fit.fullest.device in text
     assert "a step" not in text.splitlines()[0]
     assert " over " not in text, "nothing is faster than what cannot run"
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize(
+    ("usable_of_peak", "said"),
+    [
+        (1.0 / 0.97, "fits, but 3 % below the limit is within the model's error (chance to fit "),
+        (
+            1.0 / 1.03,
+            "does not fit, but 3 % above the limit is within the model's error (chance to fit ",
+        ),
+        (3.0, "fits; fullest is A:0 (T4), "),
+        (1.0 / 3.0, "does not fit: A:0 (T4) lacks "),
+    ],
+)
+def test_a_limit_within_the_models_error_is_told(
+    usable_of_peak: float, said: str, width: int
+) -> None:
+    graph = linear_chain(("a", "b"), width=2048)
+    cluster = cluster_of((10.0, ["T4"]))
+    alone = strategy_of(graph, cluster, Decision(devices=(0,), shares=(8,)))
+    (peak,) = planned(graph, cluster, alone).peak_memory_bytes
+    (device,) = cluster.devices
+    device = replace(device, usable_memory_bytes=round(usable_of_peak * peak))
+    limited = replace(cluster, devices=(device,))
+    strategy = strategy_of(graph, limited, Decision(devices=(0,), shares=(8,)))
+    plan = planned(graph, limited, strategy)
+    explanation, text = told(plan, width)
+    flat = " ".join(text.split())
+    assert said in flat
+    (low, high), chance = plan.peak_intervals_bytes[0], plan.fit_probability
+    is_near = low <= device.usable_memory_bytes <= high
+    assert chance is not None
+    assert ("chance to fit" in flat) == is_near == (0.1 < chance < 0.9)
+    assert (f"chance to fit {100 * chance:.0f} %" in flat) == is_near
+    in_words = " ".join(explanation.paragraphs)
+    assert (
+        f"between {format_bytes(low)} and {format_bytes(high)}, four times out of five" in in_words
+    )
+    assert ("is within the model's error" in in_words) == is_near
+    brief = " ".join(" ".join(line.plain.split()) for line in brief_answer(plan, width=width))
+    assert ("is within the model's error" in brief) == is_near
+    if is_near:
+        assert "is within the model's error" in report_html(plan, explanation=explanation).replace(
+            "&#x27;", "'"
+        )
 
 
 def test_names_of_ranges() -> None:
