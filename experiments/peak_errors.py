@@ -27,7 +27,7 @@ from scipy.stats import binomtest
 
 from heterog.simulator.device_models.parameters import shipped_peak_errors
 from heterog.simulator.intervals import COVERAGE, Interval
-from heterog.simulator.peak_errors import PeakErrors
+from heterog.simulator.peak_errors import PeakErrors, peak_errors_of
 
 FILE = "sailor_gh200_opt.json"
 _FITTED_NODES = 2
@@ -82,10 +82,8 @@ def _shape(run: layouts.Run) -> str:
 
 
 def fitted(peaks: Sequence[Peak]) -> PeakErrors:
-    """The spread of some runs; one number had been fitted to them."""
-    squares = math.fsum(peak.log_error**2 for peak in peaks)
-    spread = math.sqrt(squares / (len(peaks) - 1))
-    return PeakErrors(spread=round(spread, 4), num_runs=len(peaks), measured_on=_TYPE)
+    """The errors of some runs."""
+    return peak_errors_of([(each.measured_bytes, each.predicted_bytes) for each in peaks], _TYPE)
 
 
 def held(errors: PeakErrors, peaks: Sequence[Peak]) -> int:
@@ -120,8 +118,10 @@ def main() -> None:
         }
         print(json.dumps(document, indent=2))
         return
-    print(f"fitted to {errors.num_runs} runs: spread {errors.spread}, interval {low - 1.0:+.1%} "
-          f"to {high - 1.0:+.1%}; ships {shipped_peak_errors().spread}")  # fmt: skip
+    print(
+        f"fitted to {errors.num_runs} runs: spread {errors.spread:.4f} (ships "
+        f"{shipped_peak_errors().spread}), interval {low - 1.0:+.1%} to {high - 1.0:+.1%}"
+    )
     print(f"test: {inside} of {len(more)} runs inside, {COVERAGE:.0%} expected, p = {p_value:.2f}")
 
 

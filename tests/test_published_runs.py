@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.thorough import IS_THOROUGH, cases
+from tests.thorough import IS_THOROUGH, THOROUGH, cases
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT.parent / "shared" / "data" / "measured"
@@ -56,3 +56,23 @@ def test_runs_that_nobody_fitted_are_predicted(tmp_path: Path) -> None:
         assert families[name]["interval_coverage"] is not None
     assert families["Sailor, few"]["mape"] < 0.25
     assert families["Sailor, few"]["memory_mape"] < 0.08
+
+
+@THOROUGH
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the shared measurements are not here")
+def test_errors_of_peaks_that_ship_are_those_of_four_runs(tmp_path: Path) -> None:
+    """Fitted again to the runs on one and two nodes; of the others, three kinds are predicted."""
+    name = "sailor_gh200_opt.json"
+    runs = json.loads((MEASURED / name).read_text())
+    few = [run for run in runs if run["N"] <= 2 or run["N"] == 4]
+    (tmp_path / name).write_text(json.dumps(few))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "experiments" / "peak_errors.py"), "--data", str(tmp_path),
+         "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["fitted"].pop("spread") == pytest.approx(found["ships"].pop("spread"), rel=0.01)
+    assert found["fitted"] == found["ships"]
+    assert found["num_tested"] == found["num_inside"] == 3

@@ -15,10 +15,11 @@ often as the device that is fullest in proportion.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from heterog.errors import HeterogError
 from heterog.simulator.intervals import COVERAGE, Interval
 
 
@@ -72,6 +73,28 @@ class PeakErrors:
         if fullest == 0.0:
             return 1.0
         return _probability(-math.log(fullest) / self._scale, self.num_runs - 1)
+
+
+def peak_errors_of(peaks: Sequence[tuple[float, float]], measured_on: str) -> PeakErrors:
+    """Errors of a few runs, to which one number had been fitted; the module has the formula.
+
+    Args:
+        peaks: (measured, predicted) bytes of each run, without what devices reserve; more than 0.
+        measured_on: the GPU type of the runs.
+
+    Raises:
+        HeterogError: there are fewer than two runs.
+
+    >>> round(peak_errors_of([(1.1, 1.0), (1.0, 1.1)], "GH200").spread, 4)
+    0.1348
+    """
+    if len(peaks) < 2:
+        raise HeterogError(
+            f"a spread needs at least two measured peaks, got {len(peaks)}; record more runs."
+        )
+    squares = math.fsum(math.log(measured / predicted) ** 2 for measured, predicted in peaks)
+    spread = math.sqrt(squares / (len(peaks) - 1))
+    return PeakErrors(spread=spread, num_runs=len(peaks), measured_on=measured_on)
 
 
 def _probability(t: float, freedom: int) -> float:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from scipy.special import stdtr, stdtrit
 
+from heterog.errors import HeterogError
 from heterog.simulator.device_models.parameters import shipped_peak_errors
 from heterog.simulator.intervals import COVERAGE
-from heterog.simulator.peak_errors import PeakErrors
+from heterog.simulator.peak_errors import PeakErrors, peak_errors_of
 from heterog.units import GIB
 
 
@@ -61,17 +62,22 @@ def test_intervals_hold_four_runs_in_five_where_few_were_measured() -> None:
     rng = np.random.default_rng(0)
     draws, true_spread = 4000, 0.07
     runs = rng.normal(0.0, true_spread, (draws, 5))
-    few = runs[:, :4] - runs[:, :4].mean(1, keepdims=True)
-    spreads = np.sqrt((few**2).sum(1) / 3)
-    measured = np.exp(runs[:, 4] - runs[:, :4].mean(1))
-    inside = 0
-    for spread, peak in zip(spreads, measured, strict=True):
-        low, high = PeakErrors(spread=spread, num_runs=4, measured_on="x").interval(1.0)
-        inside += low <= peak <= high
+    errors = np.exp(runs - runs[:, :4].mean(1, keepdims=True))
+    inside, spreads = 0, []
+    for *few, last in errors.tolist():
+        found = peak_errors_of([(each, 1.0) for each in few], "x")
+        low, high = found.interval(1.0)
+        inside += low <= last <= high
+        spreads.append(found.spread)
     deviation = math.sqrt(COVERAGE * (1.0 - COVERAGE) / draws)
     assert inside / draws == pytest.approx(COVERAGE, abs=3.5 * deviation)
-    normal = np.exp(1.2816 * spreads)
+    normal, measured = np.exp(1.2816 * np.array(spreads)), errors[:, 4]
     assert ((measured >= 1.0 / normal) & (measured <= normal)).mean() < 0.7
+
+
+def test_one_run_says_nothing_about_the_spread() -> None:
+    with pytest.raises(HeterogError, match="at least two measured peaks, got 1; record more"):
+        peak_errors_of([(1.0, 1.1)], "GH200")
 
 
 def test_what_ships_says_where_it_is_from() -> None:
