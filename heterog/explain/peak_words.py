@@ -45,8 +45,21 @@ def near_limit(errors: PeakErrors | None, peaks: Iterable[tuple[int, int]]) -> s
     chance = errors.fit_probability([(peak, usable)])
     return (
         f"{away:.{0 if away >= 1.0 else 1}f} % {side} the limit is within the model's error "
-        f"(chance to fit {100.0 * chance:.0f} %)"
+        f"({chance_to_fit(chance)})"
     )
+
+
+def chance_to_fit(probability: float) -> str:
+    """How often a plan is expected to fit, without more digits than four runs can bear.
+
+    >>> chance_to_fit(0.612), chance_to_fit(0.9996), chance_to_fit(0.002)
+    ('chance to fit 61 %', 'chance to fit over 99 %', 'chance to fit under 1 %')
+    """
+    if probability > 0.99:
+        return "chance to fit over 99 %"
+    if probability < 0.01:
+        return "chance to fit under 1 %"
+    return f"chance to fit {100.0 * probability:.0f} %"
 
 
 def provenance(errors: PeakErrors) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import heterog
 from heterog.explain.explanation import Explanation, explain
-from heterog.explain.peak_words import size_with_interval
+from heterog.explain.peak_words import chance_to_fit
 from heterog.files import write_atomically
 from heterog.planners.plan import Plan
 from heterog.planners.planner import MethodRow
@@ -30,11 +30,11 @@ from heterog.report.facts import (
     words_section,
 )
 from heterog.report.lanes import view_data
-from heterog.report.markup import beside_each_other, percent, section
+from heterog.report.markup import beside_each_other, section
 from heterog.report.modules import ModuleNode, module_tree
 from heterog.report.pictures import cluster_picture, history_picture, stages_picture
 from heterog.simulator.evaluator import MEMORY_MARGIN
-from heterog.units import format_bytes, format_seconds
+from heterog.units import format_bytes, format_bytes_range, format_seconds
 
 _PAGE = files("heterog.report") / "page"
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
@@ -228,9 +228,10 @@ def _peak_tile(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
         return
     peaks = zip(plan.peak_memory_bytes, plan.cluster.devices, strict=True)
     peak, device = max(peaks, key=lambda pair: pair[0] / pair[1].usable_memory_bytes)
-    value = size_with_interval(plan.peak_errors, peak)
-    remark = f"on {device.name}; fits in {percent(chance)} of such cases"
-    yield "peak memory", value, remark, chance < 0.5
+    assert plan.peak_errors is not None, "it is what the chance follows from"
+    ends = format_bytes_range(*plan.peak_errors.interval(peak), around=peak)
+    remark = f"{ends} on {device.name}; {chance_to_fit(chance)}"
+    yield "peak memory", format_bytes(peak), remark, chance < 0.5
 
 
 def _gain(found: Gain | None) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.explain.explanation import Explanation, explain
+from heterog.explain.peak_words import chance_to_fit
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import Plan, make_plan
 from heterog.report.answer import MOST_LINES, answer, brief_answer
@@ -202,10 +203,9 @@ def test_a_limit_within_the_models_error_is_told(
     assert ("is within the model's error" in in_words) == is_near
     brief = " ".join(" ".join(line.plain.split()) for line in brief_answer(plan, width=width))
     assert ("is within the model's error" in brief) == is_near
-    if is_near:
-        assert "is within the model's error" in report_html(plan, explanation=explanation).replace(
-            "&#x27;", "'"
-        )
+    page = report_html(plan, explanation=explanation)
+    assert f"on A:0; {chance_to_fit(chance)}</dd>" in page
+    assert ("<p><b>3 % " in page) == is_near
 
 
 def test_names_of_ranges() -> None:
