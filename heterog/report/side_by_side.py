@@ -7,6 +7,7 @@ from pathlib import Path
 
 from heterog.errors import HeterogError
 from heterog.explain.explanation import Explanation, explain
+from heterog.explain.peak_words import chance_to_fit, size_with_interval
 from heterog.files import write_atomically
 from heterog.planners.plan import Plan
 from heterog.planners.stability import TUNED_UNIFORM
@@ -15,7 +16,7 @@ from heterog.report.html import fill_page, notes_html, outdated, page_style
 from heterog.report.lanes import CATEGORIES
 from heterog.report.markup import chip, element, meter, percent, section
 from heterog.report.pictures import cluster_picture, small_timeline, stages_picture
-from heterog.units import format_bytes, format_seconds
+from heterog.units import format_seconds
 
 MOST_PLANS = 8
 """Plans on one page."""
@@ -140,7 +141,10 @@ def _gain(found: Explanation, *, tuned: bool) -> str:
 def _fullest(found: Explanation) -> str:
     device = found.fit.fullest
     part = percent(device.peak_bytes / device.usable_bytes)
-    words = f"{format_bytes(device.peak_bytes)} on {device.device} ({part})"
+    size = size_with_interval(found.plan.peak_errors, device.peak_bytes)
+    words = f"{size} on {device.device} ({part})"
+    if (chance := found.plan.fit_probability) is not None:
+        words += f", {chance_to_fit(chance)}"
     return element("b", escape(words)) if device.lacking_bytes else escape(words)
 
 

@@ -440,6 +440,7 @@ def test_several_plans_side_by_side(tmp_path: Path) -> None:
         assert each.plan.step_time_s is not None
         assert format_seconds(each.plan.step_time_s) in page.text
     assert "encoder.b to head" in page.text
+    assert page.text.count("chance to fit over 99 %") == 2
     assert page.scripts == [], "static: no script at all"
     assert not re.search(r"https?:|@import|url\(", text)
     assert "differ" not in page.text
