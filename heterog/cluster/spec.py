@@ -6,7 +6,7 @@
     reserved_memory: 1.0 GiB            # per device: context and communication buffers
     calibration: lab_calibration.json   # optional, relative to this file; or roofline: data sheets
     sends: overlapped                   # or blocking: who executes computes only when all is sent
-    execution: eager                    # or megatron: which program runs steps
+    execution: eager                    # or megatron, compiled: which program runs steps
     pairs: {}                           # optional: what lies between hosts, see cluster.pairs
     prices: {currency: USD, device_hour: {V100-16GB: 2.48, P100-12GB: 1.46}}    # optional
     hosts:
@@ -107,7 +107,7 @@ MAX_FILE_BYTES = 1024**2
 
 _Location: TypeAlias = tuple[int | str, ...]
 _Sends: TypeAlias = Literal["overlapped", "blocking"]
-_Execution: TypeAlias = Literal["eager", "megatron"]
+_Execution: TypeAlias = Literal["eager", "megatron", "compiled"]
 _Path: TypeAlias = Annotated[Text, Field(min_length=1)]
 
 

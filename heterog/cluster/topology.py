@@ -230,6 +230,8 @@ class Execution(StrEnum):
     """PyTorch op by op, as in heterog's own runtime and in FSDP."""
     MEGATRON = "megatron"
     """Megatron-LM under DeepSpeed, of 2022, whose host takes longer."""
+    COMPILED = "compiled"
+    """PyTorch with ``torch.compile``: inductor makes one kernel of several ops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

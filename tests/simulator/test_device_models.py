@@ -555,7 +555,7 @@ def test_a_collective_begins_when_the_last_host_has_issued_it() -> None:
         channel = ring(cluster, tuple(range(size)))
         eager, megatron = (
             DeviceModels(execution).channel_seconds(cluster, channel).latency_s
-            for execution in Execution
+            for execution in (Execution.EAGER, Execution.MEGATRON)
         )
         waits.append(megatron - eager)
     assert 0.0 < waits[0] < waits[1] < waits[2]

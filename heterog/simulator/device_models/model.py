@@ -15,6 +15,7 @@ from heterog.cluster.catalog import listed_type
 from heterog.cluster.topology import Cluster, DeviceType, Execution
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph
 from heterog.simulator.cost_model import ChannelSeconds
+from heterog.simulator.device_models.fusion.fused import fused_kernels
 from heterog.simulator.device_models.kernels import Products, local_sizes, products_of, streams_of
 from heterog.simulator.device_models.parameters import (
     ANY_TYPE,
@@ -81,6 +82,11 @@ class DeviceModels(Roofline):
             self.host = replace(self.host, issue_s=host_s)
         self.own_factors = dict(in_training)  # a proxy cannot be sent to workers
 
+    @property
+    def _fuses(self) -> bool:
+        """Whether kernels are those that a compiler makes."""
+        return self.execution == Execution.COMPILED
+
     def in_training(self, type_name: str) -> InTraining:
         """The factors of a type."""
         return self._own(type_name) or in_training_of(type_name)
@@ -94,11 +100,10 @@ class DeviceModels(Roofline):
         """Seconds of the kernel of every op that does some work.  # [num_ops]"""
         if not _is_modelled(device_type):
             return super().kernel_seconds(graph, device_type, flops, num_bytes)
-        factors = self.in_training(device_type.name)
-        seconds = _kernel_seconds(graph, device_type, factors, flops, num_bytes)
-        return np.maximum(
-            seconds, self.host.issue_s * _share_of_issuing(graph, device_type, factors)
-        )
+        factors, fuses = self.in_training(device_type.name), self._fuses
+        seconds = _kernel_seconds(graph, device_type, factors, flops, num_bytes, fuses=fuses)
+        of_kernels, of_graphs = _shares_of_issuing(graph, device_type, factors, fuses=fuses)
+        return np.maximum(seconds, self.host.issue_s * of_kernels + self.host.graph_s * of_graphs)
 
     def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
         """Alpha-beta seconds; a collective begins when the last host has issued it."""
@@ -115,7 +120,7 @@ class DeviceModels(Roofline):
             return super().spread(graph, device_type)
         factors = self.in_training(device_type.name)
         work = graph.flops, graph.bytes_moved
-        alone = _kernel_seconds(graph, device_type, factors, *work)
+        alone = _kernel_seconds(graph, device_type, factors, *work, fuses=self._fuses)
         issued = self.kernel_seconds(graph, device_type, *work)
         of_kernels = _KERNELS_ALIKE * _kernel_error(graph, device_type, alone) / MEDIAN_OF_NORMAL
         of_host = _HOST_SPREAD * (1.0 - float(alone.sum()) / max(float(issued.sum()), 1e-12))
@@ -225,10 +230,13 @@ def _kernel_seconds(
     factors: InTraining,
     flops: FloatArray,
     num_bytes: FloatArray,
+    *,
+    fuses: bool,
 ) -> FloatArray:
     """Seconds of kernels that never wait for the host.  # [num_ops]"""
-    launch, per_byte, per_flop = _stream_rates(graph, device_type)
-    seconds: FloatArray = launch + np.maximum(per_byte * num_bytes, per_flop * flops)
+    launch, per_byte, per_flop = _stream_rates(graph, device_type, fuses=fuses)
+    streamed = num_bytes * _share_of_bytes(graph) if fuses else num_bytes
+    seconds: FloatArray = launch + np.maximum(per_byte * streamed, per_flop * flops)
     seconds *= np.where(_is_of_16_bits(graph), factors.streams, factors.float32)
     _add_products(seconds, graph, device_type, factors, flops, num_bytes)
     return seconds
@@ -249,26 +257,35 @@ def _kernel_error(graph: OpGraph, device_type: DeviceType, seconds: FloatArray) 
 
 
 @lru_cache(maxsize=64)
-def _share_of_issuing(graph: OpGraph, device_type: DeviceType, factors: InTraining) -> FloatArray:
+def _shares_of_issuing(
+    graph: OpGraph, device_type: DeviceType, factors: InTraining, *, fuses: bool
+) -> tuple[FloatArray, FloatArray]:
     """How many kernels' issuing an op has to wait for at least, by its part of the queue.
 
     Kernels around it are issued in sum(host_s) and run in sum(seconds), and the longer of both is
     what they take. Each is given its part of the former by its seconds at the whole batch: where
     parts of the batch shrink all kernels alike, the sum of ``max(seconds, host_s x share)`` over
     them is max(sum(seconds), sum(host_s)). A share depends on nothing but the graph and the type,
-    so that what an op takes never falls with its work.  # [num_ops]
+    so that what an op takes never falls with its work.
+
+    Returns:
+        (kernels [num_ops], the same as parts of all kernels of the op's pass [num_ops]).
     """
-    seconds = _kernel_seconds(graph, device_type, factors, graph.flops, graph.bytes_moved)
-    is_issued = _is_issued(graph)
-    shares = np.zeros(graph.num_ops)
+    work = graph.flops, graph.bytes_moved
+    seconds = _kernel_seconds(graph, device_type, factors, *work, fuses=fuses)
+    issued = _num_issued(graph, fuses=fuses)
+    shares, parts = np.zeros(graph.num_ops), np.zeros(graph.num_ops)
     of_phase = np.array([op.phase for op in graph.ops])
     for phase in np.unique(of_phase):
-        ops = np.flatnonzero(is_issued & (of_phase == phase))
+        ops = np.flatnonzero((issued > 0.0) & (of_phase == phase))
         kernels = np.concatenate([[0.0], np.cumsum(seconds[ops])])
+        number = np.concatenate([[0.0], np.cumsum(issued[ops])])
         first = np.maximum(np.arange(len(ops)) - _QUEUED, 0)
         last = np.minimum(np.arange(len(ops)) + _QUEUED + 1, len(ops))
-        shares[ops] = seconds[ops] * (last - first) / (kernels[last] - kernels[first])
-    return shares
+        waits = (number[last] - number[first]) / (kernels[last] - kernels[first])
+        shares[ops] = seconds[ops] * waits
+        parts[ops] = shares[ops] / max(float(shares[ops].sum()), 1.0)
+    return shares, parts
 
 
 @lru_cache(maxsize=64)
@@ -283,22 +300,38 @@ def _is_of_16_bits(graph: OpGraph) -> NDArray[np.bool_]:
 
 
 @lru_cache(maxsize=64)
-def _is_issued(graph: OpGraph) -> NDArray[np.bool_]:
-    """Ops that are kernels of their own; the optimizer updates many parameters in one."""
-    found = np.zeros(graph.num_ops, np.bool_)
+def _num_issued(graph: OpGraph, *, fuses: bool) -> FloatArray:
+    """Kernels of each op; the optimizer updates many parameters in one.  # [num_ops]"""
+    found = np.zeros(graph.num_ops)
     streams = streams_of(graph)
-    found[streams.op[streams.launches > 0.0]] = True
-    found[products_of(graph).op] = True
+    found[streams.op[streams.launches > 0.0]] = 1.0
+    if fuses:
+        fused = fused_kernels(graph)
+        found = np.where(fused.is_fused, fused.launches, found)
+    found[products_of(graph).op] = 1.0
     return found
 
 
 @lru_cache(maxsize=64)
+def _share_of_bytes(graph: OpGraph) -> FloatArray:
+    """Bytes of each op that still pass through memory where ops are fused.  # [num_ops]
+
+    More than 1 where an op reads what others, now written into its kernel, were made of.
+    """
+    fused = fused_kernels(graph)
+    whole = np.maximum(graph.bytes_moved, 1.0)
+    return np.asarray(np.where(fused.is_fused, fused.num_bytes / whole, 1.0))
+
+
+@lru_cache(maxsize=64)
 def _stream_rates(
-    graph: OpGraph, device_type: DeviceType
+    graph: OpGraph, device_type: DeviceType, *, fuses: bool
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """(launch, seconds per byte, per FLOP) of ops without products, 0 of others.  # [num_ops]
 
-    FLOPs matter to ops of imported graphs alone, of which nothing else may be known.
+    FLOPs matter to ops of imported graphs alone, of which nothing else may be known. Kernels that
+    a compiler writes take what elementwise ones take, norms and softmax too: a row stays in
+    registers.
     """
     launch, per_byte, per_flop = (np.zeros(graph.num_ops) for _ in range(3))
     streams, families = streams_of(graph), families_of(device_type.name)
@@ -310,6 +343,14 @@ def _stream_rates(
         per_byte[streams.op[chosen]] = model.seconds_per_byte(
             device_type.memory_bandwidth_bytes_per_s, streams.row[chosen]
         )
+    if fuses:
+        fused = fused_kernels(graph)
+        model = families["elementwise"].model
+        assert isinstance(model, StreamModel)
+        alone = model.seconds_per_byte(device_type.memory_bandwidth_bytes_per_s, np.zeros(1))
+        launch[fused.is_fused] = launch_seconds(device_type) * fused.launches[fused.is_fused]
+        per_byte[fused.is_fused] = alone
+        per_flop[fused.is_fused] = 0.0
     return launch, per_byte, per_flop
 
 

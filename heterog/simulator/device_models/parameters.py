@@ -99,6 +99,7 @@ class Host:
 
     Attributes:
         issue_s: to issue a kernel.
+        graph_s: to enter a compiled graph, once in each pass.
         collective_s: to issue a collective, beyond what the latency of its links holds.
         skew_s: deviation of when the members' hosts issue a collective, which begins with the
             last of them.
@@ -109,6 +110,7 @@ class Host:
     collective_s: float = 0.0
     skew_s: float = 0.0
     spread: float = 0.0
+    graph_s: float = 0.0
 
 
 class _Tables(NamedTuple):

@@ -30,7 +30,7 @@ class _RunsRecord(Record):
     schema_version: int
     kind: Literal["runs"]
     name: Text
-    execution: Literal["eager", "megatron"]
+    execution: Literal["eager", "megatron", "compiled"]
     host_s: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
     num_runs: Count
     types: dict[Name, _FactorsRecord]

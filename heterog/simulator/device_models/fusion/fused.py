@@ -1,0 +1,71 @@
+"""What fusing comes to for each op of a graph: launches, and bytes to and from memory."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.simulator.device_models.fusion.loops import Work, steps_of
+from heterog.simulator.device_models.fusion.passes import passes_of
+from heterog.simulator.device_models.fusion.scheduling import Kernel, kernels_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fused:
+    """The kernels of one training step where a compiler fuses its ops.
+
+    A kernel's bytes are those of what it reads from outside, once, and of what it makes that
+    something outside reads. They are shared out over its ops: each loop pays for what it reads
+    first and for what it makes, the last one for the launch.
+
+    Attributes:
+        kernels: of the forward and the backward pass, kernels of their own among them.
+        is_fused: ops of which a compiler makes all kernels; the rest are kernels of their own,
+            views and updates.  # [num_ops]
+        launches: kernels that end with each op.  # [num_ops]
+        num_bytes: that each op moves.  # [num_ops]
+    """
+
+    kernels: tuple[Kernel, ...]
+    is_fused: NDArray[np.bool_]
+    launches: FloatArray
+    num_bytes: FloatArray
+
+    def count(self, phase: Phase) -> int:
+        """Kernels of a pass that the compiler writes."""
+        return sum(each.phase == phase and not each.is_own for each in self.kernels)
+
+
+@lru_cache(maxsize=16)
+def fused_kernels(graph: OpGraph, *, on_gpu: bool = True) -> Fused:
+    """The kernels of a graph's forward and backward pass.
+
+    Args:
+        graph: one training step.
+        on_gpu: whose rules the compiler goes by.
+    """
+    lowered = steps_of(graph, on_gpu=on_gpu)
+    compiled = passes_of(graph, lowered, on_gpu=on_gpu)
+    kernels = tuple(kernel for each in compiled for kernel in kernels_of(each))
+    is_fused = np.array([op.phase != Phase.UPDATE for op in graph.ops], np.bool_)
+    is_fused &= ~graph.is_view
+    is_fused[[step.op for step in lowered.steps if step.work == Work.OWN]] = False
+    launches, num_bytes = np.zeros(graph.num_ops), np.zeros(graph.num_ops)
+    for kernel in kernels:
+        if not kernel.is_own:
+            launches[kernel.loops[-1].op] += 1.0
+            _share_out(kernel, num_bytes)
+    return Fused(kernels=kernels, is_fused=is_fused, launches=launches, num_bytes=num_bytes)
+
+
+def _share_out(kernel: Kernel, num_bytes: FloatArray) -> None:
+    """Add a kernel's bytes to those of its ops."""
+    paid: set[int] = set()
+    for loop in kernel.loops:
+        for buffer, _ in loop.reads:
+            if buffer in kernel.reads and buffer not in paid:
+                paid.add(buffer)
+                num_bytes[loop.op] += kernel.reads[buffer]
+        num_bytes[loop.op] += sum(kernel.writes.get(buffer, 0.0) for buffer in loop.writes)
