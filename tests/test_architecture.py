@@ -40,7 +40,12 @@ LAYERS = (
 )
 ROOMS = {
     "torch": (
-        *("graph/capture.py", "graph/one_sample.py", "graph/traced_constants.py"),
+        *(
+            "graph/capture.py",
+            "graph/one_sample.py",
+            "graph/static_shapes.py",
+            "graph/traced_constants.py",
+        ),
         "graph/sparse_product.py",
         "local_losses.py",
         *("zoo/", "runtime/", "balance/", "agents/", "healing/"),
