@@ -20,9 +20,9 @@ from heterog.user_code import is_from_file
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.graph.op_graph import OpGraph
-    from heterog.planners.averaged import AveragedReplicas
     from heterog.planners.given import GivenLayout
     from heterog.planners.issue_order import Rehearse
+    from heterog.planners.planner import Planner
 
 out = Console(width=100 if not sys.stdout.isatty() else None)
 err = Console(stderr=True)
@@ -88,7 +88,8 @@ AsynchronousOption = Annotated[
     typer.Option(
         "--asynchronous",
         help="also plan what gives other weights than one device: average=H[,delay=D]"
-        "[,weights=equal][,rate=0.7,momentum=0.9], islands that average every H steps",
+        "[,weights=equal][,rate=0.7,momentum=0.9], islands that average every H steps, or "
+        "server=TAU, teams that push gradients to a server, TAU steps apart at most",
     ),
 ]
 BudgetOption = Annotated[str, typer.Option("--budget", help="30s, 2m, or 5000e (evaluations)")]
@@ -198,15 +199,15 @@ def load_cluster(source: str) -> "Cluster":
         raise UnknownNameError("cluster", source, names) from None
 
 
-def load_asynchronous(text: str, no_step_barrier: bool) -> "AveragedReplicas | None":
+def load_asynchronous(text: str, no_step_barrier: bool) -> "Planner | None":
     """The method that ``--asynchronous`` asks for; ``None`` without the option."""
     if not text:
         return None
-    from heterog.planners.averaged import AveragedReplicas, parse_asynchronous
+    from heterog.planners.served import asynchronous_method
 
     if no_step_barrier:
-        raise HeterogError("--asynchronous averages between steps; leave --no-step-barrier out.")
-    return AveragedReplicas(parse_asynchronous(text))
+        raise HeterogError("--asynchronous acts between steps; leave --no-step-barrier out.")
+    return asynchronous_method(text)
 
 
 def load_layout(source: str, *, is_required: bool) -> "GivenLayout | None":

@@ -208,7 +208,7 @@ def plan(
             seats=seats,
             asynchronous=averaged,
         )
-        if library is not None and found.strategy.averaging is None:
+        if library is not None and found.strategy.apart is None:
             warn(library.keep(found, evaluator))
         if codec is not None and not stop.is_requested:
             from heterog.planners.lossy import with_codec
@@ -328,11 +328,13 @@ def _not_rehearsed(found: "Plan") -> list[str]:
 
 def _not_exact(found: "Plan") -> list[str]:
     """What a method that gives other weights was asked for, and how it compares."""
+    from heterog.planners.served import NOT_EXACT
+
     return [
         f"{row.method} ({'chosen' if row.method == found.method else 'not chosen'}): "
         f"{row.note or row.shortage}"
         for row in found.rows
-        if row.method == "average"
+        if row.method in NOT_EXACT
     ]
 
 

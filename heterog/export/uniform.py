@@ -16,13 +16,13 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
 
     Raises:
         ExportError: names the first group that differs, or the op that needs the whole batch; or
-            the plan averages.
+            teams of the plan train alone.
     """
     strategy, graph = plan.strategy, plan.graph
-    if strategy.averaging is not None:
+    if strategy.apart is not None:
         raise ExportError(
             f"{target} sums gradients in every step, but this plan has "
-            f"{strategy.averaging.words}; export with --to torchrun, or plan without "
+            f"{strategy.apart.words}; export with --to torchrun, or plan without "
             "--asynchronous."
         )
     names = group_ops(graph).names

@@ -10,7 +10,7 @@ adds more communication than it takes work off the others is left out.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from heterog.cluster.topology import Cluster
@@ -106,54 +106,30 @@ class AveragedReplicas:
         """Islands of devices and of hosts, with even and proportional shares, then refined."""
         evaluator, begin_s = problem.evaluator, time.perf_counter()
         if not problem.step_barrier:
-            return _nothing("averaging needs a step barrier; leave --no-step-barrier out")
+            return nothing("averaging needs a step barrier; leave --no-step-barrier out")
         spending = problem.spend()
         tried: list[tuple[Evaluation, Strategy]] = []
         with spending.limits():
-            for decision in self._decisions(evaluator):
+            for decision in island_decisions(evaluator):
                 tried.append(self._tried(evaluator, decision))
             if tried:
-                tried += self._refined(evaluator, min(tried, key=_by_preference))
-                tried += self._without_slow(evaluator, min(tried, key=_by_preference))
+                tried += self._refined(evaluator, min(tried, key=by_preference))
+                tried += self._without_slow(evaluator, min(tried, key=by_preference))
         if not tried:
-            return _nothing("there are no two devices or hosts with samples to average between")
-        tried.sort(key=_by_preference)
-        best_exact = min(
-            (seed.judged for seed in problem.seeds if seed.judged is not None),
-            key=lambda found: found.preference,
-            default=None,
-        )
+            return nothing("there are no two devices or hosts with samples to average between")
+        tried.sort(key=by_preference)
         return PlanResult(
             candidates=tuple(
                 Candidate(strategy=strategy, orders=(Order.FIFO,)) for _, strategy in tried[:3]
             ),
             num_evaluations=spending.evaluations,
             search_seconds=time.perf_counter() - begin_s,
-            note=self._note(tried[0][0], best_exact),
+            note=beside_exact(self.averaging.words, tried[0][0], problem),
         )
-
-    def _note(self, found: Evaluation, exact: Evaluation | None) -> str:
-        note = f"not exact: {self.averaging.words}"
-        if exact is not None and exact.is_ok and found.is_ok:
-            note += (
-                f"; {exact.step_time_s / found.step_time_s:.2f}x as fast as the best exact plan"
-            )
-        return note
 
     def _tried(self, evaluator: Evaluator, decision: Decision) -> tuple[Evaluation, Strategy]:
         strategy = replace(uniform_strategy(evaluator, decision), averaging=self.averaging)
         return evaluator.evaluate(strategy, Order.FIFO), strategy
-
-    def _decisions(self, evaluator: Evaluator) -> Iterator[Decision]:
-        """Each kind of island with each kind of share, none twice."""
-        known = set()
-        ways = (proportional_shares(evaluator), even_shares(evaluator))
-        for teams in (_singles(evaluator.cluster), _hosts(evaluator.cluster)):
-            for shares in ways:
-                decision = _decision(teams, shares)
-                if decision is not None and decision not in known:
-                    known.add(decision)
-                    yield decision
 
     def _without_slow(
         self, evaluator: Evaluator, best: tuple[Evaluation, Strategy]
@@ -173,7 +149,7 @@ class AveragedReplicas:
             if not found:
                 return
             yield from found
-            best = min(found, key=_by_preference)
+            best = min(found, key=by_preference)
 
     def _unless_worth(
         self,
@@ -203,7 +179,7 @@ class AveragedReplicas:
         decision = best[1].decisions[0]
         speeds = device_speeds(evaluator)
         for _ in range(_MOST_MOVED):
-            moved = _moved(decision, speeds)
+            moved = one_sample_moved(decision, speeds)
             if moved is None:
                 return
             found = self._tried(evaluator, moved)
@@ -213,11 +189,43 @@ class AveragedReplicas:
             decision, best = moved, found
 
 
-def _by_preference(pair: tuple[Evaluation, Strategy]) -> tuple[float, float]:
+def by_preference(pair: tuple[Evaluation, Strategy]) -> tuple[float, float]:
+    """What strategies that were tried are sorted by, the best first."""
     return pair[0].preference
 
 
-def _nothing(reason: str) -> PlanResult:
+def island_decisions(evaluator: Evaluator) -> Iterator[Decision]:
+    """Each kind of island (devices, hosts) with each kind of share, none twice."""
+    known = set()
+    ways = (proportional_shares(evaluator), even_shares(evaluator))
+    for teams in (_singles(evaluator.cluster), _hosts(evaluator.cluster)):
+        for shares in ways:
+            decision = _decision(teams, shares)
+            if decision is not None and decision not in known:
+                known.add(decision)
+                yield decision
+
+
+def beside_exact(words: str, found: Evaluation, problem: Problem) -> str:
+    """That a strategy is not exact, and how fast it is beside the best exact one.
+
+    Args:
+        words: what it does.
+        found: of the strategy.
+        problem: whose seeds are the exact strategies.
+    """
+    note = f"not exact: {words}"
+    exact: Sequence[Evaluation] = [
+        seed.judged for seed in problem.seeds if seed.judged is not None and seed.judged.is_ok
+    ]
+    if exact and found.is_ok:
+        least_s = min(each.step_time_s for each in exact)
+        note += f"; {least_s / found.step_time_s:.2f}x as fast as the best exact plan"
+    return note
+
+
+def nothing(reason: str) -> PlanResult:
+    """The answer of a method that has no strategy, and why."""
     return PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0, reason=reason)
 
 
@@ -250,7 +258,7 @@ def _decision(teams: list[tuple[int, ...]], shares: tuple[int, ...]) -> Decision
     )
 
 
-def _moved(decision: Decision, speeds: tuple[float, ...]) -> Decision | None:
+def one_sample_moved(decision: Decision, speeds: tuple[float, ...]) -> Decision | None:
     """One sample from the device that computes longest to the one that would end first."""
     shares = dict(zip(decision.devices, decision.shares, strict=True))
     slowest = max(shares, key=lambda device: shares[device] / speeds[device])

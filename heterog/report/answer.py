@@ -139,6 +139,9 @@ def _head(plan: Plan, width: int) -> str:
     averaging = plan.strategy.averaging
     if averaging is not None:
         barrier += f", not exact: averaged every {averaging.every} steps"
+    server = plan.strategy.asynchronous
+    if server is not None:
+        barrier += f", not exact: asynchronous server, {server.staleness} steps ahead at most"
     interval = ""
     if plan.interval_s is not None:
         interval = f" ({format_range(*plan.interval_s, around_s=plan.step_time_s)})"

@@ -6,15 +6,10 @@ the step before it has ended: T = T_local + T_average / H.
 
 from collections.abc import Sequence
 
+from heterog.simulator.small_tape import Pen
 from heterog.strategy.averaged_buckets import AveragedBucket
 from heterog.strategy.channels import ChannelTable
-from heterog.strategy.lowering.tape import (
-    NUM_BUFFERS,
-    NUM_READS,
-    NUM_TASKS,
-    Tape,
-    make_tape,
-)
+from heterog.strategy.lowering.tape import Tape
 from heterog.strategy.program import TaskKind
 
 _READ_AND_WRITTEN = 2.0
@@ -42,8 +37,7 @@ def averaging_tape(
         has_outer: the copies back are steps of the outer optimizer.
     """
     num_tasks = sum(2 * len(bucket.devices) + 1 for bucket in buckets)
-    # Room as ``make_tape`` shares it out: a few buffers and reads for each task.
-    pen = _Pen(make_tape(num_tasks + num_devices + 64, num_parameters, num_devices))
+    pen = Pen(num_tasks, num_parameters, num_devices)
     copied = [
         [
             pen.write(TaskKind.FLATTEN, number, device, _READ_AND_WRITTEN * bucket.num_bytes)
@@ -69,43 +63,3 @@ def averaging_tape(
             pen.write(TaskKind.FLATTEN, number, device, size, reads=[token])
     pen.end()
     return pen.tape
-
-
-class _Pen:
-    """Writes tasks without the compiled helpers, which would be compiled for these few."""
-
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-
-    def write(
-        self,
-        kind: TaskKind,
-        subject: int,
-        device: int,
-        num_bytes: float,
-        *,
-        channel: int = -1,
-        reads: Sequence[int] = (),
-    ) -> int:
-        """Write a task that makes one token; returns the token's buffer."""
-        tape, counts = self.tape, self.tape.counts
-        number, buffer, read = (int(counts[each]) for each in (NUM_TASKS, NUM_BUFFERS, NUM_READS))
-        values = {"kind": int(kind), "subject": subject, "device": device, "channel": channel}
-        values |= dict.fromkeys(("micro", "samples", "turn", "units"), 0)
-        values |= {"read_start": read, "buffer_start": buffer}
-        for name, value in values.items():
-            tape.tasks[name][number] = value
-        tape.tasks["num_bytes"][number] = num_bytes
-        tape.reads[read : read + len(reads)] = reads
-        for name, value in (("maker", number), ("device", device)):
-            tape.buffers[name][buffer] = value
-        tape.buffers["num_bytes"][buffer] = 0.0
-        for place, more in ((NUM_TASKS, 1), (NUM_BUFFERS, 1), (NUM_READS, len(reads))):
-            counts[place] += more
-        return buffer
-
-    def end(self) -> None:
-        """The task after the last one holds the ends of its lists."""
-        number = int(self.tape.counts[NUM_TASKS])
-        self.tape.tasks["read_start"][number] = self.tape.counts[NUM_READS]
-        self.tape.tasks["buffer_start"][number] = self.tape.counts[NUM_BUFFERS]

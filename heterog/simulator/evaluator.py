@@ -16,6 +16,7 @@ from heterog.graph.batch_plan import micro_batches_refused, norms_of_lone_values
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
+from heterog.simulator.asynchronous import TeamPace, steady_seconds
 from heterog.simulator.averaging import averaging_tape
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, CostModel, Prices
@@ -27,13 +28,16 @@ from heterog.simulator.engine import (
     run_program,
     with_room,
 )
+from heterog.simulator.exchange import pull_tape, push_tape
 from heterog.simulator.folded import Folding
 from heterog.simulator.intervals import Interval, interval_around
 from heterog.simulator.memory import peak_memory
 from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
 from heterog.simulator.referee import replay
 from heterog.simulator.sparse_work import SparseWork
+from heterog.strategy.asynchronous import pulls_of, pushes_of
 from heterog.strategy.averaged_buckets import averaged_buckets
+from heterog.strategy.averaging import islands
 from heterog.strategy.channels import Channel, ChannelTable
 from heterog.strategy.folding import Fold
 from heterog.strategy.lowering import (
@@ -48,7 +52,7 @@ from heterog.strategy.lowering import (
 )
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import NUM_TASKS, Tape, make_tape
-from heterog.strategy.program import FloatArray, IntArray, Program
+from heterog.strategy.program import FloatArray, IntArray, Program, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import Domain, GraphTables, graph_tables
@@ -351,6 +355,8 @@ class Evaluator:
         tables = self._rule_set(number).tables
         choice = encode(strategy, tables, self.channels, num_steps=steps)
         choice = choice._replace(rule_set=number)
+        if strategy.asynchronous is not None:
+            return self._with_server(strategy, choice)
         if strategy.averaging is None:
             return choice
         seconds = self.averaging_seconds(strategy, choice)
@@ -358,6 +364,52 @@ class Evaluator:
         lowered = self._ready(choice) if strategy.averaging.delay else None
         local_s = 0.0 if lowered is None else self._run(lowered, Order.FIFO, math.inf)[0]
         return choice._replace(averaging_s=strategy.averaging.step_s(local_s, seconds) - local_s)
+
+    def _with_server(self, strategy: Strategy, choice: Choice) -> Choice:
+        """The choice of a strategy with an asynchronous server, at its steady pace."""
+        if self.tasks_of(choice) > self.most_tasks:  # it will not be simulated
+            return choice
+        assert strategy.asynchronous is not None
+        seconds = steady_seconds(self.team_paces(strategy, choice), strategy.asynchronous)
+        counted = self.num_evaluations
+        local_s, _ = self._run(self._lower(choice), Order.FIFO, math.inf)
+        self.num_evaluations = counted
+        return choice._replace(averaging_s=seconds - local_s)
+
+    def team_paces(self, strategy: Strategy, choice: Choice) -> tuple[TeamPace, ...]:
+        """What a step of each team takes, and what its exchange with the server takes alone.
+
+        It is not counted as an evaluation: it belongs to that of the strategy.
+
+        Args:
+            strategy: with an asynchronous server.
+            choice: the same, encoded.
+        """
+        counted = self.num_evaluations
+        lowered = self._lower(choice._replace(averaging_s=0.0))
+        self._run(lowered, Order.FIFO, math.inf)
+        number = int(lowered.tape.counts[NUM_TASKS])
+        tasks, finish = lowered.tape.tasks[:number], self._timings.finish[:number].copy()
+        # The server updates, and a team is done when it has its gradients.
+        finish[tasks["kind"] == TaskKind.UPDATE] = 0.0
+        paces = []
+        for team, members in enumerate(islands(strategy)):
+            own = np.isin(tasks["device"], members)
+            push_s, pull_s = self._exchange_s(strategy, choice, team)
+            compute_s = float(finish[own].max(initial=0.0))
+            paces.append(TeamPace(pull_s, compute_s, push_s))
+        self.num_evaluations = counted
+        return tuple(paces)
+
+    def _exchange_s(self, strategy: Strategy, choice: Choice, team: int) -> tuple[float, float]:
+        """Seconds of a team's push and pull when nobody else talks to the server."""
+        sizes = np.array([self.graph.tensor_bytes[row] for _, row, _ in self.graph.updates])
+        tapes = (
+            push_tape(pushes_of(self.graph, strategy, team), sizes, self.channels),
+            pull_tape(pulls_of(self.graph, strategy, team), sizes, self.channels),
+        )
+        push_s, pull_s = (self._seconds_of_tape(tape, choice) for tape in tapes)
+        return push_s, pull_s
 
     def averaging_seconds(self, strategy: Strategy, choice: Choice) -> float:
         """Seconds of one averaging of a strategy's parameters, by the referee.
@@ -374,6 +426,10 @@ class Evaluator:
             num_devices=self.cluster.num_devices,
             has_outer=strategy.averaging.has_outer,
         )
+        return self._seconds_of_tape(tape, choice)
+
+    def _seconds_of_tape(self, tape: Tape, choice: Choice) -> float:
+        """Seconds of a tape of its own, by the referee."""
         prices = self._prices(choice, self._type_of_device, self._price_channels(tape))
         lowered = _Lowered(choice._replace(num_steps=1, averaging_s=0.0), tape, prices)
         self._run(lowered, Order.FIFO, math.inf)
@@ -682,7 +738,7 @@ class Evaluator:
     def _fold(self, choice: Choice) -> _Lowered | None:
         """Lower a choice on devices that stand for others, ``None`` where that is not the same."""
         tables, num_devices = self.tables_of(choice), self.cluster.num_devices
-        if choice.codecs:  # rules name devices
+        if choice.codecs or len(choice.kept_bytes):  # which name devices
             return None
         if len(tables.op_id) * num_devices * choice.num_micro * choice.num_steps < LEAST_FOLDED:
             return None

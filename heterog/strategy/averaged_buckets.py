@@ -73,7 +73,7 @@ def crossing_fault(program: Program, strategy: Strategy) -> str:
     An island may learn how many labels count in the whole batch, a number per micro-batch, but
     nothing that depends on another island's weights may reach it.
     """
-    if strategy.averaging is None:
+    if strategy.apart is None:
         return ""
     island_of = {device: n for n, own in enumerate(islands(strategy)) for device in own}
     for task in (program.kind >= FIRST_LINK_KIND).nonzero()[0].tolist():

@@ -18,6 +18,7 @@ from heterog.errors import StrategyError
 from heterog.strategy.division import batch_shares
 
 if TYPE_CHECKING:
+    from heterog.graph.op_graph import OpGraph
     from heterog.strategy.strategy import Decision, Strategy
 
 MOST_STEPS = 1_000_000
@@ -122,55 +123,69 @@ class Averaging:
             text += f", arriving {self.delay} steps later"
         return text
 
-    def check(self, strategy: "Strategy", batch_size: int) -> None:
+    def check(self, strategy: "Strategy", graph: "OpGraph") -> None:
         """Refuse decisions whose teams are no islands that can train alone.
 
         Args:
             strategy: whose decisions are looked at.
-            batch_size: of the graph.
+            graph: one training step.
 
         Raises:
             StrategyError: says which and why.
         """
-        if not strategy.step_barrier:
-            raise StrategyError("averaging needs steps that end with all updates; plan with them.")
-        if strategy.op_rules:
-            raise StrategyError(
-                "averaging goes with whole parameters only, but the strategy has rules that cut "
-                "ops; plan without op rules."
-            )
-        first, wanted = strategy.decisions[0], island_samples(strategy, batch_size)
-        island_of: dict[int, int] = {}
-        for decision in dict.fromkeys(strategy.decisions):
-            _check_decision(decision)
-            if _samples(decision, batch_size) != wanted:
-                raise StrategyError(
-                    f"groups on devices {first.devices} and {decision.devices} give islands other "
-                    "samples; with averaging all groups share the batch out alike."
-                )
-            for number, team in enumerate(decision.teams):
-                for device in team:
-                    if island_of.setdefault(device, number) != number:
-                        raise StrategyError(
-                            f"device {device} is in island {island_of[device]} for one group and "
-                            f"in island {number} for another; with averaging it belongs to one."
-                        )
-        if not all(wanted):
-            raise StrategyError(
-                f"of a batch of {batch_size} the islands get {list(wanted)} samples; with "
-                "averaging each of them trains and needs at least one."
-            )
+        check_islands(strategy, graph.batch_size, "averaging")
 
 
-def _check_decision(decision: "Decision") -> None:
+def check_islands(strategy: "Strategy", batch_size: int, what: str) -> None:
+    """Refuse decisions whose teams are no islands that can train alone.
+
+    Args:
+        strategy: whose decisions are looked at.
+        batch_size: of the graph.
+        what: needs islands, in words.
+
+    Raises:
+        StrategyError: says which and why.
+    """
+    if not strategy.step_barrier:
+        raise StrategyError(f"{what} needs steps that end with all updates; plan with them.")
+    if strategy.op_rules:
+        raise StrategyError(
+            f"{what} goes with whole parameters only, but the strategy has rules that cut "
+            "ops; plan without op rules."
+        )
+    first, wanted = strategy.decisions[0], island_samples(strategy, batch_size)
+    island_of: dict[int, int] = {}
+    for decision in dict.fromkeys(strategy.decisions):
+        _check_decision(decision, what)
+        if _samples(decision, batch_size) != wanted:
+            raise StrategyError(
+                f"groups on devices {first.devices} and {decision.devices} give islands other "
+                f"samples; with {what} all groups share the batch out alike."
+            )
+        for number, team in enumerate(decision.teams):
+            for device in team:
+                if island_of.setdefault(device, number) != number:
+                    raise StrategyError(
+                        f"device {device} is in island {island_of[device]} for one group and "
+                        f"in island {number} for another; with {what} it belongs to one."
+                    )
+    if not all(wanted):
+        raise StrategyError(
+            f"of a batch of {batch_size} the islands get {list(wanted)} samples; with "
+            f"{what} each of them trains and needs at least one."
+        )
+
+
+def _check_decision(decision: "Decision", what: str) -> None:
     if len(decision.teams) < 2:
         raise StrategyError(
-            f"averaging needs at least two teams to average between; devices "
+            f"{what} needs at least two teams that train alone; devices "
             f"{decision.devices} are in {max(len(decision.teams), 1)}."
         )
     if decision.sync.is_sharded or decision.sync.is_served:
         raise StrategyError(
-            f"averaging goes with replicas that keep all of the training state, not with "
+            f"{what} goes with replicas that keep all of the training state, not with "
             f"{decision.sync.name.lower()}; choose ring, hierarchical or "
             "reduce_scatter_all_gather inside islands."
         )

@@ -12,6 +12,7 @@ from heterog.graph.op_rule import Scatter
 from heterog.graph.placement import H, L, P, Placement, R, S, Window, neighbours
 from heterog.names import shown
 from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, parse_record
+from heterog.strategy.asynchronous import AsynchronousServer
 from heterog.strategy.averaging import AverageWeights, Averaging
 from heterog.strategy.codec import Codec, CodecKind, CodecRule, CodecRules, Traffic
 from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
@@ -79,6 +80,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
             "blocks": list(strategy.blocks),
         }
         | _averaging_to_dict(strategy.averaging)
+        | _server_to_dict(strategy.asynchronous)
         | _codecs_to_dict(strategy.codecs)
     )
 
@@ -126,6 +128,12 @@ class _AveragingRecord(Record):
     delay: Annotated[int, Field(ge=0, le=MAX_INT32)] = 0
 
 
+class _ServerRecord(Record):
+    staleness: Annotated[int, Field(ge=0, le=MAX_INT32)]
+    devices: Many[Int32]
+    ticks: Many[Int32]
+
+
 class _CodecRecord(Record):
     traffic: str
     devices: Many[Int32]
@@ -149,6 +157,7 @@ class _StrategyRecord(Record):
     schedule: _ScheduleRecord = Field(default_factory=_ScheduleRecord)
     blocks: Many[Int32] = Field(default_factory=list)
     averaging: _AveragingRecord | None = None
+    asynchronous: _ServerRecord | None = None
     codecs: Many[_CodecRecord] = Field(default_factory=list)
 
 
@@ -187,6 +196,7 @@ def strategy_from_dict(record: object) -> Strategy:
         schedule=_schedule(found.schedule),
         blocks=tuple(found.blocks),
         averaging=_averaging(found.averaging),
+        asynchronous=_server(found.asynchronous),
         codecs=tuple(_codec(number, each) for number, each in enumerate(found.codecs)),
     )
 
@@ -213,6 +223,27 @@ def _averaging_to_dict(averaging: Averaging | None) -> dict[str, Any]:
     if averaging is None:
         return {}
     return {"averaging": asdict(averaging) | {"weights": str(averaging.weights)}}
+
+
+def _server(record: _ServerRecord | None) -> AsynchronousServer | None:
+    if record is None:
+        return None
+    return AsynchronousServer(
+        staleness=record.staleness, devices=tuple(record.devices), ticks=tuple(record.ticks)
+    )
+
+
+def _server_to_dict(server: AsynchronousServer | None) -> dict[str, Any]:
+    """Nothing for a strategy without a server, whose file is what it was before there were any."""
+    if server is None:
+        return {}
+    return {
+        "asynchronous": {
+            "staleness": server.staleness,
+            "devices": list(server.devices),
+            "ticks": list(server.ticks),
+        }
+    }
 
 
 def _codecs_to_dict(rules: CodecRules) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS, OpGraph
 from heterog.graph.op_rule import OpRule as OpRule
 from heterog.graph.op_rule import OpRules
 from heterog.graph.resized_rules import resized_rules
+from heterog.strategy.asynchronous import AsynchronousServer as AsynchronousServer
 from heterog.strategy.averaging import Averaging as Averaging
 from heterog.strategy.codec import CodecRules, Traffic
 from heterog.strategy.division import (
@@ -159,7 +160,9 @@ class Strategy:
             The groups of a block have one decision. Ascending from 0; empty means each group is
             a block of its own.
         averaging: teams train alone and average their parameters every few steps, which gives
-            other weights than one device; ``None``: every step is exact.
+            other weights than one device; ``None``: they do not.
+        asynchronous: teams train alone and push gradients to a server that takes them as they
+            come, which gives other weights than one device; ``None``: they do not.
         codecs: lossy encodings of messages; with any, training has other numbers than on a single
             device. See ``codec``.
     """
@@ -175,6 +178,7 @@ class Strategy:
     schedule: PipelineSchedule = AS_IT_COMES
     blocks: tuple[int, ...] = ()
     averaging: Averaging | None = None
+    asynchronous: AsynchronousServer | None = None
     codecs: CodecRules = ()
 
     def with_decisions(self, decisions: tuple[Decision, ...]) -> "Strategy":
@@ -184,6 +188,14 @@ class Strategy:
             cuts = {g for g in range(1, len(decisions)) if decisions[g] != decisions[g - 1]}
             blocks = tuple(sorted({*blocks, *cuts}))
         return replace(self, decisions=decisions, blocks=blocks)
+
+    @property
+    def apart(self) -> Averaging | AsynchronousServer | None:
+        """How teams that train alone come together; ``None``: gradients are summed in every step.
+
+        With either the weights are not those of one device.
+        """
+        return self.averaging or self.asynchronous
 
     @property
     def num_micro_batches(self) -> int:
@@ -257,8 +269,12 @@ class Strategy:
         self._check_micro_batches(graph, cluster)
         self._check_schedule(cluster)
         self._check_blocks(grouping.names)
-        if self.averaging is not None:
-            self.averaging.check(self, graph.batch_size)
+        if self.averaging is not None and self.asynchronous is not None:
+            raise StrategyError(
+                "the strategy averages parameters and has an asynchronous server; keep one."
+            )
+        if self.apart is not None:
+            self.apart.check(self, graph)
         self._check_codecs(cluster)
         if self.bucket_bytes < 0:
             raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
@@ -337,9 +353,9 @@ class Strategy:
                     )
 
     def _check_codecs(self, cluster: Cluster) -> None:
-        if self.codecs and self.averaging is not None:
+        if self.codecs and self.apart is not None:
             raise StrategyError(
-                "the strategy averages parameters and has codecs; what a codec leaves out would "
+                f"the strategy has codecs and {self.apart.words}; what a codec leaves out would "
                 "never be made up for, so keep one of the two."
             )
         seen: set[tuple[Traffic, tuple[int, ...]]] = set()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from heterog.strategy.asynchronous import kept_bytes
 from heterog.strategy.channels import ChannelTable, slice_parts
 from heterog.strategy.division import (
     Division,
@@ -67,6 +68,10 @@ NO_ROWS: IntArray = np.zeros((0, 0, 0, 0, 0), np.int32)
 """Of a strategy under which no sparse matrix is cut by rows."""
 
 
+NO_BYTES: FloatArray = np.zeros(0)
+"""Of a strategy without an asynchronous server."""
+
+
 class Choice(NamedTuple):
     """A strategy in flat arrays.
 
@@ -93,8 +98,10 @@ class Choice(NamedTuple):
     turns: Turns = NO_SCHEDULE
     # Rows that the entries of a sparse matrix make one device read of what another owns.
     sparse_rows: IntArray = NO_ROWS  # [matrices, reading division, division, reader, owner]
-    averaging_s: float = 0.0  # of one averaging, for each step; set by the evaluator
+    # For averaging or a server, in the mean of a step; set by the evaluator.
+    averaging_s: float = 0.0
     num_copies: int = 0  # of all parameters, that are kept for averaging
+    kept_bytes: FloatArray = NO_BYTES  # more than to train alone, for a server  # [num_devices]
     # Lanes of a fold that hold whole slice groups; 0: there is none, -1: any number of them does.
     num_slice_lanes: int = -1
     codecs: tuple[CodedChannel, ...] = ()  # kernels get none
@@ -423,6 +430,20 @@ def ring_decision(ring: Ring, of: Decision) -> Decision:
     )
 
 
+def _kept_bytes(strategy: Strategy, tables: GraphTables, channels: ChannelTable) -> FloatArray:
+    """What an asynchronous server adds to each device; empty without one."""
+    if strategy.asynchronous is None:
+        return NO_BYTES
+    kept = kept_bytes(
+        strategy,
+        tables.parameter_bytes.tolist(),
+        tables.parameter_group.tolist(),
+        num_devices=channels.cluster.num_devices,
+        state_ratio=tables.state_ratio,
+    )
+    return np.array(kept)
+
+
 def encode(
     strategy: Strategy, tables: GraphTables, channels: ChannelTable, *, num_steps: int
 ) -> Choice:
@@ -438,10 +459,11 @@ def encode(
         home=np.array(strategy.homes, np.int32),
         bucket_bytes=strategy.bucket_bytes,
         num_steps=num_steps,
-        within_teams=averaging is not None,
+        within_teams=strategy.apart is not None,
     )
     return choice._replace(
         num_copies=0 if averaging is None else averaging.num_copies,
+        kept_bytes=_kept_bytes(strategy, tables, channels),
         codecs=coded_channels(strategy.codecs, channels),
     )
 

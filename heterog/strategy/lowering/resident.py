@@ -26,6 +26,8 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     if choice.num_copies:  # of whole parameters, which every replica has
         holds = choice.member[choice.division[tables.parameter_group]]
         resident += choice.num_copies * (tables.parameter_bytes[:, None] * holds).sum(0)
+    if len(choice.kept_bytes):
+        resident += choice.kept_bytes
     return resident + workspace
 
 

@@ -1,0 +1,159 @@
+"""``server``: teams that push gradients to a server as they have them, tau steps apart at most.
+
+Only where a person asks for it (``--asynchronous server=2``), because the weights that come out
+are not those of one device. It is a row beside the exact methods.
+
+Teams are single devices, or the devices of a host, which then sum gradients in every step. In the
+long run every team makes as many steps as the slowest one, so samples follow the teams' speeds,
+and are then moved one by one from the team that takes longest to the one that takes shortest, the
+exchange with the server included. The server is on one device (each is tried, on small clusters),
+or parts of it are on the first device of every host.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from heterog.errors import HeterogError
+from heterog.names import shown
+from heterog.planners.averaged import (
+    AVERAGE,
+    AveragedReplicas,
+    beside_exact,
+    by_preference,
+    island_decisions,
+    nothing,
+    one_sample_moved,
+    parse_asynchronous,
+)
+from heterog.planners.data_parallel import uniform_strategy
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
+from heterog.simulator.asynchronous import ticks_of
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.strategy.asynchronous import AsynchronousServer
+from heterog.strategy.strategy import Decision, Strategy
+
+SERVER = "server"
+"""Name of the row, and the word that asks for it."""
+NOT_EXACT = (AVERAGE, SERVER)
+"""Names of the rows that ``--asynchronous`` may ask for."""
+_MOST_SERVERS = 8
+"""Devices that are tried as the server; the first ones of a larger cluster."""
+_MOST_MOVED = 8
+"""Samples that are moved, one after another, from the slowest team to another one."""
+
+
+def asynchronous_method(text: str) -> Planner:
+    """The method that ``--asynchronous`` asks for.
+
+    >>> asynchronous_method("server=2").name, asynchronous_method("average=8").name
+    ('server', 'average')
+
+    Raises:
+        HeterogError: a word is unknown, missing or has no such value.
+    """
+    word, _, value = text.partition("=")
+    if word.strip() != SERVER:
+        return AveragedReplicas(parse_asynchronous(text))
+    if not (value.isascii() and value.isdecimal() and len(value) < 10):
+        raise HeterogError(
+            f"--asynchronous has server={shown(value)}; it needs the number of steps that a team "
+            "may be ahead of the slowest one: server=2, or server=0 where all wait for each other."
+        )
+    return ServedTeams(int(value))
+
+
+class _Tried(NamedTuple):
+    found: Evaluation
+    strategy: Strategy
+
+
+class ServedTeams:
+    """Looks for the best teams and server for one bound of staleness.
+
+    Args:
+        staleness: steps that a team may be ahead of the slowest one.
+    """
+
+    name = SERVER
+    stage = "search"
+
+    def __init__(self, staleness: int) -> None:
+        self.staleness = staleness
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Teams of devices and of hosts with servers in several places, then refined."""
+        evaluator, begin_s = problem.evaluator, time.perf_counter()
+        if not problem.step_barrier:
+            return nothing("a server needs a step barrier; leave --no-step-barrier out")
+        spending = problem.spend()
+        tried: list[_Tried] = []
+        with spending.limits():
+            for decision in island_decisions(evaluator):
+                for devices in _servers(evaluator, decision):
+                    tried.append(self._tried(evaluator, decision, devices))
+            if tried:
+                tried += self._refined(evaluator, min(tried, key=by_preference))
+        if not tried:
+            return nothing("there are no two devices or hosts with samples to train alone")
+        tried.sort(key=by_preference)
+        best = tried[0].strategy.asynchronous
+        assert best is not None
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=each.strategy, orders=(Order.FIFO,)) for each in tried[:3]
+            ),
+            num_evaluations=spending.evaluations,
+            search_seconds=time.perf_counter() - begin_s,
+            note=beside_exact(best.words, tried[0].found, problem),
+        )
+
+    def _tried(self, evaluator: Evaluator, decision: Decision, devices: tuple[int, ...]) -> _Tried:
+        """A strategy whose order of pushes is that of the paces that are predicted for it."""
+        equal = AsynchronousServer(
+            staleness=self.staleness, devices=devices, ticks=(1,) * len(decision.teams)
+        )
+        strategy = replace(uniform_strategy(evaluator, decision), asynchronous=equal)
+        paces = evaluator.team_paces(strategy, evaluator.encode(strategy))
+        strategy = replace(strategy, asynchronous=replace(equal, ticks=ticks_of(paces)))
+        return _Tried(evaluator.evaluate(strategy, Order.FIFO), strategy)
+
+    def _refined(self, evaluator: Evaluator, best: _Tried) -> Iterator[_Tried]:
+        """Move samples from the team that takes longest to the one that would take shortest."""
+        server = best.strategy.asynchronous
+        assert server is not None
+        for _ in range(_MOST_MOVED):
+            moved = one_sample_moved(
+                best.strategy.decisions[0], _device_speeds(evaluator, best.strategy)
+            )
+            if moved is None:
+                return
+            found = self._tried(evaluator, moved, server.devices)
+            yield found
+            if found.found.preference >= best.found.preference:
+                return
+            best = found
+
+
+def _servers(evaluator: Evaluator, decision: Decision) -> Iterator[tuple[int, ...]]:
+    """Places of the server: one device, or the first one of every host."""
+    cluster = evaluator.cluster
+    for device in decision.devices[:_MOST_SERVERS]:
+        yield (device,)
+    firsts = {cluster.host_of[device]: device for device in reversed(decision.devices)}
+    if len(firsts) > 1:
+        yield tuple(sorted(firsts.values()))
+
+
+def _device_speeds(evaluator: Evaluator, strategy: Strategy) -> tuple[float, ...]:
+    """Samples per second of every device, the exchange of its team with the server included."""
+    decision = strategy.decisions[0]
+    paces = evaluator.team_paces(strategy, evaluator.encode(strategy))
+    shares = dict(zip(decision.devices, decision.shares, strict=True))
+    speeds = [1.0] * evaluator.cluster.num_devices
+    for team, pace in zip(decision.teams, paces, strict=True):
+        for device in team:
+            speeds[device] = max(shares[device], 1) / pace.alone_s
+    return tuple(speeds)

@@ -1,0 +1,55 @@
+"""What a team's exchange with an asynchronous server takes: its tasks, on tapes of their own."""
+
+from collections.abc import Sequence
+
+from heterog.simulator.small_tape import Pen
+from heterog.strategy.asynchronous import Traffic
+from heterog.strategy.channels import ChannelTable
+from heterog.strategy.lowering.tape import Tape
+from heterog.strategy.program import FloatArray, TaskKind
+
+_READ_AND_WRITTEN = 2.0
+"""Times its bytes that a copy moves."""
+
+
+def push_tape(traffic: Sequence[Traffic], sizes: FloatArray, channels: ChannelTable) -> Tape:
+    """The tasks of a push: copies into messages, transfers, steps of the server's optimizer.
+
+    Args:
+        traffic: of the team.
+        sizes: bytes of each row of ``graph.updates``.
+        channels: of the cluster.
+    """
+    num_devices = channels.cluster.num_devices
+    pen = Pen(sum(2 + len(each.rows) for each in traffic), len(sizes), num_devices)
+    for number, (device, server, rows) in enumerate(traffic):
+        size = float(sizes[list(rows)].sum())
+        there = pen.write(TaskKind.FLATTEN, number, device, _READ_AND_WRITTEN * size)
+        if device != server:
+            channel = device * num_devices + server
+            there = pen.write(TaskKind.PUSH, rows[0], server, size, channel=channel, reads=[there])
+        for row in rows:
+            pen.write(TaskKind.UPDATE, row, server, 0.0, reads=[there])
+    pen.end()
+    return pen.tape
+
+
+def pull_tape(traffic: Sequence[Traffic], sizes: FloatArray, channels: ChannelTable) -> Tape:
+    """The tasks of a pull: copies into messages, transfers, copies into the parameters.
+
+    Args:
+        traffic: of the team.
+        sizes: bytes of each row of ``graph.updates``.
+        channels: of the cluster.
+    """
+    num_devices = channels.cluster.num_devices
+    pen = Pen(3 * len(traffic), len(sizes), num_devices)
+    for number, (device, server, rows) in enumerate(traffic):
+        size = float(sizes[list(rows)].sum())
+        there = pen.write(TaskKind.FLATTEN, number, server, _READ_AND_WRITTEN * size)
+        if device != server:
+            channel = server * num_devices + device
+            there = pen.write(TaskKind.PULL, rows[0], device, size, channel=channel, reads=[there])
+        pen.write(TaskKind.FLATTEN, number, device, _READ_AND_WRITTEN * size, reads=[there])
+    pen.end()
+    return pen.tape

@@ -1,0 +1,288 @@
+"""An asynchronous server: teams push gradients as they have them and never wait for all others.
+
+The teams of every decision train alone, as the islands of ``averaging`` do. A *server* keeps the
+weights and the optimizer. A team pulls the weights, computes a gradient of its own samples on
+them, and pushes it; the server steps its optimizer with every push, in the order in which they
+come. A team may begin a step only if it is at most tau steps ahead of the slowest one (stale
+synchronous parallel, Ho et al. 2013): with tau = 0 nobody begins step k + 1 before all have
+finished step k.
+
+A pushed gradient is the team's part of the mean over the whole batch. With tau = 0 all gradients
+of a step are made on the same weights, so with plain SGD (no momentum, no weight decay) their
+updates add up to the step of one device on the whole batch. An optimizer with a state steps once
+for every team, which one device does not; and with tau > 0 gradients are made on weights that are
+older than those they change. So a strategy has such a server only where a person asked for it.
+
+The order of all pushes and pulls is part of the strategy: it follows from ``ticks``. Runs are
+therefore the same each time, whatever clocks say.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from heterog.errors import StrategyError
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.strategy.averaging import MOST_STEPS, check_islands
+
+if TYPE_CHECKING:
+    from heterog.strategy.strategy import Decision, Strategy
+
+MOST_TICKS = 1_000_000
+"""For one step; the order of pushes needs no finer clock."""
+
+
+class ServerEvent(NamedTuple):
+    """What a server does next.
+
+    Attributes:
+        is_push: it takes a gradient and steps its optimizer; otherwise it gives weights.
+        team: whose gradient, or who gets the weights.
+        step: of that team, from 0: whose gradient it is, or for which the weights are.
+    """
+
+    is_push: bool
+    team: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsynchronousServer:
+    """Who keeps the weights, and in which order gradients reach them.
+
+    Attributes:
+        staleness: tau, steps that a team may be ahead of the slowest one.
+        devices: that share the server's work: each keeps the weights and the optimizer's state of
+            some of the parameters that it trains; see ``server_of_rows``.
+        ticks: how long a step of each team takes compared with the others', in whole numbers.
+            The order of pushes is that of teams which take exactly so long.
+    """
+
+    staleness: int
+    devices: tuple[int, ...]
+    ticks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.staleness <= MOST_STEPS:
+            raise StrategyError(
+                f"a server with a staleness of {self.staleness} steps; give a number from 0 to "
+                f"{MOST_STEPS:,}."
+            )
+        if not self.devices or list(self.devices) != sorted(set(self.devices)):
+            raise StrategyError(
+                f"a server's devices must be ascending and distinct, got {self.devices}."
+            )
+        if not self.ticks or not all(1 <= each <= MOST_TICKS for each in self.ticks):
+            raise StrategyError(
+                f"the ticks of teams are {self.ticks}; each needs a number from 1 to "
+                f"{MOST_TICKS:,}."
+            )
+
+    @property
+    def words(self) -> str:
+        """The server in a sentence.
+
+        >>> AsynchronousServer(staleness=2, devices=(0,), ticks=(3, 5)).words
+        'gradients pushed to a server on device 0 as they come, at most 2 steps ahead'
+        """
+        steps = "1 step" if self.staleness == 1 else f"{self.staleness} steps"
+        where = f"device {self.devices[0]}"
+        if len(self.devices) > 1:
+            where = f"devices {', '.join(map(str, self.devices))}"
+        return f"gradients pushed to a server on {where} as they come, at most {steps} ahead"
+
+    def events(self) -> Iterator[ServerEvent]:
+        """All pushes and pulls from the start of training, without end.
+
+        Team i takes ``ticks[i]`` from its pull to its push, the server takes no time. After a push
+        all teams that may now begin a step pull, those with the most ticks first. Of pushes at
+        the same time the team with the lower number is first.
+
+        >>> server = AsynchronousServer(staleness=1, devices=(0,), ticks=(1, 3))
+        >>> from itertools import islice
+        >>> [(each.team, each.step) for each in islice(server.events(), 12) if each.is_push]
+        [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)]
+        """
+        num_teams = len(self.ticks)
+        first = sorted(range(num_teams), key=lambda team: (-self.ticks[team], team))
+        done = [0] * num_teams
+        waiting, under_way = list(first), list[tuple[int, int]]()
+        now = 0
+        while True:
+            slowest = min(done)
+            for team in first:
+                if team in waiting and done[team] - slowest <= self.staleness:
+                    waiting.remove(team)
+                    yield ServerEvent(False, team, done[team])
+                    heapq.heappush(under_way, (now + self.ticks[team], team))
+            now, team = heapq.heappop(under_way)
+            yield ServerEvent(True, team, done[team])
+            done[team] += 1
+            waiting.append(team)
+
+    def events_of(self, num_steps: int) -> Iterator[ServerEvent]:
+        """The pushes and pulls of a training that every team ends after some steps."""
+        left = len(self.ticks) * num_steps
+        events = self.events()
+        while left:
+            event = next(events)
+            if event.step < num_steps:
+                left -= event.is_push
+                yield event
+
+    def check(self, strategy: "Strategy", graph: OpGraph) -> None:
+        """Refuse teams that cannot train alone, and parameters that nobody serves.
+
+        Args:
+            strategy: whose decisions are looked at.
+            graph: one training step.
+
+        Raises:
+            StrategyError: says which and why.
+        """
+        check_islands(strategy, graph.batch_size, "an asynchronous server")
+        num_teams = len(strategy.decisions[0].teams)
+        if len(self.ticks) != num_teams:
+            raise StrategyError(
+                f"the server has ticks for {len(self.ticks)} teams, but there are {num_teams}; "
+                "give each team a number."
+            )
+        used: set[int] = set()
+        for decision in dict.fromkeys(strategy.decisions):
+            own = set(self.devices) & set(decision.devices)
+            used |= own
+            if not own:
+                raise StrategyError(
+                    f"the server is on devices {self.devices}, but a group's parameters are on "
+                    f"devices {decision.devices}; add one of these to the server."
+                )
+        if used != set(self.devices):
+            raise StrategyError(
+                f"the server is on devices {self.devices}, of which "
+                f"{sorted(set(self.devices) - used)} train nothing; leave them out."
+            )
+
+
+def server_of_rows(graph: OpGraph, strategy: "Strategy") -> tuple[int, ...]:
+    """The device that serves each parameter, by row of ``graph.updates``.
+
+    The largest parameters first, each goes to the server's device that has the fewest bytes so
+    far among those that train it.
+    """
+    group = group_ops(graph).group
+    sizes = [float(graph.tensor_bytes[parameter]) for _, parameter, _ in graph.updates]
+    return _dealt(strategy, sizes, [int(group[op]) for op, _, _ in graph.updates])
+
+
+def _dealt(strategy: "Strategy", sizes: Sequence[float], groups: Sequence[int]) -> tuple[int, ...]:
+    """The device that serves each parameter, given its bytes and its group."""
+    server = strategy.asynchronous
+    assert server is not None
+    load = dict.fromkeys(server.devices, 0.0)
+    found = [0] * len(sizes)
+    for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
+        devices = strategy.decisions[groups[row]].devices
+        able = [device for device in server.devices if device in devices]
+        found[row] = min(able, key=lambda device: (load[device], device))
+        load[found[row]] += sizes[row]
+    return tuple(found)
+
+
+class Traffic(NamedTuple):
+    """What one team moves to or from one device of the server in a step.
+
+    Attributes:
+        device: of the team.
+        server: the server's device.
+        rows: of ``graph.updates``, ascending.
+    """
+
+    device: int
+    server: int
+    rows: tuple[int, ...]
+
+
+def pushes_of(graph: OpGraph, strategy: "Strategy", team: int) -> tuple[Traffic, ...]:
+    """Who pushes which gradients of a team where: of replicas in a team, the first."""
+    return _traffic(graph, strategy, team, all_replicas=False)
+
+
+def pulls_of(graph: OpGraph, strategy: "Strategy", team: int) -> tuple[Traffic, ...]:
+    """Who of a team pulls which parameters from where: every replica does."""
+    return _traffic(graph, strategy, team, all_replicas=True)
+
+
+def _traffic(
+    graph: OpGraph, strategy: "Strategy", team: int, *, all_replicas: bool
+) -> tuple[Traffic, ...]:
+    group = group_ops(graph).group
+    rows: dict[tuple[int, int], list[int]] = {}
+    for row, server in enumerate(server_of_rows(graph, strategy)):
+        decision: Decision = strategy.decisions[int(group[graph.updates[row][0]])]
+        holders = sorted(decision.teams[team])
+        for device in holders if all_replicas else holders[:1]:
+            rows.setdefault((device, server), []).append(row)
+    return tuple(Traffic(*key, tuple(found)) for key, found in sorted(rows.items()))
+
+
+def kept_bytes(
+    strategy: "Strategy",
+    sizes: Sequence[float],
+    groups: Sequence[int],
+    *,
+    num_devices: int,
+    state_ratio: float,
+) -> list[float]:
+    """Bytes that a server adds to each device, beside what it needs to train alone.
+
+    A replica keeps a message of gradients and one of weights, but no state of the optimizer, which
+    is the server's. The server keeps weights of its own, the state, and a message that arrives.
+
+    Args:
+        strategy: with a server.
+        sizes: bytes of each parameter.
+        groups: of the parameters, by which decisions are looked up.
+        num_devices: of the cluster.
+        state_ratio: bytes of the optimizer's state for each byte of parameters.
+
+    Returns:
+        # [num_devices]
+    """
+    kept = [0.0] * num_devices
+    dealt = _dealt(strategy, sizes, groups)
+    for size, group, server in zip(sizes, groups, dealt, strict=True):
+        for device in strategy.decisions[group].devices:
+            kept[device] += size * (2.0 - state_ratio)
+        kept[server] += size * (2.0 + state_ratio)
+    return kept
+
+
+def staleness_of(server: AsynchronousServer, num_steps: int) -> list[int]:
+    """Of each push, how many other pushes changed the weights after its team had pulled them.
+
+    Args:
+        server: whose order it is.
+        num_steps: pushes of each team.
+    """
+    num_pushes, found = 0, []
+    pulled_at = [0] * len(server.ticks)
+    for event in server.events_of(num_steps):
+        if not event.is_push:
+            pulled_at[event.team] = num_pushes
+            continue
+        found.append(num_pushes - pulled_at[event.team])
+        num_pushes += 1
+    return found
+
+
+def first_pushes(server: AsynchronousServer, count: int) -> list[tuple[int, int]]:
+    """(team, step) of the first pushes.
+
+    >>> first_pushes(AsynchronousServer(staleness=0, devices=(0,), ticks=(2, 1)), 4)
+    [(1, 0), (0, 0), (1, 1), (0, 1)]
+    """
+    pushes = ((each.team, each.step) for each in server.events() if each.is_push)
+    return list(islice(pushes, count))
