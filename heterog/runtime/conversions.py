@@ -210,6 +210,9 @@ class Conversions:
             samples = self._maker(slot).team_samples(micro, part.rank)
         if is_early:
             op = part.maker(int(part.tables.slot_value[slot]))
+            if part.strategy.asynchronous is not None:  # teams wait for nobody
+                self._count_labels(task, op, part.value_of[tensor])
+                return
             local = self._losses.local_label_weight(op, self._ops[op], self._maker(slot))
         else:
             local = self._values.zeros(tensor, self._shape(slot, samples, EVERY))
@@ -223,6 +226,14 @@ class Conversions:
         for buffer in part.made(task):
             if part.program.buffer_device[buffer] == part.rank:
                 self._values.held[buffer] = Held(pending, samples)
+
+    def _count_labels(self, task: int, op: int, value: int) -> None:
+        """Find the weight of all labels in the batch, which is here, without other ranks."""
+        weight = self._losses.whole_label_weight(op, self._ops[op])
+        self._losses.keep_label_weight(value, Pending(None, lambda: weight))
+        for buffer in self._part.made(task):
+            if self._part.program.buffer_device[buffer] == self._part.rank:
+                self._values.held[buffer] = Held(weight, EVERY)
 
     def _gather(self, task: int, slot: int, micro: int) -> None:
         part, tensor = self._part, self._tensor(slot)

@@ -19,6 +19,7 @@ from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
 from heterog.runtime.accelerators import rank_device
+from heterog.runtime.asynchronous import AsynchronousTraining, check_teams_are_alone
 from heterog.runtime.averaging import Averager
 from heterog.runtime.buffer_owners import buffers_of
 from heterog.runtime.collectives import Communicator
@@ -61,7 +62,8 @@ class DeployedStep:
             the same, so that every rank can make the same scheduler. Its options may be changed at
             any time: an update uses those that held when its own step was called. Its state is up
             to date after ``flush``.
-        averager: brings islands together after every few steps; ``None`` in an exact plan.
+        averager: brings islands together after every few steps, if they average.
+        server: pulls weights and pushes gradients, if teams have an asynchronous server.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class DeployedStep:
         self.plan = plan
         _check_world(plan)
         plan.require_written()
+        _check_masters(plan.strategy, workload)
         self.captured = captured or capture_step(workload)
         graph = self.captured.graph
         difference = plan.graph.describe_difference(graph)
@@ -93,7 +96,7 @@ class DeployedStep:
         _check_same_everywhere(program.hash)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise StrategyError(f"max_grad_norm is {max_grad_norm}; it must be above 0.")
-        _check_averaging(plan.strategy, program, clips=max_grad_norm is not None)
+        _check_apart(plan.strategy, program, clips=max_grad_norm is not None)
         self.device = rank_device()
         self._model = _one_model(workload, self.device)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
@@ -110,6 +113,7 @@ class DeployedStep:
         self._program = program
         self._communicator = Communicator(self.rank, ())
         self.averager = self._make_averager()
+        self.server = self._make_server()
         self._planned = planned_signature(graph)
         self._executor = self._make_executor(
             self.captured, plan.strategy, program, plan.task_order, plan.sent_before
@@ -127,6 +131,20 @@ class DeployedStep:
         parameters, masters = self.part.parameters, self.masters
         return Averager(graph, strategy, self.rank, parameters, masters, self._communicator)
 
+    def _make_server(self) -> AsynchronousTraining | None:
+        """What talks to the plan's asynchronous server, if it has one."""
+        strategy, workload = self.plan.strategy, self._workload
+        if strategy.asynchronous is None:
+            return None
+        return AsynchronousTraining(
+            self.captured.graph,
+            strategy,
+            self.rank,
+            self.part.parameters,
+            self.optimizer,
+            lambda values: _make_optimizer(workload, values),
+        )
+
     def _make_executor(
         self,
         captured: CapturedStep,
@@ -138,7 +156,9 @@ class DeployedStep:
         """What plays a program on this rank's part of the model."""
         graph = captured.graph
         seen = RankProgram(graph, strategy, program, self.rank)
-        self._communicator.open(device_sets(program))
+        self._communicator.open(device_sets(program, strategy))
+        if strategy.asynchronous is not None:
+            check_teams_are_alone(seen)
         held = by_name(self.captured.graph, self.part.parameters)
         parameters = {
             tensor: held[graph.tensors[tensor].name]
@@ -156,6 +176,7 @@ class DeployedStep:
             optimizer=self.optimizer,
             slices=self.part.slices,
             masters=self.masters,
+            push=None if self.server is None else self.server.keep,
             max_grad_norm=self._clip,
             seed=self._seed,
             device=self.device,
@@ -175,6 +196,12 @@ class DeployedStep:
         shape = signature(batch)
         found = self._by_shape.pop(shape, None)
         if found is None:
+            if self.server is not None:
+                raise StrategyError(
+                    "with an asynchronous server every batch has the shapes that were planned: "
+                    "ranks are in different steps and cannot plan another one together. Leave "
+                    "a smaller last batch out."
+                )
             if {(name, dtype) for name, _, dtype in shape} != {
                 (name, dtype) for name, _, dtype in self._planned
             }:
@@ -221,6 +248,8 @@ class DeployedStep:
             step's begin, those of all ranks; NaN where none was recorded.
         """
         self._take_up(batch)
+        if self.server is not None:
+            self.settle()  # or a rank would wait here for one that waits for its gradients
         program = self._executor.program
         mine = (program.kind == TaskKind.UPDATE) & (program.device == self.rank)
         tasks = np.flatnonzero(mine)
@@ -276,11 +305,16 @@ class DeployedStep:
             raise StrategyError("this step was closed; deploy its plan again to go on.")
         self._take_up(batch)
         by_tensor = batch_by_tensor(self._executor.graph, batch)
+        if self.server is not None:
+            with torch.no_grad():
+                self.server.begin_step()
         loss = self._executor(
             {tensor: value.to(self.device) for tensor, value in by_tensor.items()}
         )
         if self.averager is not None:
             self.averager.after_step(self.num_steps)
+        if self.server is not None:
+            self.server.end_step()
         # Schedulers warn if it has not stepped yet; it may still do so, or have nothing to do.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -301,6 +335,9 @@ class DeployedStep:
         and those of a hundred groups take a tenth of a core. Take what is needed before, from
         ``state_dict`` or a checkpoint: the step cannot be called again.
         """
+        if self.server is not None and not self._is_closed:
+            self.settle()
+            self.server.close()
         self._executor.close()
         self._is_closed = True
 
@@ -343,11 +380,17 @@ class DeployedStep:
         return state
 
     def require_averaged(self) -> None:
-        """Refuse to speak of one model while islands have several.
+        """Refuse to speak of one model while islands or teams have several.
 
         Raises:
             StrategyError: they have trained apart since the last averaging.
         """
+        if self.server is not None and not self.server.is_alike(self.num_steps):
+            raise StrategyError(
+                f"after step {self.num_steps} the server of this plan may miss gradients, and "
+                "teams have weights of different steps; call settle() on every rank, then read "
+                "or save the model."
+            )
         if self.averager is not None and not self.averager.is_alike(self.num_steps):
             every = self.plan.strategy.averaging.every if self.plan.strategy.averaging else 0
             raise StrategyError(
@@ -357,14 +400,17 @@ class DeployedStep:
             )
 
     def settle(self) -> None:
-        """Bring islands together now, in the middle of a window; every rank has to call it.
+        """Bring islands or teams together now; every rank has to call it after as many steps.
 
-        Afterwards all of them have the same parameters, to be read or saved. An exact plan has
-        nothing to do.
+        Islands average in the middle of a window; a server waits for all gradients. Afterwards
+        all ranks have the same parameters, to be read or saved. An exact plan has nothing to do.
         """
         self.flush()
         if self.averager is not None:
             self.averager.settle(self.num_steps)
+        if self.server is not None:
+            with torch.no_grad():
+                self.server.settle(self.num_steps)
 
     def _join_statistics(self) -> None:
         """Bring buffers that are stepped in parts together where their owner is."""
@@ -500,8 +546,16 @@ def _check_world(plan: Plan) -> None:
         )
 
 
-def _check_averaging(strategy: Strategy, program: Program, *, clips: bool) -> None:
-    if strategy.averaging is None:
+def _check_masters(strategy: Strategy, workload: Workload) -> None:
+    if strategy.asynchronous is not None and workload.master_dtype is not None:
+        raise StrategyError(
+            "an asynchronous server keeps weights in the model's own dtype; train without "
+            "master weights, or with an exact plan."
+        )
+
+
+def _check_apart(strategy: Strategy, program: Program, *, clips: bool) -> None:
+    if strategy.apart is None:
         return
     if clips:
         raise StrategyError(

@@ -6,6 +6,7 @@ once and waited for where its result is needed. ``conversions`` moves values bet
 ``gradients`` and ``optimizer`` make new parameters.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from heterog.runtime.gradients import Gradients
 from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.losses import Losses
 from heterog.runtime.masters import Masters
-from heterog.runtime.optimizer import StepUpdates, Updates
+from heterog.runtime.optimizer import Push, StepUpdates, Updates
 from heterog.runtime.random_stream import RandomStream
 from heterog.runtime.rank_program import Near, RankProgram
 from heterog.runtime.recorder import Recorder as Recorder
@@ -36,8 +37,10 @@ from heterog.runtime.slices import Slices
 from heterog.runtime.spans import Span, Spans
 from heterog.runtime.step_order import LOSS, NORM, DueTask, StepOrder
 from heterog.runtime.values import Held, Reader, Values
+from heterog.strategy.averaging import island_of, island_samples, islands
 from heterog.strategy.codec import Traffic
 from heterog.strategy.program import Program, TaskKind
+from heterog.strategy.strategy import Strategy
 
 _RECOMPUTE = TaskKind.RECOMPUTE
 _Action = Callable[[int, int, int, StepUpdates], None]
@@ -75,6 +78,7 @@ class StepExecutor:
         optimizer: steps the parameters that this rank updates.
         slices: of parameters, that this rank owns.
         masters: the optimizer's copies of what it steps, if it has any.
+        push: takes gradients for an asynchronous server; ``None``: the optimizer steps here.
         max_grad_norm: gradients of a larger norm, over all parameters, are scaled down to it.
         seed: of random ops; the same on all ranks.
         device: where this rank computes; all tensors it is given are there.
@@ -98,6 +102,7 @@ class StepExecutor:
         sent_before: Sequence[tuple[int, int]] = (),
         slices: Slices | None = None,
         masters: Masters | None = None,
+        push: Push | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
         device: torch.device | None = None,
@@ -129,6 +134,7 @@ class StepExecutor:
             device,
             self._slices,
             masters or Masters(None, ()),
+            push,
         )
         self._values = Values(
             self._part,
@@ -230,11 +236,29 @@ class StepExecutor:
                 self._play(task, self._before)
         elif task == LOSS:
             if self.program.num_devices > 1:
-                self._summed_loss = self._communicator.sum_over_all(self._losses.total)
+                self._summed_loss = self._sum_loss()
         else:
             self._play(task, self._step)
             if task >= 0:
                 self._values.drop_read_by(task)
+
+    def _sum_loss(self) -> Pending | None:
+        """Add the parts of the loss up: of all ranks, or of this rank's team if it trains apart.
+
+        With an asynchronous server others are in other steps: the loss is then the mean over the
+        team's own samples, and not a number on a rank of no team.
+        """
+        total, strategy = self._losses.total, self._part.strategy
+        if strategy.asynchronous is None:
+            return self._communicator.sum_over_all(total)
+        team = island_of(strategy, self.rank)
+        if team is None:
+            total.fill_(math.nan)
+            return None
+        batch_size = self.graph.batch_size
+        total *= batch_size / island_samples(strategy, batch_size)[team]
+        devices = islands(strategy)[team]
+        return self._communicator.all_reduce(total, devices) if len(devices) > 1 else None
 
     def end(self) -> Tensor:
         """End a step after its last turn; returns the loss."""
@@ -537,12 +561,15 @@ def _check(part: RankProgram) -> None:
         raise StrategyError(refused)
 
 
-def device_sets(program: Program) -> set[tuple[int, ...]]:
-    """Device sets of the collectives in a program."""
+def device_sets(program: Program, strategy: Strategy) -> set[tuple[int, ...]]:
+    """Device sets of the collectives in a program, and of teams that sum their own losses."""
     used = {int(number) for number in program.channel if number >= 0}
-    return {
+    found = {
         program.channels[number].devices for number in used if program.channels[number].kind != 0
     }
+    if strategy.asynchronous is not None:
+        found |= {devices for devices in islands(strategy) if len(devices) > 1}
+    return found
 
 
 def batch_by_tensor(graph: OpGraph, batch: Any) -> dict[int, Tensor]:

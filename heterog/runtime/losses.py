@@ -103,6 +103,19 @@ class Losses:
                 total += counts.sum()
         return total
 
+    def whole_label_weight(self, op: int, local_op: LocalOp) -> Tensor:
+        """Weight of the labels of the whole batch, which every rank has, counted here."""
+        inputs = self._part.graph.ops[op].inputs
+        ignored = local_op.call.args["ignore_index"]
+        assert isinstance(ignored, int)
+        target = self._values.from_batch(inputs[1])
+        counts = ne(target, ignored)
+        total = self._values.zeros(self._part.graph.outputs(op)[1], ())
+        if local_op.call.args.get("weight") is None:
+            return total + counts.sum()
+        weight = self._values.from_batch(inputs[2])
+        return total + (weight[where(counts, target, 0)] * counts).sum()
+
     def _known(self, op: int, position: int, tensor: int, reader: Reader) -> Tensor:
         """What a loss reads that follows from the batch, before the op that makes it has run."""
         return self._values.cut_whole(self._values.from_batch(tensor), op, position, reader)

@@ -7,7 +7,7 @@ called. A slice is stepped at its turn: its gradients were sent on and are let g
 the memory that ZeRO is chosen for.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,9 @@ from heterog.runtime.slices import Slices
 
 Options = list[dict[str, Any]]
 """What each of the optimizer's parameter groups says, but for its parameters."""
+
+Push = Callable[[Sequence[int], Sequence[Tensor]], None]
+"""Takes the gradients of some rows of ``graph.updates``."""
 
 _NORM_EPSILON = 1e-6
 """As in ``torch.nn.utils.clip_grad_norm_``."""
@@ -59,6 +62,7 @@ class Updates:
         device: where this rank computes.
         slices: that this rank owns.
         masters: the optimizer's copies of what it steps.
+        push: takes gradients that a server steps the optimizer with; ``None``: it is stepped here.
 
     Attributes:
         recorder: notified of every call of the optimizer, if set.
@@ -74,6 +78,7 @@ class Updates:
         device: torch.device,
         slices: Slices,
         masters: Masters,
+        push: Push | None = None,
     ) -> None:
         self.recorder: Recorder | None = None
         self.norm: Tensor | None = None
@@ -84,6 +89,7 @@ class Updates:
         self._device = device
         self._slices = slices
         self._masters = masters
+        self._push = push
         self._owned = [
             row
             for row in range(len(part.graph.updates))
@@ -246,6 +252,9 @@ class Updates:
             targets: what is stepped, with the sum of its gradients.
             rows: of ``graph.updates`` that this amounts to.
         """
+        if self._push is not None:
+            self._push(rows, [total for _, total in targets])
+            return
         assert self._optimizer is not None
         stepped = [self._masters.of(parameter) for parameter, _ in targets]
         for parameter, (_, total) in zip(stepped, targets, strict=True):

@@ -43,6 +43,7 @@ from heterog.runtime.background import (
 from heterog.runtime.collectives import gather_texts
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.launch import HEARTBEAT, PORT_FILE
+from heterog.strategy.averaging import island_of
 from heterog.strategy.program import FloatArray
 from heterog.user_code import trusted_source
 from heterog.zoo import load_workload
@@ -158,10 +159,17 @@ def train(
     losses: list[float] = []
     seconds: list[float] = []
     tasks: dict[str, list[float | None]] = {}
+    measured_from = time.perf_counter()
     last = steps_before + WARM_UP_STEPS + num_steps
+    server = plan.strategy.asynchronous
+    free_running = server is not None  # ranks may be in different steps
+    has_no_loss = free_running and island_of(plan.strategy, dist.get_rank()) is None
     for number in range(steps_before + 1, last + 1):
         tell(f"step {number} of {last}")
-        dist.barrier()
+        if number == steps_before + WARM_UP_STEPS + 1:
+            measured_from = _all_at_once(step)
+        elif not free_running:
+            dist.barrier()
         begin = time.perf_counter()
         with stream_of_priority(own_device(), high=True) if beside else nullcontext():
             if number == last and record:
@@ -170,12 +178,14 @@ def train(
                 loss = float(loss_tensor)
             else:
                 loss = float(step(batch))
-        dist.barrier()  # a step is done when it is done everywhere
+        if not free_running:
+            dist.barrier()  # a step is done when it is done everywhere
         elapsed_s = time.perf_counter() - begin
         if beside and number > steps_before + WARM_UP_STEPS:
             beside.governor.observe(elapsed_s)
-        # The loss is the same on all ranks: all of them stop here.
-        if not math.isfinite(loss) and not allow_nonfinite:
+        # The loss is the same on all ranks: all of them stop here. With an asynchronous server a
+        # rank that stops is missed by the others, and one of no team has no loss.
+        if not math.isfinite(loss) and not (allow_nonfinite or has_no_loss):
             raise HeterogError(
                 f"the loss of step {number} is {loss}: look for it in the batch, or lower the "
                 "learning rate. The option --allow-nonfinite goes on."
@@ -187,7 +197,8 @@ def train(
         if number > steps_before + WARM_UP_STEPS:
             seconds.append(elapsed_s)
             losses.append(loss)
-    step.settle()  # where islands average: one model comes out, whatever the number of steps
+    step.settle()  # where teams train apart: one model comes out, whatever the number of steps
+    together_s = (time.perf_counter() - measured_from) / num_steps
     if save:
         tell("saving the checkpoint")
         from heterog.runtime.checkpoint import save_checkpoint
@@ -202,6 +213,8 @@ def train(
     # Where islands average, one step in many takes longer, and the plan predicts the mean.
     averages = plan.strategy.averaging is not None
     median_s = statistics.mean(seconds) if averages else statistics.median(seconds)
+    if free_running:  # a rank that ran ahead waits in the end
+        median_s = together_s
     return step, {
         "model": plan.graph.name,
         "cluster": plan.cluster.name,
@@ -219,6 +232,14 @@ def train(
         "tasks": tasks,
         "background_steps": background_steps,
     }
+
+
+def _all_at_once(step: DeployedStep) -> float:
+    """Wait until all ranks have made as many steps; returns the time."""
+    if step.server is not None:
+        step.settle()
+    dist.barrier()
+    return time.perf_counter()
 
 
 def _beside(plan: Plan, sources: Sequence[str]) -> LowPriorityThread | None:

@@ -22,6 +22,7 @@ from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.planners.issue_order import IssuedStep, Rehearse
 from heterog.planners.planner import TimeUp
+from heterog.runtime.asynchronous import check_teams_are_alone
 from heterog.runtime.collectives import Communicator, Pending, Sending
 from heterog.runtime.executor import StepExecutor, device_sets, local_ops
 from heterog.runtime.local_op import Extent, LocalOp
@@ -149,6 +150,8 @@ class _Stage:
         self.wire = _Wire()
         self.now = 0, _BEGIN
         seen = RankProgram(graph, strategy, program, 0)
+        if strategy.asynchronous is not None:
+            check_teams_are_alone(seen)
         self.order = step_order(seen, task_order, clips=clips)
         self.tables = seen.tables
         ops = _rehearsed_ops(captured, axis_plan(graph, strategy.op_rules))
@@ -192,7 +195,10 @@ class _Stage:
             self.order,
             ops=ops,
             communicator=_RehearsedCommunicator(
-                seen.rank, device_sets(self.program), self.wire, self.program.num_devices
+                seen.rank,
+                device_sets(self.program, self.strategy),
+                self.wire,
+                self.program.num_devices,
             ),
             parameters=part.parameters,
             buffers=buffers,

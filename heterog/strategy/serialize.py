@@ -79,8 +79,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
             },
             "blocks": list(strategy.blocks),
         }
-        | _averaging_to_dict(strategy.averaging)
-        | _server_to_dict(strategy.asynchronous)
+        | _apart_to_dict(strategy)
         | _codecs_to_dict(strategy.codecs)
     )
 
@@ -218,11 +217,19 @@ def _averaging(record: _AveragingRecord | None) -> Averaging | None:
     )
 
 
-def _averaging_to_dict(averaging: Averaging | None) -> dict[str, Any]:
-    """An exact strategy has no such field, so that its file is what it always was."""
-    if averaging is None:
-        return {}
-    return {"averaging": asdict(averaging) | {"weights": str(averaging.weights)}}
+def _apart_to_dict(strategy: Strategy) -> dict[str, Any]:
+    """An exact strategy has no such fields, so that its file is what it always was."""
+    averaging, server = strategy.averaging, strategy.asynchronous
+    found: dict[str, Any] = {}
+    if averaging is not None:
+        found["averaging"] = asdict(averaging) | {"weights": str(averaging.weights)}
+    if server is not None:
+        found["asynchronous"] = {
+            "staleness": server.staleness,
+            "devices": list(server.devices),
+            "ticks": list(server.ticks),
+        }
+    return found
 
 
 def _server(record: _ServerRecord | None) -> AsynchronousServer | None:
@@ -231,19 +238,6 @@ def _server(record: _ServerRecord | None) -> AsynchronousServer | None:
     return AsynchronousServer(
         staleness=record.staleness, devices=tuple(record.devices), ticks=tuple(record.ticks)
     )
-
-
-def _server_to_dict(server: AsynchronousServer | None) -> dict[str, Any]:
-    """Nothing for a strategy without a server, whose file is what it was before there were any."""
-    if server is None:
-        return {}
-    return {
-        "asynchronous": {
-            "staleness": server.staleness,
-            "devices": list(server.devices),
-            "ticks": list(server.ticks),
-        }
-    }
 
 
 def _codecs_to_dict(rules: CodecRules) -> dict[str, Any]:

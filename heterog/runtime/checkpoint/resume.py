@@ -147,6 +147,8 @@ class NewState:
         )
         self._step.num_steps = self._contents.num_steps
         self._averaging.take_over()
+        if self._step.server is not None:
+            self._step.server.resume(self._contents.num_steps)
 
 
 def _unlike(first: str, other: str) -> StrategyError:

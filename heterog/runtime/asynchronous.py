@@ -1,0 +1,200 @@
+"""Training with an asynchronous server on real ranks: what one rank does before and after a step.
+
+A rank of a team asks for weights, which come when the server's order has reached its step, trains
+on them, and sends its gradients without waiting. Ranks of different teams are in different steps
+at the same time, so they must not wait for each other in between: a loop that sums something over
+all ranks after every step stops for ever where the plan lets a team run ahead.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from heterog.errors import HeterogError, StrategyError
+from heterog.graph.op_graph import OpGraph
+from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.weight_server import (
+    Ask,
+    Messages,
+    Tag,
+    WeightServer,
+    flat_of,
+    numeric_options,
+    options_now,
+    parts_of,
+)
+from heterog.strategy.asynchronous import pulls_of, pushes_of
+from heterog.strategy.averaging import island_of, islands
+from heterog.strategy.program import FIRST_LINK_KIND
+from heterog.strategy.strategy import Strategy
+
+
+class AsynchronousTraining:
+    """A rank's pulls and pushes, and its part of the server if it has one.
+
+    Args:
+        graph: of the step.
+        strategy: with an asynchronous server.
+        rank: this rank.
+        parameters: of this rank, by tensor id.
+        optimizer: of this rank's parameters; it is never stepped, but its options are those of
+            the server's steps, and it gets the server's state when all teams have settled.
+        make_optimizer: makes the user's optimizer of parameters.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        strategy: Strategy,
+        rank: int,
+        parameters: Mapping[int, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    ) -> None:
+        assert strategy.asynchronous is not None
+        self._graph, self._rank, self._optimizer = graph, rank, optimizer
+        self._parameters = {
+            row: parameters[tensor]
+            for row, (_, tensor, _) in enumerate(graph.updates)
+            if tensor in parameters
+        }
+        self._messages = Messages(rank)
+        self._named = numeric_options(optimizer)
+        self._server: WeightServer | None = None
+        if rank in strategy.asynchronous.devices:
+            own = {row: value.detach() for row, value in self._parameters.items()}
+            self._server = WeightServer(graph, strategy, rank, own, make_optimizer, self._messages)
+        team = island_of(strategy, rank)
+        self._pushes, self._pulls = (
+            [(server, rows) for device, server, rows in every if device == rank]
+            for every in (
+                () if team is None else traffic(graph, strategy, team)
+                for traffic in (pushes_of, pulls_of)
+            )
+        )
+        self._gradients: dict[int, Tensor] = {}
+        self._sending: list[Callable[[], None]] = []
+        self._alike_after = 0
+        self._has_begun = False
+
+    def is_alike(self, num_steps: int) -> bool:
+        """Whether all ranks have the server's weights after so many steps."""
+        return num_steps == self._alike_after
+
+    def begin_step(self) -> None:
+        """Get the weights of the next step."""
+        self._ask(Ask.WEIGHTS)
+
+    def keep(self, rows: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Take gradients, which are pushed at the end of the step.
+
+        Args:
+            rows: of ``graph.updates``.
+            gradients: summed over this rank's team, in the parameters' shapes.
+        """
+        self._gradients |= dict(zip(rows, gradients, strict=True))
+
+    def end_step(self) -> None:
+        """Push the gradients, without waiting until they are there."""
+        for server, rows in self._pushes:
+            flat = flat_of([self._gradients[row].to(self._parameters[row].dtype) for row in rows])
+            self._sending.append(self._messages.start_send(flat, server, Tag.GRADIENTS))
+        self._gradients.clear()
+
+    def settle(self, num_steps: int) -> None:
+        """Wait until the server has all gradients, and get its weights; every rank calls it.
+
+        Args:
+            num_steps: since the start of training.
+        """
+        if self.is_alike(num_steps):
+            return
+        self._ask(Ask.SETTLE)
+        self._alike_after = num_steps
+        if self._server is not None:  # which now waits for the next step
+            for row, value in self._server.values.items():
+                state = self._server.optimizer.state.get(value, {})
+                self._optimizer.state[self._parameters[row]] = dict(state)
+
+    def resume(self, num_steps: int) -> None:
+        """Go on from weights and a state that were loaded; every rank calls it.
+
+        Args:
+            num_steps: after which they were saved.
+        """
+        self._alike_after = num_steps
+        served = {} if self._server is None else self._server.values
+        for row, parameter in self._parameters.items():
+            state = self._optimizer.state.pop(parameter, {})
+            if row in served:
+                assert self._server is not None
+                with torch.no_grad():
+                    served[row].copy_(parameter)
+                self._server.optimizer.state[served[row]] = dict(state)
+        dist.barrier()  # nobody asks for weights before all servers have them
+
+    def close(self) -> None:
+        """End the server; every rank calls it when all have settled."""
+        if self._has_begun:
+            self._ask(Ask.CLOSE)
+            if self._server is not None:
+                self._server.join()
+        dist.barrier()
+        self._messages.close()
+
+    def _ask(self, ask: Ask) -> None:
+        """Say what comes next to all servers of this rank's parameters; take weights over."""
+        self._check_server()
+        if not self._has_begun and self._server is not None:
+            self._server.start()
+        self._has_begun = True
+        while self._sending:
+            self._sending.pop()()
+        options = options_now(self._optimizer, self._named)
+        said = torch.tensor([float(ask), *options], dtype=torch.float64)
+        coming = []
+        for server, rows in self._pulls:
+            values = [self._parameters[row].detach() for row in rows]
+            if ask != Ask.CLOSE:
+                like = flat_of([value.cpu() for value in values])
+                come = self._messages.start_receive(like, server, Tag.NEW_WEIGHTS)
+                coming.append((values, come))
+            self._sending.append(self._messages.start_send(said, server, Tag.ASK))
+        for values, come in coming:
+            for value, new in zip(values, parts_of(come(), values), strict=True):
+                value.copy_(new)
+        self._check_server()
+
+    def _check_server(self) -> None:
+        """Raise what has ended this rank's server.
+
+        Raises:
+            HeterogError: names it.
+        """
+        if self._server is not None and self._server.error is not None:
+            raise HeterogError(
+                f"the server on rank {self._rank} has ended: {self._server.error}"
+            ) from self._server.error
+
+
+def check_teams_are_alone(seen: RankProgram) -> None:
+    """Refuse a program in which teams exchange anything in a step.
+
+    The number of labels that count is not exchanged: every rank has the whole batch and counts
+    them itself.
+
+    Raises:
+        StrategyError: says between which devices.
+    """
+    team_of = {device: n for n, own in enumerate(islands(seen.strategy)) for device in own}
+    program = seen.program
+    for task in (program.kind >= FIRST_LINK_KIND).nonzero()[0].tolist():
+        devices = program.channels[int(program.channel[task])].devices
+        if len({team_of.get(each, -1) for each in devices}) > 1 and not seen.is_early(task):
+            raise StrategyError(
+                f"devices {devices} of several teams exchange a value in every step, so that they "
+                "would wait for each other; an asynchronous server needs a loss that is a mean "
+                "over samples or labels."
+            )

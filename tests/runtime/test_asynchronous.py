@@ -1,0 +1,279 @@
+"""Teams with an asynchronous server: real ranks against a slow loop in one process."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterog.errors import StrategyError
+from heterog.graph.grouping import group_ops
+from heterog.planners.plan import load_plan
+from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
+from heterog.runtime.deploy import deploy
+from heterog.strategy.asynchronous import AsynchronousServer
+from heterog.strategy.strategy import Decision, Strategy, Sync
+from tests.runtime.cases import batch_of, workload_of
+from tests.runtime.ranks import Ranks
+from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
+from tests.runtime.test_averaging import labels_of
+
+STEPS = 5
+SINGLES = ((0,), (1,), (2,))
+SHARES = (5, 2, 1)
+PAIR = ((0,), (1, 2))
+UNLIKE = AsynchronousServer(staleness=2, devices=(0,), ticks=(2, 3, 7))
+
+
+def served(
+    name: str, server: AsynchronousServer, optimizer: str = "SGD", *, cut: str = ""
+) -> Strategy:
+    """Three teams of one device; or one device and two, as replicas or as a pipeline."""
+    graph = graph_of(name, optimizer)
+    count = group_ops(graph).num_groups
+    decisions = [Decision(devices=(0, 1, 2), shares=SHARES, teams=SINGLES)] * count
+    if cut == "replicas":
+        pair = Decision(devices=(0, 1, 2), shares=(3, 4, 1), sync=Sync.RING, teams=PAIR)
+        decisions = [pair] * count
+    if cut == "pipeline":
+        decisions = [
+            Decision(devices=(0, other), shares=(3, 5), teams=((0,), (other,)))
+            for other in (1 if group < count // 2 else 2 for group in range(count))
+        ]
+    return replace(strategy_of(graph, decisions), asynchronous=server)
+
+
+def samples_of(strategy: Strategy) -> list[int]:
+    first = strategy.decisions[0]
+    share = dict(zip(first.devices, first.shares, strict=True))
+    return [sum(share[device] for device in team) for team in first.teams]
+
+
+def part_of(batch: tuple[Tensor, ...], begin: int, count: int, whole: int) -> tuple[Tensor, ...]:
+    """Some samples of a batch, whose tensors may have several rows for each."""
+    rows = [each.shape[0] // whole for each in batch]
+    return tuple(
+        each[begin * n : (begin + count) * n] for each, n in zip(batch, rows, strict=True)
+    )
+
+
+class Reference:
+    """One process: one model for each team, one for the server; events one after another."""
+
+    def __init__(self, name: str, optimizer: str, strategy: Strategy) -> None:
+        assert strategy.asynchronous is not None
+        self.name, self.server = name, strategy.asynchronous
+        self.workload = workload_of(name, optimizer)
+        self.samples = samples_of(strategy)
+        self.weights = self.workload.make_model()
+        self.teams = [self.workload.make_model() for _ in self.samples]
+        self.stepper = self.workload.optimizer(
+            self.weights.parameters(), **dict(self.workload.optimizer_options)
+        )
+
+    def train(self, first: int, num_steps: int) -> list[list[float]]:
+        """Losses of each step by team."""
+        losses = [[math.nan] * len(self.samples) for _ in range(num_steps)]
+        for event in self.server.events_of(num_steps):
+            model = self.teams[event.team]
+            if not event.is_push:
+                copy_weights(self.weights, model)
+                continue
+            loss = self.backward(model, event.team, batch_of(self.name, first + event.step))
+            losses[event.step][event.team] = loss
+            for value, own in zip(self.weights.parameters(), model.parameters(), strict=True):
+                value.grad = None if own.grad is None else own.grad.clone()
+            self.stepper.step()
+        return losses
+
+    def backward(self, model: nn.Module, team: int, batch: tuple[Tensor, ...]) -> float:
+        """Gradients of the team's part of the loss; returns the mean over its samples."""
+        whole, begin = sum(self.samples), sum(self.samples[:team])
+        own = part_of(batch, begin, self.samples[team], whole)
+        part = self.workload.step_loss(model, own) * labels_of(own) / labels_of(batch)
+        model.zero_grad()
+        torch.autograd.backward(part)
+        return float(part.detach()) * whole / self.samples[team]
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    with torch.no_grad():
+        for value, new in zip(target.parameters(), source.parameters(), strict=True):
+            value.copy_(new)
+
+
+def train_served(rank: int, name: str, optimizer: str, path: str) -> tuple[list[float], object]:
+    step = deploy(workload_of(name, optimizer), load_plan(path))
+    losses = [float(step(batch_of(name, number))) for number in range(STEPS)]
+    step.settle()
+    state = step.state_dict()
+    step.close()
+    return losses, state
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "optimizer", "server", "cut"),
+    [
+        ("mlp", "AdamW", UNLIKE, ""),
+        ("gpt", "SGD", replace(UNLIKE, devices=(0, 2), ticks=(5, 5, 6)), ""),
+        ("residual", "SGD", replace(UNLIKE, staleness=1, ticks=(1, 4)), "replicas"),
+        ("mlp", "SGD", replace(UNLIKE, devices=(0, 1, 2), ticks=(3, 2)), "pipeline"),
+    ],
+)
+def test_ranks_train_as_the_loop_does(
+    ranks: Ranks,
+    tmp_path: Path,
+    name: str,
+    optimizer: str,
+    server: AsynchronousServer,
+    cut: str,
+) -> None:
+    strategy = served(name, server, optimizer, cut=cut)
+    path = tmp_path / "plan.json"
+    plan_of(graph_of(name, optimizer), strategy).save(path)
+    found = ranks.run(train_served, name, optimizer, str(path))
+    reference = Reference(name, optimizer, strategy)
+    losses = reference.train(0, STEPS)
+    for team, devices in enumerate(SINGLES if not cut else PAIR):
+        for device in devices:
+            wanted = [each[team] for each in losses]
+            assert found[device][0] == pytest.approx(wanted, rel=1e-5)
+    for key, value in reference.weights.named_parameters():
+        torch.testing.assert_close(found[0][1][key], value.detach(), rtol=1e-5, atol=1e-6)
+
+
+RATES = (0.1, 0.1, 0.03, 0.02, 0.05)
+
+
+def one_device(name: str) -> dict[str, Tensor]:
+    """Synchronous training on whole batches with plain SGD."""
+    workload = workload_of(name)
+    model = workload.make_model()
+    sgd = torch.optim.SGD(model.parameters())
+    for number, rate in enumerate(RATES):
+        sgd.param_groups[0]["lr"] = rate
+        sgd.zero_grad()
+        torch.autograd.backward(workload.step_loss(model, batch_of(name, number)))
+        sgd.step()
+    return {key: value.detach() for key, value in model.named_parameters()}
+
+
+def in_lock_step(rank: int, path: str) -> object:
+    """Without momentum, which the workload's SGD has; options of the optimizer may change."""
+    step = deploy(workload_of("gpt"), load_plan(path))
+    for number, rate in enumerate(RATES):
+        step.optimizer.param_groups[0] |= {"lr": rate, "momentum": 0.0}
+        step(batch_of("gpt", number))
+    step.settle()
+    return step.state_dict()
+
+
+@pytest.mark.distributed
+def test_a_staleness_of_0_with_plain_sgd_is_the_step_of_one_device(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    strategy = served("gpt", replace(UNLIKE, staleness=0))
+    path = tmp_path / "plan.json"
+    plan_of(graph_of("gpt"), strategy).save(path)
+    state = ranks.run(in_lock_step, str(path))[0]
+    for key, value in one_device("gpt").items():
+        torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-6)
+
+
+def interrupted(rank: int, path: str, folder: str) -> tuple[str, object, object]:
+    """Two steps, a checkpoint, three steps; and the three once more from the checkpoint."""
+    workload = workload_of("mlp", "AdamW")
+    first = deploy(workload, load_plan(path))
+    refused = ""
+    for number in range(2):
+        first(batch_of("mlp", number))
+    try:
+        save_checkpoint(first, folder)
+    except StrategyError as error:
+        refused = str(error)
+    first.settle()
+    save_checkpoint(first, folder)
+    again = deploy(workload, load_plan(path))
+    load_checkpoint(again, folder)
+    for step in (first, again):
+        for number in range(2, STEPS):
+            step(batch_of("mlp", number))
+        step.settle()
+    found = first.state_dict(), again.state_dict()
+    first.close()
+    again.close()
+    return refused, *found
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_holds_the_weights_and_the_servers_state(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    strategy = served("mlp", replace(UNLIKE, devices=(0, 1)), "AdamW")
+    path = tmp_path / "plan.json"
+    plan_of(graph_of("mlp", "AdamW"), strategy).save(path)
+    found = ranks.run(interrupted, str(path), str(tmp_path / "saved"))
+    assert all("call settle() on every rank" in refused for refused, _, _ in found)
+    _, whole, again = found[0]
+    torch.testing.assert_close(again, whole, rtol=0.0, atol=0.0)
+    reference = Reference("mlp", "AdamW", strategy)
+    reference.train(0, 2)
+    reference.train(2, STEPS - 2)
+    for key, value in reference.weights.named_parameters():
+        torch.testing.assert_close(whole[key], value.detach(), rtol=1e-5, atol=1e-6)
+
+
+def refusals(rank: int, path: str) -> list[str]:
+    """What a plan with a server does not do, in words."""
+    said = []
+    workload, plan = workload_of("mlp"), load_plan(path)
+    masters = replace(workload, master_dtype=torch.float64)
+    for wanted, norm in ((workload, 1.0), (masters, None)):
+        try:
+            deploy(wanted, plan, max_grad_norm=norm)
+        except StrategyError as error:
+            said.append(str(error))
+    step = deploy(workload, plan)
+    smaller = tuple(each[:4] for each in batch_of("mlp", 0))
+    try:
+        step(smaller)
+    except StrategyError as error:
+        said.append(str(error))
+    step.close()
+    return said
+
+
+@pytest.mark.distributed
+def test_what_needs_all_ranks_in_one_step_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan_of(graph_of("mlp"), served("mlp", UNLIKE)).save(path)
+    for clipped, masters, smaller in ranks.run(refusals, str(path)):
+        assert "max_grad_norm is a norm over one gradient" in clipped
+        assert "without master weights" in masters
+        assert "every batch has the shapes that were planned" in smaller
+
+
+def idle_rank(rank: int, path: str) -> tuple[list[float], object]:
+    return train_served(rank, "mlp", "SGD", path)
+
+
+@pytest.mark.distributed
+def test_a_rank_of_no_team_has_no_loss(ranks: Ranks, tmp_path: Path) -> None:
+    graph = graph_of("mlp")
+    two = Decision(devices=(0, 2), shares=(5, 3), teams=((0,), (2,)))
+    server = AsynchronousServer(staleness=1, devices=(2,), ticks=(1, 2))
+    alone = [two] * group_ops(graph).num_groups
+    strategy = replace(strategy_of(graph, alone), asynchronous=server)
+    strategy.check(graph, cluster())
+    path = tmp_path / "plan.json"
+    plan_of(graph, strategy).save(path)
+    found = ranks.run(idle_rank, str(path))
+    assert all(math.isnan(loss) for loss in found[1][0])
+    reference = Reference("mlp", "SGD", strategy)
+    losses = reference.train(0, STEPS)
+    assert found[2][0] == pytest.approx([each[1] for each in losses], rel=1e-5)
+    for key, value in reference.weights.named_parameters():
+        torch.testing.assert_close(found[0][1][key], value.detach(), rtol=1e-5, atol=1e-6)
