@@ -1,14 +1,16 @@
-"""What is averaging every H steps worth on slow networks, and what does it cost in loss?
+"""What is averaging every H steps, or a server, worth on slow networks, and what does it cost?
 
     python experiments/averaging.py --json                            # Linux, as root
     python experiments/averaging.py --testbeds skew_network --models mlp --windows 2 --steps 0
+    python experiments/averaging.py --words server=2 --steps 0 --json
 
 On each testbed and model, in one job and in turn: the best exact plan and the best plan that
 averages, in windows of H steps; their median seconds a step beside what was predicted. Then each
 is trained for some steps from the same seed, on a batch that differs from step to step, and the
-mean of the last ten losses is compared. Plans are made with a calibration of the testbed on other
-workloads than these. What Adaptive SGD's dispatch would do on the same speeds is added by its own
-simulation.
+mean of the last ten losses is compared; with a server each island has losses of its own, and those
+of the first rank are told. A window of a server ends when it has all gradients. Plans are made
+with a calibration of the testbed on other workloads than these. What Adaptive SGD's dispatch would
+do on the same speeds is added by its own simulation.
 """
 
 import argparse
@@ -27,9 +29,9 @@ from torch import Tensor
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
-from heterog.planners.averaged import AveragedReplicas, parse_asynchronous
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.plan import Plan, load_plan, make_plan, plan_from_rows
+from heterog.planners.served import asynchronous_method
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.rank import end_together, join
 from heterog.simulator.evaluator import Evaluator
@@ -39,6 +41,7 @@ from heterog.zoo import load_workload
 TESTBEDS = ("skew_network", str(Path(__file__).with_name("slow_network.yaml")))
 MODELS = ("gpt", "vgg")
 WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
+_WINDOW = 8  # steps, where nothing is averaged
 _LAST = 10  # losses whose mean is told
 _ELASTIC = (512, 20_000, 10)  # batch, samples of a mega-batch, rounds
 
@@ -46,7 +49,7 @@ _ELASTIC = (512, 20_000, 10)  # batch, samples of a mega-batch, rounds
 def plans_of(cluster: Cluster, model: str, words: str, budget: str) -> dict[str, Plan]:
     """The best exact plan, and the best that averages as the words say."""
     graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
-    asked = AveragedReplicas(parse_asynchronous(words))
+    asked = asynchronous_method(words)
     both = make_plan(graph, cluster, budget=budget, asynchronous=asked)
     averaged = next(row for row in both.rows if row.method == asked.name)
     exact = [row for row in both.rows if row.method != asked.name]
@@ -72,15 +75,16 @@ def serve(folder: Path, model: str, num_windows: int, num_steps: int) -> None:
     batch = workload.make_batch()
     captured = capture_step(workload)
     plans = {path.stem: load_plan(path) for path in sorted(folder.glob("*.json"))}
-    every = max(
-        plan.strategy.averaging.every for plan in plans.values() if plan.strategy.averaging
-    )
+    averagings = [plan.strategy.averaging for plan in plans.values()]
+    every = max((each.every for each in averagings if each), default=_WINDOW)
     steps = {name: DeployedStep(workload, plan, captured=captured) for name, plan in plans.items()}
 
     def window(step: DeployedStep) -> Callable[[], None]:
         def run() -> None:
             for _ in range(every):
                 step(batch)
+            if step.server is not None:
+                step.settle()
 
         return run
 

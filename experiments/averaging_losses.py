@@ -1,10 +1,11 @@
-"""What averaging costs in loss: a small GPT and a small conv net beside the exact plan.
+"""What averaging or an asynchronous server costs in loss: two small models beside the exact plan.
 
     python experiments/averaging_losses.py --json
 
 Three ranks over gloo on this machine, islands of one rank each with 4, 2 and 2 samples of a batch
 of 8; eight seeded batches in turn, the same for all; SGD of rate 0.1 with momentum 0.9. Each row
-is the mean loss of the last eight steps. No clock is in it: two runs give the same numbers.
+is the mean loss of the last eight steps, over the samples of all islands. No clock is in it: two
+runs give the same numbers.
 """
 
 import argparse
@@ -23,17 +24,21 @@ from torch import Tensor, nn
 
 from heterog import Workload
 from heterog.graph.capture import capture
-from heterog.planners.averaged import parse_asynchronous
+from heterog.planners.averaged import AveragedReplicas
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.plan import load_plan, plan_from_rows
 from heterog.planners.planner import Candidate, MethodRow
+from heterog.planners.served import ServedTeams, asynchronous_method, served_strategy
 from heterog.runtime.deploy import deploy
 from heterog.runtime.testbed import load_testbed
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.strategy import Decision
+from heterog.strategy.strategy import Decision, Strategy
 
-WORDS = ("", "average=8", "average=8,delay=2", "average=8,weights=equal,rate=0.7,momentum=0.9")
+WORDS = (
+    *("", "average=8", "average=8,delay=2", "average=8,weights=equal,rate=0.7,momentum=0.9"),
+    *("server=0", "server=2", "server=8"),
+)
 SHARES = (4, 2, 2)
 _BATCH, _NUM_BATCHES, _LAST = 8, 8, 8
 
@@ -91,16 +96,25 @@ def workload_of(model: str) -> Workload:
     return Workload(seeded, batch_of(model, 0), loss, torch.optim.SGD, options, name=model)
 
 
+def strategy_of(evaluator: Evaluator, words: str) -> Strategy:
+    """The exact strategy, or what the words ask for with islands of one rank each."""
+    teams = ((0,), (1,), (2,)) if words else ()
+    decision = Decision(devices=(0, 1, 2), shares=SHARES, teams=teams)
+    method = asynchronous_method(words) if words else None
+    if isinstance(method, ServedTeams):
+        return served_strategy(evaluator, decision, method.staleness, (0,))
+    strategy = uniform_strategy(evaluator, decision)
+    if isinstance(method, AveragedReplicas):
+        strategy = replace(strategy, averaging=method.averaging)
+    return strategy
+
+
 def save_plans(model: str, folder: Path) -> None:
     """The exact plan and one for each of the words."""
     graph = capture(workload_of(model))
     evaluator = Evaluator(graph, load_testbed("skew_network"))
     for number, words in enumerate(WORDS):
-        teams = ((0,), (1,), (2,)) if words else ()
-        decision = Decision(devices=(0, 1, 2), shares=SHARES, teams=teams)
-        strategy = uniform_strategy(evaluator, decision)
-        if words:
-            strategy = replace(strategy, averaging=parse_asynchronous(words))
+        strategy = strategy_of(evaluator, words)
         judged = evaluator.referee(strategy, Order.FIFO)
         row = MethodRow(
             method="stated",
@@ -131,8 +145,12 @@ def train(rank: int, model: str, folder: Path, num_steps: int) -> None:
     losses = []
     for number in range(len(WORDS)):
         step = deploy(workload_of(model), load_plan(folder / f"{number}.json"))
-        losses.append([float(step(batch_of(model, each))) for each in range(num_steps)])
+        own = [float(step(batch_of(model, each))) for each in range(num_steps)]
         step.close()
+        # Of an exact or an averaged step all ranks have the same; of a server each its own.
+        part = torch.tensor(own, dtype=torch.float64) * SHARES[rank] / _BATCH
+        dist.all_reduce(part)
+        losses.append(part.tolist())
     if rank == 0:
         (folder / "losses.json").write_text(json.dumps(losses))
     dist.barrier()

@@ -111,13 +111,7 @@ class ServedTeams:
         )
 
     def _tried(self, evaluator: Evaluator, decision: Decision, devices: tuple[int, ...]) -> _Tried:
-        """A strategy whose order of pushes is that of the paces that are predicted for it."""
-        equal = AsynchronousServer(
-            staleness=self.staleness, devices=devices, ticks=(1,) * len(decision.teams)
-        )
-        strategy = replace(uniform_strategy(evaluator, decision), asynchronous=equal)
-        paces = evaluator.team_paces(strategy, evaluator.encode(strategy))
-        strategy = replace(strategy, asynchronous=replace(equal, ticks=ticks_of(paces)))
+        strategy = served_strategy(evaluator, decision, self.staleness, devices)
         return _Tried(evaluator.evaluate(strategy, Order.FIFO), strategy)
 
     def _refined(self, evaluator: Evaluator, best: _Tried) -> Iterator[_Tried]:
@@ -137,13 +131,32 @@ class ServedTeams:
             best = found
 
 
+def served_strategy(
+    evaluator: Evaluator, decision: Decision, staleness: int, devices: tuple[int, ...]
+) -> Strategy:
+    """A strategy whose order of pushes is that of the paces that are predicted for its teams.
+
+    Args:
+        evaluator: of the graph on the cluster.
+        decision: of all groups, with teams.
+        staleness: steps that a team may be ahead of the slowest one.
+        devices: of the server.
+    """
+    equal = AsynchronousServer(
+        staleness=staleness, devices=devices, ticks=(1,) * len(decision.teams)
+    )
+    strategy = replace(uniform_strategy(evaluator, decision), asynchronous=equal)
+    paces = evaluator.team_paces(strategy, evaluator.encode(strategy))
+    return replace(strategy, asynchronous=replace(equal, ticks=ticks_of(paces)))
+
+
 def _servers(evaluator: Evaluator, decision: Decision) -> Iterator[tuple[int, ...]]:
     """Places of the server: one device, or the first one of every host."""
     cluster = evaluator.cluster
     for device in decision.devices[:_MOST_SERVERS]:
         yield (device,)
     firsts = {cluster.host_of[device]: device for device in reversed(decision.devices)}
-    if len(firsts) > 1:
+    if 1 < len(firsts) <= len(evaluator.graph.updates):
         yield tuple(sorted(firsts.values()))
 
 

@@ -181,8 +181,7 @@ class WeightServer:
         like = torch.empty(1 + len(self._named), dtype=torch.float64)
         for device, _ in self._pulls[team]:
             said.append(self._messages.start_receive(like, device, Tag.ASK)().tolist())
-        if not said:  # this device serves none of the team's parameters
-            raise AssertionError("every team has all parameters")
+        assert said, "every team has all parameters, and every server's device some"
         self._options[team] = said[0][1:]
         return Ask(round(said[0][0]))
 

@@ -1,21 +1,23 @@
 """Steps of teams that push to an asynchronous server: when each ends, and how many in a second.
 
-The server does one thing after the other, in the order of ``AsynchronousServer.events``. A pull of
+A server does one thing after the other, in the order of ``AsynchronousServer.events``. A pull of
 team i takes q_i seconds and begins when the server is free and the team has pushed its last
 gradient; then the team computes for w_i; its push takes p_i and begins when the server is free:
 
     pulled_i(n) = max(server, pushed_i(n - 1)) + q_i
     pushed_i(n) = max(server, pulled_i(n) + w_i) + p_i
 
-with ``server`` the end of what it did before. For two teams whose exchanges are short, c_1 <= c_2
+with ``server`` the end of what it did before. Where several devices are the server, each does so
+with its part of q_i and p_i, and a team waits for all of them; that their exchanges share links is
+not counted, but for those of one pull or push. For two teams whose exchanges are short, c_1 <= c_2
 the seconds that they take alone and tau the staleness, this is
 
     pushed_2(n) = n c_2,   pushed_1(n) = max(n c_1, c_1 + (n - 1 - tau) c_2)
 
 after n steps. So a bound lets the faster team run ahead, for tau steps more than the slower one.
 From then on it goes at the slower one's pace, whatever tau is: samples should follow speeds. And
-no bound lets the teams make as many steps as they would alone, unless the server is busy: of n
-steps of all teams at least n sum(p_i + q_i) are spent there.
+no bound lets the teams make as many steps as they would alone, unless the server is busy: n steps
+of all teams keep it busy for n sum(p_i + q_i).
 """
 
 from collections.abc import Sequence
@@ -42,11 +44,15 @@ class TeamPace(NamedTuple):
         pull_s: q, seconds in which the server gives it weights.
         compute_s: w, seconds from having weights to having all gradients.
         push_s: p, seconds in which the server takes its gradients and steps the optimizer.
+        pull_parts_s: seconds of the pull on each of the server's devices; empty: there is one.
+        push_parts_s: those of the push.
     """
 
     pull_s: float
     compute_s: float
     push_s: float
+    pull_parts_s: tuple[float, ...] = ()
+    push_parts_s: tuple[float, ...] = ()
 
     @property
     def alone_s(self) -> float:
@@ -81,16 +87,23 @@ def push_seconds(
         # [num_steps, num_teams]
     """
     ended = np.zeros((num_steps, len(paces)))
-    free = 0.0
+    free = [0.0] * len(server.devices)
     ready = [0.0] * len(paces)
+    pushes = [_parts(pace.push_parts_s, pace.push_s) for pace in paces]
+    pulls = [_parts(pace.pull_parts_s, pace.pull_s) for pace in paces]
     for is_push, team, step in server.events_of(num_steps):
-        pace = paces[team]
-        free = max(free, ready[team]) + (pace.push_s if is_push else pace.pull_s)
+        pace, begin = paces[team], ready[team]
+        parts = pushes[team] if is_push else pulls[team]
+        free = [max(own, begin) + part for own, part in zip(free, parts, strict=True)]
+        end = max(*free, begin + (pace.push_s if is_push else pace.pull_s))
+        ready[team] = end if is_push else end + pace.compute_s
         if is_push:
-            ended[step, team] = ready[team] = free
-        else:
-            ready[team] = free + pace.compute_s
+            ended[step, team] = end
     return ended
+
+
+def _parts(parts_s: tuple[float, ...], whole_s: float) -> tuple[float, ...]:
+    return parts_s or (whole_s,)
 
 
 def samples_by(ended: FloatArray, samples: Sequence[int], seconds: float) -> float:
@@ -124,5 +137,13 @@ def unbounded_samples_per_s(paces: Sequence[TeamPace], samples: Sequence[int]) -
 
 
 def server_seconds(paces: Sequence[TeamPace]) -> float:
-    """Seconds for which one step of all teams keeps the server busy: no step takes less."""
-    return sum(pace.pull_s + pace.push_s for pace in paces)
+    """Seconds for which one step of all teams keeps a device of the server busy.
+
+    No step takes less.
+    """
+    exchanges = [
+        (_parts(pace.pull_parts_s, pace.pull_s), _parts(pace.push_parts_s, pace.push_s))
+        for pace in paces
+    ]
+    by_team = [np.add(pull, push) for pull, push in exchanges]
+    return float(np.sum(by_team, axis=0).max())

@@ -35,7 +35,7 @@ from heterog.simulator.memory import peak_memory
 from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
 from heterog.simulator.referee import replay
 from heterog.simulator.sparse_work import SparseWork
-from heterog.strategy.asynchronous import pulls_of, pushes_of
+from heterog.strategy.asynchronous import Traffic, pulls_of, pushes_of
 from heterog.strategy.averaged_buckets import averaged_buckets
 from heterog.strategy.averaging import islands
 from heterog.strategy.channels import Channel, ChannelTable
@@ -293,6 +293,7 @@ class Evaluator:
         self._type_of_device = np.array(cluster.type_index, np.int32)
         self._channel_prices: dict[bytes, ChannelPrices] = {}
         self._held: dict[int, FloatArray] = {}  # see ``_held_by``
+        self._exchanges: dict[tuple[bool, tuple[Traffic, ...]], float] = {}
         self._make_rows()
 
     @cached_property
@@ -395,21 +396,33 @@ class Evaluator:
         paces = []
         for team, members in enumerate(islands(strategy)):
             own = np.isin(tasks["device"], members)
-            push_s, pull_s = self._exchange_s(strategy, choice, team)
             compute_s = float(finish[own].max(initial=0.0))
-            paces.append(TeamPace(pull_s, compute_s, push_s))
+            paces.append(self._pace(strategy, choice, team, compute_s))
         self.num_evaluations = counted
         return tuple(paces)
 
-    def _exchange_s(self, strategy: Strategy, choice: Choice, team: int) -> tuple[float, float]:
-        """Seconds of a team's push and pull when nobody else talks to the server."""
-        sizes = np.array([self.graph.tensor_bytes[row] for _, row, _ in self.graph.updates])
-        tapes = (
-            push_tape(pushes_of(self.graph, strategy, team), sizes, self.channels),
-            pull_tape(pulls_of(self.graph, strategy, team), sizes, self.channels),
-        )
-        push_s, pull_s = (self._seconds_of_tape(tape, choice) for tape in tapes)
-        return push_s, pull_s
+    def _pace(self, strategy: Strategy, choice: Choice, team: int, compute_s: float) -> TeamPace:
+        """A team's pace, given what it computes for."""
+        assert strategy.asynchronous is not None
+        whole, parts = [], []
+        for is_push, of in ((False, pulls_of), (True, pushes_of)):
+            traffic = of(self.graph, strategy, team)
+            whole.append(self._exchange_s(traffic, choice, is_push=is_push))
+            on_each = [
+                tuple(each for each in traffic if each.server == device)
+                for device in strategy.asynchronous.devices
+            ]
+            parts.append(tuple(self._exchange_s(own, choice, is_push=is_push) for own in on_each))
+        return TeamPace(whole[0], compute_s, whole[1], *parts)
+
+    def _exchange_s(self, traffic: tuple[Traffic, ...], choice: Choice, *, is_push: bool) -> float:
+        """Seconds of a push or pull when nobody else talks to the server; simulated once."""
+        key = is_push, traffic
+        if key not in self._exchanges:
+            sizes = np.array([self.graph.tensor_bytes[row] for _, row, _ in self.graph.updates])
+            tape = (push_tape if is_push else pull_tape)(traffic, sizes, self.channels)
+            self._exchanges[key] = self._seconds_of_tape(tape, choice)
+        return self._exchanges[key]
 
     def averaging_seconds(self, strategy: Strategy, choice: Choice) -> float:
         """Seconds of one averaging of a strategy's parameters, by the referee.

@@ -164,6 +164,12 @@ class AsynchronousServer:
                 f"the server is on devices {self.devices}, of which "
                 f"{sorted(set(self.devices) - used)} train nothing; leave them out."
             )
+        idle = set(self.devices) - set(server_of_rows(graph, strategy))
+        if idle:
+            raise StrategyError(
+                f"the server is on devices {self.devices}, but its {len(graph.updates)} "
+                f"parameters leave none for {sorted(idle)}; leave these out."
+            )
 
 
 def server_of_rows(graph: OpGraph, strategy: "Strategy") -> tuple[int, ...]:

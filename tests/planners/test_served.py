@@ -4,10 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from heterog import Workload
 from heterog.errors import HeterogError, StrategyError
 from heterog.export.folder import ExportError
 from heterog.export.uniform import uniform_micro_batches
+from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.healing.job import HealingJob
 from heterog.planners.averaged import AveragedReplicas
@@ -120,6 +124,17 @@ def test_what_cannot_be_served_is_refused(change: dict[str, object], text: str) 
         strategy(**change).check(graph_of("mlp"), cluster())  # type: ignore[arg-type]
 
 
+def test_a_device_that_would_serve_nothing_is_refused() -> None:
+    def one_weight() -> nn.Module:
+        return nn.Linear(4, 4, bias=False)
+
+    batch = torch.zeros(8, 4), torch.zeros(8, 4)
+    graph = capture(Workload(one_weight, batch, nn.functional.mse_loss, torch.optim.SGD, {}))
+    exact = strategy_of(graph, [THREE] * group_ops(graph).num_groups)
+    with pytest.raises(StrategyError, match=r"its 1 parameters leave none for \[1, 2\]"):
+        replace(exact, asynchronous=replace(SERVER, devices=(0, 1, 2))).check(graph, cluster())
+
+
 def test_a_server_goes_with_nothing_else_that_is_not_exact() -> None:
     graph = graph_of("mlp")
     with pytest.raises(StrategyError, match="averages parameters and has an asynchronous server"):
@@ -136,9 +151,8 @@ def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
     assert strategy_from_dict(document) == strategy()
     assert "asynchronous" not in strategy_to_dict(replace(strategy(), asynchronous=None))
     own = document["asynchronous"]
-    hostile: tuple[dict[str, object], ...] = (
-        *({"staleness": -1}, {"ticks": []}, {"ticks": [0]}, {"devices": "0"}, {"more": 1}),
-    )
+    hostile: list[dict[str, object]] = [{"staleness": -1}, {"ticks": []}, {"ticks": [0]}]
+    hostile += [{"devices": "0"}, {"more": 1}]
     for wrong in hostile:
         with pytest.raises(StrategyError):
             strategy_from_dict(document | {"asynchronous": own | wrong})

@@ -93,6 +93,19 @@ def test_a_busy_server_sets_the_pace() -> None:
     assert steady_seconds(teams, server(3, teams)) == pytest.approx(8.0)
 
 
+def test_devices_of_a_server_work_side_by_side() -> None:
+    """Three teams that only exchange: each device has half of the work, and so ends sooner."""
+    whole = [TeamPace(1.0, 0.0, 1.0)] * 3
+    halves = [TeamPace(0.5, 0.0, 0.5, (0.5, 0.5), (0.5, 0.5))] * 3
+    one = AsynchronousServer(staleness=2, devices=(0,), ticks=(1, 1, 1))
+    two = AsynchronousServer(staleness=2, devices=(0, 1), ticks=(1, 1, 1))
+    assert steady_seconds(whole, one) == pytest.approx(6.0)
+    assert steady_seconds(halves, two) == pytest.approx(3.0)
+    assert server_seconds(halves) == pytest.approx(3.0)
+    uneven = [TeamPace(0.9, 0.0, 0.9, (0.9, 0.1), (0.9, 0.1))] * 3
+    assert steady_seconds(uneven, two) == pytest.approx(5.4)
+
+
 def test_exchanges_hide_behind_the_compute_of_others_unless_the_staleness_is_0() -> None:
     """Two teams, 1 s of compute, 0.25 s each way: 2 s in lock step, 1.5 s alone."""
     teams = paces(1.0, 1.0, exchange_s=0.25)
