@@ -89,7 +89,8 @@ AsynchronousOption = Annotated[
         "--asynchronous",
         help="also plan what gives other weights than one device: average=H[,delay=D]"
         "[,weights=equal][,rate=0.7,momentum=0.9], islands that average every H steps, or "
-        "server=TAU, teams that push gradients to a server, TAU steps apart at most",
+        "server=TAU[,order=arrival], teams that push gradients to a server, TAU steps apart "
+        "at most",
     ),
 ]
 BudgetOption = Annotated[str, typer.Option("--budget", help="30s, 2m, or 5000e (evaluations)")]

@@ -32,7 +32,7 @@ from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.asynchronous import ticks_of
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
-from heterog.strategy.asynchronous import AsynchronousServer
+from heterog.strategy.asynchronous import AsynchronousServer, PushOrder
 from heterog.strategy.strategy import Decision, Strategy
 
 SERVER = "server"
@@ -54,15 +54,23 @@ def asynchronous_method(text: str) -> Planner:
     Raises:
         HeterogError: a word is unknown, missing or has no such value.
     """
-    word, _, value = text.partition("=")
-    if word.strip() != SERVER:
+    if text.partition("=")[0].strip() != SERVER:
         return AveragedReplicas(parse_asynchronous(text))
+    first, *others = (part.strip().partition("=")[::2] for part in text.split(","))
+    value = first[1]
     if not (value.isascii() and value.isdecimal() and len(value) < 10):
         raise HeterogError(
             f"--asynchronous has server={shown(value)}; it needs the number of steps that a team "
             "may be ahead of the slowest one: server=2, or server=0 where all wait for each other."
         )
-    return ServedTeams(int(value))
+    options = dict(others)
+    order = options.pop("order", PushOrder.PLANNED.value)
+    if options or len(others) > 1 or order not in list(PushOrder):
+        raise HeterogError(
+            f"--asynchronous has {shown(text)}; after server=TAU it takes order=planned or "
+            "order=arrival, once, with a comma before it."
+        )
+    return ServedTeams(int(value), PushOrder(order))
 
 
 class _Tried(NamedTuple):
@@ -75,13 +83,15 @@ class ServedTeams:
 
     Args:
         staleness: steps that a team may be ahead of the slowest one.
+        order: in which the server takes pushes.
     """
 
     name = SERVER
     stage = "search"
 
-    def __init__(self, staleness: int) -> None:
+    def __init__(self, staleness: int, order: PushOrder = PushOrder.PLANNED) -> None:
         self.staleness = staleness
+        self.order = order
 
     def plan(self, problem: Problem) -> PlanResult:
         """Teams of devices and of hosts with servers in several places, then refined."""
@@ -111,7 +121,7 @@ class ServedTeams:
         )
 
     def _tried(self, evaluator: Evaluator, decision: Decision, devices: tuple[int, ...]) -> _Tried:
-        strategy = served_strategy(evaluator, decision, self.staleness, devices)
+        strategy = served_strategy(evaluator, decision, self.staleness, devices, self.order)
         return _Tried(evaluator.evaluate(strategy, Order.FIFO), strategy)
 
     def _refined(self, evaluator: Evaluator, best: _Tried) -> Iterator[_Tried]:
@@ -132,7 +142,11 @@ class ServedTeams:
 
 
 def served_strategy(
-    evaluator: Evaluator, decision: Decision, staleness: int, devices: tuple[int, ...]
+    evaluator: Evaluator,
+    decision: Decision,
+    staleness: int,
+    devices: tuple[int, ...],
+    order: PushOrder = PushOrder.PLANNED,
 ) -> Strategy:
     """A strategy whose order of pushes is that of the paces that are predicted for its teams.
 
@@ -141,9 +155,10 @@ def served_strategy(
         decision: of all groups, with teams.
         staleness: steps that a team may be ahead of the slowest one.
         devices: of the server.
+        order: in which it takes pushes.
     """
     equal = AsynchronousServer(
-        staleness=staleness, devices=devices, ticks=(1,) * len(decision.teams)
+        staleness=staleness, devices=devices, ticks=(1,) * len(decision.teams), order=order
     )
     strategy = replace(uniform_strategy(evaluator, decision), asynchronous=equal)
     paces = evaluator.team_paces(strategy, evaluator.encode(strategy))

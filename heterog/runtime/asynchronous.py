@@ -20,6 +20,7 @@ from heterog.runtime.weight_server import (
     Messages,
     Tag,
     WeightServer,
+    flat_like,
     flat_of,
     numeric_options,
     options_now,
@@ -78,6 +79,11 @@ class AsynchronousTraining:
         self._sending: list[Callable[[], None]] = []
         self._alike_after = 0
         self._has_begun = False
+
+    @property
+    def most_ahead(self) -> int:
+        """By arrival, steps that a team was ahead of the slowest one; known to the server."""
+        return 0 if self._server is None else self._server.most_ahead
 
     def is_alike(self, num_steps: int) -> bool:
         """Whether all ranks have the server's weights after so many steps."""
@@ -154,17 +160,19 @@ class AsynchronousTraining:
             self._sending.pop()()
         options = options_now(self._optimizer, self._named)
         said = torch.tensor([float(ask), *options], dtype=torch.float64)
-        coming = []
+        coming, asked = [], []
         for server, rows in self._pulls:
             values = [self._parameters[row].detach() for row in rows]
             if ask != Ask.CLOSE:
-                like = flat_of([value.cpu() for value in values])
-                come = self._messages.start_receive(like, server, Tag.NEW_WEIGHTS)
+                into = flat_like(values)
+                come = self._messages.start_receive(into, server, Tag.NEW_WEIGHTS)
                 coming.append((values, come))
-            self._sending.append(self._messages.start_send(said, server, Tag.ASK))
+            asked.append(self._messages.start_send(said, server, Tag.ASK))
         for values, come in coming:
             for value, new in zip(values, parts_of(come(), values), strict=True):
                 value.copy_(new)
+        for wait in asked:
+            wait()
         self._check_server()
 
     def _check_server(self) -> None:

@@ -1,9 +1,12 @@
 """A device of an asynchronous server: a thread that takes gradients and gives weights.
 
-The thread does what ``AsynchronousServer.events`` says, one event after the other: for a pull it
-waits until the team asks and sends it weights, for a push it waits for the gradients and steps the
-optimizer. So it waits for the team whose turn it is, even if another one is earlier than the plan
-predicted; the weights are the same in every run.
+In a planned order the thread does what ``AsynchronousServer.events`` says, one event after the
+other: for a pull it waits until the team asks and sends it weights, for a push it waits for the
+gradients and steps the optimizer. So it waits for the team whose turn it is, even if another one
+is earlier than the plan predicted; the weights are the same in every run.
+
+By arrival it has a thread for each team, and a lock around the weights. A team that asks for
+weights gets them when it is at most tau steps ahead of the slowest one.
 
 What a team asks for is a message of numbers: a code, then the options of its optimizer.
 
@@ -17,6 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import IntEnum
+from functools import reduce
 from queue import SimpleQueue
 
 import torch
@@ -24,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.asynchronous import pulls_of, pushes_of, server_of_rows
+from heterog.strategy.asynchronous import PushOrder, pulls_of, pushes_of, server_of_rows
 from heterog.strategy.strategy import Strategy
 
 _MOST_IDLE = timedelta(days=1)
@@ -78,17 +82,22 @@ class Messages:
 
         return wait
 
-    def start_receive(self, like: Tensor, src: int, tag: Tag) -> Callable[[], Tensor]:
-        """Begin to receive a tensor of a shape and dtype; calling the answer waits for it."""
+    def start_receive(self, into: Tensor, src: int, tag: Tag) -> Callable[[], Tensor]:
+        """Begin to receive a tensor; calling the answer waits for it.
+
+        Args:
+            into: host memory of its shape and dtype, which may be used for it.
+            src: who sends.
+            tag: what it is.
+        """
         if src == self._rank:
             return lambda: self._own[tag].get()
-        host = torch.empty(like.shape, dtype=like.dtype)
-        work = dist.irecv(host, src, self._group, tag=int(tag))
+        work = dist.irecv(into, src, self._group, tag=int(tag))
         assert work is not None
 
         def wait() -> Tensor:
             work.wait()
-            return host
+            return into
 
         return wait
 
@@ -112,6 +121,7 @@ class WeightServer:
         values: the server's weights, by row of ``graph.updates``.
         optimizer: of the values.
         error: why the thread has ended, if it failed.
+        most_ahead: by arrival, steps that any team was ahead of the slowest one when it began one.
     """
 
     def __init__(
@@ -129,6 +139,7 @@ class WeightServer:
         self.values = {row: nn.Parameter(parameters[row].detach().clone()) for row in rows}
         self.optimizer = make_optimizer(list(self.values.values()))
         self.error: Exception | None = None
+        self.most_ahead = 0
         self._messages = messages
         self._options: dict[int, list[float]] = {}  # of each team's step, by team
         self._named = numeric_options(self.optimizer)
@@ -147,12 +158,14 @@ class WeightServer:
 
     def _run(self) -> None:
         try:
-            while self._serve():
+            is_planned = self._server.order == PushOrder.PLANNED
+            serve = self._serve_in_order if is_planned else self._serve_as_they_come
+            while serve():
                 pass
         except Exception as error:  # told to the rank's own thread, which raises it
             self.error = error
 
-    def _serve(self) -> bool:
+    def _serve_in_order(self) -> bool:
         """Serve until all teams have settled; ``False`` if they close instead."""
         asked: dict[int, Ask] = {}
         num_teams = len(self._server.ticks)
@@ -169,45 +182,134 @@ class WeightServer:
             asked[event.team] = ask
             if len(asked) == num_teams:
                 break
+        return self._end(asked)
+
+    def _serve_as_they_come(self) -> bool:
+        """The same with a thread for each team."""
+        stretch = _Stretch(len(self._server.ticks))
+        threads = [
+            threading.Thread(target=self._follow, args=(team, stretch), daemon=True)
+            for team in range(len(stretch.done))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if stretch.error is not None:
+            raise stretch.error
+        self.most_ahead = max(self.most_ahead, stretch.most_ahead)
+        return self._end(stretch.asked)
+
+    def _end(self, asked: dict[int, Ask]) -> bool:
+        """Give all teams the weights once they have settled; ``False`` if they close."""
         if Ask.CLOSE in asked.values():
             return False
-        for team in range(num_teams):
+        for team in asked:
             self._give(team)
         return True
+
+    def _follow(self, team: int, stretch: "_Stretch") -> None:
+        """Serve one team until it has settled or closes."""
+        try:
+            while (ask := self._listen(team)) == Ask.WEIGHTS:
+                with stretch.changed:
+                    stretch.wait_for_turn(team, self._server.staleness)
+                    messages = self._weights_for(team)
+                self._send(messages)
+                gradients = self._receive(team)
+                with stretch.changed:
+                    self._step(team, gradients)
+                    stretch.has_pushed(team)
+            stretch.asked[team] = ask
+        except Exception as error:  # raised by the thread that waits for all
+            self.error = error
+            with stretch.changed:
+                stretch.error = error
+                stretch.changed.notify_all()
 
     def _listen(self, team: int) -> Ask:
         """What all devices of a team ask for."""
         said: list[list[float]] = []
-        like = torch.empty(1 + len(self._named), dtype=torch.float64)
         for device, _ in self._pulls[team]:
-            said.append(self._messages.start_receive(like, device, Tag.ASK)().tolist())
+            into = torch.empty(1 + len(self._named), dtype=torch.float64)
+            said.append(self._messages.start_receive(into, device, Tag.ASK)().tolist())
         assert said, "every team has all parameters, and every server's device some"
         self._options[team] = said[0][1:]
         return Ask(round(said[0][0]))
 
     def _give(self, team: int) -> None:
         """Send a team the weights as they are."""
-        sends = [
-            self._messages.start_send(self._flat(rows), device, Tag.NEW_WEIGHTS)
+        self._send(self._weights_for(team))
+
+    def _weights_for(self, team: int) -> list[tuple[int, Tensor]]:
+        """Copies of the weights for each device of a team."""
+        return [
+            (device, flat_of([self.values[row] for row in rows]))
             for device, rows in self._pulls[team]
+        ]
+
+    def _send(self, messages: Sequence[tuple[int, Tensor]]) -> None:
+        sends = [
+            self._messages.start_send(flat, device, Tag.NEW_WEIGHTS) for device, flat in messages
         ]
         for wait in sends:
             wait()
 
-    def _flat(self, rows: Sequence[int]) -> Tensor:
-        return flat_of([self.values[row].detach() for row in rows])
-
     def _take(self, team: int) -> None:
         """Receive a team's gradients and step the optimizer with them."""
+        self._step(team, self._receive(team))
+
+    def _receive(self, team: int) -> dict[int, Tensor]:
+        """A team's gradients, by row of ``graph.updates``."""
+        found: dict[int, Tensor] = {}
         for device, rows in self._pushes[team]:
             values = [self.values[row] for row in rows]
-            flat = self._messages.start_receive(flat_of(values), device, Tag.GRADIENTS)()
-            for value, part in zip(values, parts_of(flat, values), strict=True):
-                value.grad = part.to(value.device)
+            flat = self._messages.start_receive(flat_like(values), device, Tag.GRADIENTS)()
+            found |= dict(zip(rows, parts_of(flat, values), strict=True))
+        return found
+
+    def _step(self, team: int, gradients: dict[int, Tensor]) -> None:
+        """Step the optimizer with a team's gradients, at the options of the team's step."""
+        for row, gradient in gradients.items():
+            value = self.values[row]
+            value.grad = gradient.to(value.device, value.dtype)
         set_options(self.optimizer, self._named, self._options[team])
         self.optimizer.step()
         for value in self.values.values():
             value.grad = None
+
+
+class _Stretch:
+    """Steps of all teams from one settling to the next, where gradients are taken as they come.
+
+    Attributes:
+        done: steps that each team has pushed.
+        asked: what teams have said last.
+        changed: held by who reads or changes weights, and notified of every push.
+        most_ahead: steps that any team has been ahead of the slowest one.
+        error: that has ended a team's thread, if any.
+    """
+
+    def __init__(self, num_teams: int) -> None:
+        self.done = [0] * num_teams
+        self.asked: dict[int, Ask] = {}
+        self.changed = threading.Condition()
+        self.most_ahead = 0
+        self.error: Exception | None = None
+
+    def wait_for_turn(self, team: int, staleness: int) -> None:
+        """Wait until a team may begin its next step; called with ``changed`` held."""
+        self.changed.wait_for(
+            lambda: self.error is not None or self.done[team] - min(self.done) <= staleness
+        )
+        if self.error is not None:
+            raise self.error
+        self.most_ahead = max(self.most_ahead, self.done[team] - min(self.done))
+
+    def has_pushed(self, team: int) -> None:
+        """Count a push; called with ``changed`` held."""
+        self.done[team] += 1
+        self.changed.notify_all()
 
 
 def _with_server(traffic: Sequence[tuple[int, int, tuple[int, ...]]], rank: int) -> (
@@ -218,8 +320,14 @@ def _with_server(traffic: Sequence[tuple[int, int, tuple[int, ...]]], rank: int)
 
 
 def flat_of(values: Sequence[Tensor]) -> Tensor:
-    """Tensors one after another in a flat one."""
+    """Tensors one after another in a flat one, of a dtype that holds all of theirs."""
     return torch.cat([value.detach().reshape(-1) for value in values])
+
+
+def flat_like(values: Sequence[Tensor]) -> Tensor:
+    """Host memory for what ``flat_of`` makes of such tensors."""
+    dtype = reduce(torch.promote_types, (value.dtype for value in values))
+    return torch.empty(sum(value.numel() for value in values), dtype=dtype)
 
 
 def parts_of(flat: Tensor, values: Sequence[Tensor]) -> list[Tensor]:

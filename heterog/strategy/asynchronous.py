@@ -2,10 +2,9 @@
 
 The teams of every decision train alone, as the islands of ``averaging`` do. A *server* keeps the
 weights and the optimizer. A team pulls the weights, computes a gradient of its own samples on
-them, and pushes it; the server steps its optimizer with every push, in the order in which they
-come. A team may begin a step only if it is at most tau steps ahead of the slowest one (stale
-synchronous parallel, Ho et al. 2013): with tau = 0 nobody begins step k + 1 before all have
-finished step k.
+them, and pushes it; the server steps its optimizer with every push. A team may begin a step only
+if it is at most tau steps ahead of the slowest one (stale synchronous parallel, Ho et al. 2013):
+with tau = 0 nobody begins step k + 1 before all have finished step k.
 
 A pushed gradient is the team's part of the mean over the whole batch. With tau = 0 all gradients
 of a step are made on the same weights, so with plain SGD (no momentum, no weight decay) their
@@ -13,13 +12,16 @@ updates add up to the step of one device on the whole batch. An optimizer with a
 for every team, which one device does not; and with tau > 0 gradients are made on weights that are
 older than those they change. So a strategy has such a server only where a person asked for it.
 
-The order of all pushes and pulls is part of the strategy: it follows from ``ticks``. Runs are
-therefore the same each time, whatever clocks say.
+The order of all pushes and pulls is part of the strategy, if it is ``planned``: it follows from
+``ticks``. Runs are then the same each time, whatever clocks say, but a team that is late holds the
+others up. By ``arrival`` the server takes what comes first, so that nobody waits before the bound
+on staleness says so, and no two runs are alike.
 """
 
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,6 +35,15 @@ if TYPE_CHECKING:
 
 MOST_TICKS = 1_000_000
 """For one step; the order of pushes needs no finer clock."""
+
+
+class PushOrder(StrEnum):
+    """In which order a server takes gradients."""
+
+    PLANNED = "planned"
+    """That of ``AsynchronousServer.events``: each run gives the same weights."""
+    ARRIVAL = "arrival"
+    """As they come."""
 
 
 class ServerEvent(NamedTuple):
@@ -58,12 +69,14 @@ class AsynchronousServer:
         devices: that share the server's work: each keeps the weights and the optimizer's state of
             some of the parameters that it trains; see ``server_of_rows``.
         ticks: how long a step of each team takes compared with the others', in whole numbers.
-            The order of pushes is that of teams which take exactly so long.
+            The planned order of pushes is that of teams which take exactly so long.
+        order: in which the server takes pushes.
     """
 
     staleness: int
     devices: tuple[int, ...]
     ticks: tuple[int, ...]
+    order: PushOrder = PushOrder.PLANNED
 
     def __post_init__(self) -> None:
         if not 0 <= self.staleness <= MOST_STEPS:
@@ -86,13 +99,14 @@ class AsynchronousServer:
         """The server in a sentence.
 
         >>> AsynchronousServer(staleness=2, devices=(0,), ticks=(3, 5)).words
-        'gradients pushed to a server on device 0 as they come, at most 2 steps ahead'
+        'gradients pushed to a server on device 0 in a planned order, at most 2 steps ahead'
         """
         steps = "1 step" if self.staleness == 1 else f"{self.staleness} steps"
         where = f"device {self.devices[0]}"
         if len(self.devices) > 1:
             where = f"devices {', '.join(map(str, self.devices))}"
-        return f"gradients pushed to a server on {where} as they come, at most {steps} ahead"
+        order = "in a planned order" if self.order == PushOrder.PLANNED else "as they come"
+        return f"gradients pushed to a server on {where} {order}, at most {steps} ahead"
 
     def events(self) -> Iterator[ServerEvent]:
         """All pushes and pulls from the start of training, without end.
@@ -245,7 +259,7 @@ def kept_bytes(
     """Bytes that a server adds to each device, beside what it needs to train alone.
 
     A replica keeps a message of gradients and one of weights, but no state of the optimizer, which
-    is the server's. The server keeps weights of its own, the state, and a message that arrives.
+    is the server's. The server keeps weights of its own, the state, and a message that travels.
 
     Args:
         strategy: with a server.
@@ -257,12 +271,16 @@ def kept_bytes(
     Returns:
         # [num_devices]
     """
+    server = strategy.asynchronous
+    assert server is not None
+    # By arrival there may be a message of every team at once.
+    messages = 1 if server.order == PushOrder.PLANNED else len(server.ticks)
     kept = [0.0] * num_devices
     dealt = _dealt(strategy, sizes, groups)
-    for size, group, server in zip(sizes, groups, dealt, strict=True):
+    for size, group, home in zip(sizes, groups, dealt, strict=True):
         for device in strategy.decisions[group].devices:
             kept[device] += size * (2.0 - state_ratio)
-        kept[server] += size * (2.0 + state_ratio)
+        kept[home] += size * (1.0 + messages + state_ratio)
     return kept
 
 

@@ -12,7 +12,7 @@ from heterog.graph.op_rule import Scatter
 from heterog.graph.placement import H, L, P, Placement, R, S, Window, neighbours
 from heterog.names import shown
 from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, parse_record
-from heterog.strategy.asynchronous import AsynchronousServer
+from heterog.strategy.asynchronous import AsynchronousServer, PushOrder
 from heterog.strategy.averaging import AverageWeights, Averaging
 from heterog.strategy.codec import Codec, CodecKind, CodecRule, CodecRules, Traffic
 from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
@@ -131,6 +131,7 @@ class _ServerRecord(Record):
     staleness: Annotated[int, Field(ge=0, le=MAX_INT32)]
     devices: Many[Int32]
     ticks: Many[Int32]
+    order: str
 
 
 class _CodecRecord(Record):
@@ -228,6 +229,7 @@ def _apart_to_dict(strategy: Strategy) -> dict[str, Any]:
             "staleness": server.staleness,
             "devices": list(server.devices),
             "ticks": list(server.ticks),
+            "order": str(server.order),
         }
     return found
 
@@ -235,8 +237,16 @@ def _apart_to_dict(strategy: Strategy) -> dict[str, Any]:
 def _server(record: _ServerRecord | None) -> AsynchronousServer | None:
     if record is None:
         return None
+    if record.order not in list(PushOrder):
+        raise StrategyError(
+            f"strategy: field 'asynchronous.order' is {shown(record.order)}, none of "
+            f"{', '.join(PushOrder)}."
+        )
     return AsynchronousServer(
-        staleness=record.staleness, devices=tuple(record.devices), ticks=tuple(record.ticks)
+        staleness=record.staleness,
+        devices=tuple(record.devices),
+        ticks=tuple(record.ticks),
+        order=PushOrder(record.order),
     )
 
 

@@ -22,6 +22,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.asynchronous import (
     AsynchronousServer,
+    PushOrder,
     Traffic,
     pulls_of,
     pushes_of,
@@ -149,16 +150,24 @@ def test_a_server_goes_with_nothing_else_that_is_not_exact() -> None:
 def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
     document = strategy_to_dict(strategy())
     assert strategy_from_dict(document) == strategy()
+    by_arrival = strategy(server=replace(SERVER, order=PushOrder.ARRIVAL))
+    assert strategy_from_dict(strategy_to_dict(by_arrival)) == by_arrival
     assert "asynchronous" not in strategy_to_dict(replace(strategy(), asynchronous=None))
     own = document["asynchronous"]
     hostile: list[dict[str, object]] = [{"staleness": -1}, {"ticks": []}, {"ticks": [0]}]
-    hostile += [{"devices": "0"}, {"more": 1}]
+    hostile += [{"devices": "0"}, {"more": 1}, {"order": "any"}]
     for wrong in hostile:
         with pytest.raises(StrategyError):
             strategy_from_dict(document | {"asynchronous": own | wrong})
 
 
-@pytest.mark.parametrize("text", ["server", "server=", "server=x", "server=-1", "server=1,rate=1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("server", "server=", "server=x", "server=-1", "server=1,rate=1", "server=1,order=any"),
+        *("server=1,order=arrival,order=arrival", "server=1,"),
+    ],
+)
 def test_words_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(HeterogError, match="--asynchronous"):
         asynchronous_method(text)
@@ -168,6 +177,10 @@ def test_words_are_read() -> None:
     found = asynchronous_method("server=3")
     assert isinstance(found, ServedTeams)
     assert found.staleness == 3
+    assert found.order == PushOrder.PLANNED
+    by_arrival = asynchronous_method("server=3,order=arrival")
+    assert isinstance(by_arrival, ServedTeams)
+    assert by_arrival.order == PushOrder.ARRIVAL
     assert isinstance(asynchronous_method("average=8"), AveragedReplicas)
 
 
@@ -206,7 +219,7 @@ def test_a_larger_staleness_is_never_planned_slower() -> None:
 def test_what_cannot_serve_refuses_the_plan(tmp_path: Path) -> None:
     """Other launchers would train exactly, and healing keeps copies of one model."""
     plan = plan_of(graph_of("mlp"), strategy())
-    with pytest.raises(ExportError, match="gradients pushed to a server on device 0 as they come"):
+    with pytest.raises(ExportError, match="pushed to a server on device 0 in a planned order"):
         uniform_micro_batches(plan, "ddp")
     plan.save(tmp_path / "plan.json")
     with pytest.raises(HeterogError, match="copies of one model only; run it without --heal"):

@@ -1,6 +1,7 @@
 """Teams with an asynchronous server: real ranks against a slow loop in one process."""
 
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from heterog.graph.grouping import group_ops
 from heterog.planners.plan import load_plan
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.deploy import deploy
-from heterog.strategy.asynchronous import AsynchronousServer
+from heterog.strategy.asynchronous import AsynchronousServer, PushOrder
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import batch_of, workload_of
 from tests.runtime.ranks import Ranks
@@ -172,15 +173,48 @@ def in_lock_step(rank: int, path: str) -> object:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("order", list(PushOrder))
 def test_a_staleness_of_0_with_plain_sgd_is_the_step_of_one_device(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path, order: PushOrder
 ) -> None:
-    strategy = served("gpt", replace(UNLIKE, staleness=0))
+    """Sums do not mind an order: what comes first may be first."""
+    strategy = served("gpt", replace(UNLIKE, staleness=0, devices=(0, 1), order=order))
     path = tmp_path / "plan.json"
     plan_of(graph_of("gpt"), strategy).save(path)
     state = ranks.run(in_lock_step, str(path))[0]
     for key, value in one_device("gpt").items():
         torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-6)
+
+
+def with_a_slow_team(rank: int, path: str) -> tuple[int, dict[str, Tensor]]:
+    """The last rank sleeps in every step, until the others have to wait for it."""
+    step = deploy(workload_of("mlp"), load_plan(path))
+    for number in range(8):
+        if rank == 2:
+            time.sleep(0.05)
+        step(batch_of("mlp", number))
+    step.settle()
+    found = {name: value.detach().clone() for name, value in step.model.named_parameters()}
+    assert step.server is not None
+    ahead = step.server.most_ahead
+    step.close()
+    return ahead, found
+
+
+@pytest.mark.distributed
+def test_by_arrival_teams_run_ahead_as_far_as_the_bound_lets_them(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Afterwards all ranks have the server's weights."""
+    server = replace(UNLIKE, staleness=2, order=PushOrder.ARRIVAL)
+    path = tmp_path / "plan.json"
+    plan_of(graph_of("mlp"), served("mlp", server)).save(path)
+    found = ranks.run(with_a_slow_team, str(path))
+    assert found[0][0] == 2
+    for _, weights in found[1:]:
+        torch.testing.assert_close(weights, found[0][1], rtol=0.0, atol=0.0)
+    start = dict(workload_of("mlp").make_model().named_parameters())
+    assert any(not torch.equal(start[name], value) for name, value in found[0][1].items())
 
 
 def interrupted(rank: int, path: str, folder: str) -> tuple[str, object, object]:
