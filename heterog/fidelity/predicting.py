@@ -1,8 +1,9 @@
 """What the simulator says of recorded runs."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import DEVICE_MODELS, Cluster, Execution
 from heterog.errors import HeterogError, InputFileError
 from heterog.fidelity.comparison import Compared
 from heterog.fidelity.recorded import RecordedRun
@@ -34,12 +35,25 @@ def cases_of(
             key = (run.model, run.batch_size)
             if last is None or last[0] != key:
                 last = (key, graphs(*key))
-            graph, cluster = last[1], clusters(run.cluster)
+            graph, cluster = last[1], _cluster_of(run, clusters)
             layout = parse_layout(run.layout) if run.layout else Layout()
             strategy = place_layout(layout, graph, cluster).strategy
         except HeterogError as error:
             raise InputFileError(f"line {run.line} of the runs: {error}") from error
         yield run, Case(graph=graph, cluster=cluster, strategy=strategy, measured_s=run.seconds)
+
+
+def _cluster_of(run: RecordedRun, clusters: Clusters) -> Cluster:
+    """The cluster of a run, with the program that the run says."""
+    cluster = clusters(run.cluster)
+    if not run.execution:
+        return cluster
+    if cluster.calibration not in (None, DEVICE_MODELS):
+        raise HeterogError(
+            f"execution {run.execution} is for device models, and cluster {run.cluster} is priced "
+            f"by {cluster.calibration}; leave the column empty, or 'calibration' out of the file."
+        )
+    return replace(cluster, execution=Execution(run.execution))
 
 
 def compared(run: RecordedRun, case: Case) -> Compared:
@@ -49,14 +63,17 @@ def compared(run: RecordedRun, case: Case) -> Compared:
     predicted_bytes, interval_bytes = largest_peak(found.peak_memory_bytes, case.cluster)
     return Compared(
         family=run.family,
-        name=f"{run.model}, batch {case.graph.batch_size}, {run.cluster}, {run.layout or 'dp'}",
+        name=", ".join(
+            [run.model, f"batch {case.graph.batch_size}", run.cluster, run.layout or "dp"]
+            + [run.execution] * bool(run.execution)
+        ),
         measured_s=run.seconds,
         predicted_s=found.step_time_s,
         interval_s=evaluator.interval(found.step_time_s),
         measured_bytes=run.peak_bytes,
         predicted_bytes=predicted_bytes,
         interval_bytes=interval_bytes,
-        choice=f"{run.model}, {case.graph.batch_size}, {run.cluster}",
+        choice=f"{run.model}, {case.graph.batch_size}, {run.cluster}, {run.execution}",
     )
 
 

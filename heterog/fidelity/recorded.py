@@ -14,6 +14,9 @@ A CSV file with a head line and a row for each run:
     of a step: the median of many, warm.
 ``peak_bytes``
     the largest peak of a device; empty if not recorded.
+``execution``
+    which program ran it: ``eager``, ``megatron`` or ``compiled``; empty for what the cluster file
+    says.
 ``family``
     whose errors are reported together; empty for the model's name.
 
@@ -24,7 +27,7 @@ import csv
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -33,7 +36,16 @@ from heterog.files import read_bytes
 from heterog.names import shown
 from heterog.records import Count, NumBytes, PositiveSeconds, Record, Text, parse_record
 
-COLUMNS = ("model", "batch_size", "cluster", "layout", "seconds", "peak_bytes", "family")
+COLUMNS = (
+    "model",
+    "batch_size",
+    "cluster",
+    "layout",
+    "seconds",
+    "peak_bytes",
+    "execution",
+    "family",
+)
 _NUMBERS = {"batch_size": int, "seconds": float, "peak_bytes": int}
 _MOST_BYTES = 64 * 2**20
 _MOST_ROWS = 100_000
@@ -50,6 +62,7 @@ class RecordedRun(Record):
         layout: as text.
         seconds: of a step.
         peak_bytes: ``None`` if not recorded.
+        execution: empty for that of the cluster.
         family: never empty.
     """
 
@@ -60,6 +73,7 @@ class RecordedRun(Record):
     layout: Annotated[Text, Field(max_length=10_000)]
     seconds: PositiveSeconds
     peak_bytes: NumBytes | None
+    execution: Literal["", "eager", "megatron", "compiled"] = ""
     family: Annotated[Text, Field(min_length=1, max_length=1000)]
 
 

@@ -1,11 +1,20 @@
 """Tables of recorded runs: what they may say, and what is refused in one line."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
+from heterog.cluster.spec import load_cluster
+from heterog.cluster.topology import ROOFLINE
 from heterog.errors import InputFileError
-from heterog.fidelity.recorded import read_runs
+from heterog.fidelity.predicting import cases_of, compared
+from heterog.fidelity.recorded import RecordedRun, read_runs
+from heterog.graph.capture import capture
+from heterog.graph.workload import Workload
 
 HEAD = "model,batch_size,cluster,layout,seconds,peak_bytes,family,remark\n"
 
@@ -30,6 +39,32 @@ def test_what_is_empty_or_missing_has_a_meaning(tmp_path: Path) -> None:
     assert (run.batch_size, run.layout, run.peak_bytes, run.family) == (None, "", None, "gpt2")
 
 
+def test_a_row_may_say_which_program_ran_it(tmp_path: Path) -> None:
+    path = table(tmp_path, "model,cluster,seconds,execution\ngpt2,lab,1,compiled\ngpt2,lab,1,\n")
+    assert [run.execution for run in read_runs(path)] == ["compiled", ""]
+
+
+def test_a_compiled_run_is_predicted_faster_and_other_prices_know_no_programs() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256), nn.Tanh())
+
+    data = torch.zeros(4096, 256), torch.zeros(4096, 256)
+    graph = capture(Workload(model, data, functional.mse_loss, torch.optim.SGD, name="m"))
+    cluster = load_cluster("homogeneous_8xa100")
+    rows = [
+        RecordedRun(
+            line=2, model="m", batch_size=None, cluster="c", layout="", seconds=1.0,
+            peak_bytes=None, execution=execution, family="m",
+        )
+        for execution in ("eager", "compiled")
+    ]  # fmt: skip
+    found = [compared(*case) for case in cases_of(rows, lambda *_: graph, lambda _: cluster)]
+    assert found[1].predicted_s < found[0].predicted_s
+    priced = replace(cluster, calibration=ROOFLINE)
+    with pytest.raises(InputFileError, match="execution eager is for device models"):
+        list(cases_of(rows, lambda *_: graph, lambda _: priced))
+
+
 def test_what_is_given_once_stands_in_for_a_column(tmp_path: Path) -> None:
     path = table(tmp_path, "seconds,model\n0.25,gpt2\n0.5,gpt2\n")
     runs = read_runs(path, model="mine.py:workload", cluster="lab.yaml")
@@ -50,6 +85,7 @@ def test_what_is_given_once_stands_in_for_a_column(tmp_path: Path) -> None:
         (HEAD + "gpt2,8.5,lab,,1.0,,,\n", "line 2: batch_size is '8.5'"),
         (HEAD + "gpt2,8,lab,,1.0,-1,,\n", "line 2: .*peak_bytes"),
         (HEAD + ",8,lab,,1.0,,,\n", "line 2: .*model"),
+        ("execution," + HEAD + "jit,gpt2,8,lab,,1.0,,,\n", "line 2: .*execution"),
         (HEAD + "gpt2,8,lab\n", "line 2: as many values as columns"),
         (HEAD + "gpt2,8,lab,,1.0,,,,,\n", "line 2: as many values as columns"),
         (HEAD + "/tmp/x.py:make,8,lab,,1.0,,,\n", "line 2: '/tmp/x.py:make' is Python code"),

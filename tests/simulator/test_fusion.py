@@ -1,6 +1,10 @@
 """Fused kernels: counts and bytes by hand, what holds for every graph, and inductor itself."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from heterog.simulator.device_models.fusion.fused import Fused, fused_kernels
 from heterog.simulator.device_models.fusion.scheduling import Kernel
 from heterog.simulator.device_models.model import DeviceModels
 from heterog.zoo import build
+from tests.thorough import THOROUGH
 
 
 def graph_of(model: Callable[[], nn.Module], *batch: Tensor) -> OpGraph:
@@ -116,6 +121,26 @@ def test_a_compiled_step_takes_its_kernels_bytes_and_launches() -> None:
     assert seconds[rest].sum() == pytest.approx(
         eager.op_seconds(graph, kind, 4)[rest].sum(), rel=0.25
     )
+
+
+@THOROUGH
+def test_kernels_are_as_many_as_inductor_compiles_and_runs() -> None:
+    """Inductor on this CPU; what it does otherwise than on a GPU stands in ``docs/results.md``."""
+    script = Path(__file__).parents[2] / "experiments" / "compiled_kernels.py"
+    command = [sys.executable, str(script), "--models", "mlp,residual net", "--json"]
+    printed = subprocess.run(command, capture_output=True, check=True, timeout=900).stdout
+    for row in json.loads(printed)["rows"]:
+        # Convolutions on a CPU want other strides: three copies at most, and a mask by itself.
+        assert sum(row["heterog"]) == pytest.approx(sum(row["scheduled"]), rel=0.25)
+
+
+@THOROUGH
+def test_kernels_are_as_many_as_inductor_schedules_for_a_gpu() -> None:
+    script = Path(__file__).parents[2] / "experiments" / "compiled_kernels.py"
+    command = [sys.executable, str(script), "--models", "mlp,residual net", "--gpu", "--json"]
+    printed = subprocess.run(command, capture_output=True, check=True, timeout=900).stdout
+    for row in json.loads(printed)["rows"]:
+        assert row["heterog"] == row["scheduled"]
 
 
 def test_more_samples_never_take_less() -> None:

@@ -451,7 +451,8 @@ def _cat(lowering: _Lowering, call: OpCall) -> list[int]:
     inputs = lowering.all_inputs(call)
     item, shape = _item(call), call.outputs[0].shape
     makers = [lowering.steps[lowering.maker[each]] for each in inputs if lowering.maker[each] >= 0]
-    if len(inputs) <= _MOST_JOINED and all(step.work == Work.POINTWISE for step in makers):
+    are_loops = call.kind == "cat.default" and all(step.work == Work.POINTWISE for step in makers)
+    if are_loops and len(inputs) <= _MOST_JOINED:
         reads = [Read(each, f"part{number}") for number, each in enumerate(inputs)]
         traits = {"is_recomputable": False, "is_joined": True}
         return [lowering.pointwise(reads, shape, item, **traits)]

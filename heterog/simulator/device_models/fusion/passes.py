@@ -8,18 +8,22 @@ or where it is read more than once and reads so much that computing it again cos
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.simulator.device_models.fusion.kept import follows_loss, kept_values
 from heterog.simulator.device_models.fusion.loops import ROWS, SAME, Step, Steps, Work
+from heterog.simulator.device_models.fusion.splits import num_parts
 
 _MOST_REUSED_READS = 4
 _MOST_REUSED_OPS = {True: 30, False: 50}
 _MOST_READS = {True: 8, False: 12}
 """On GPUs and on CPUs: ``realize_acc_reads_threshold`` of inductor and the like."""
 _MOST_OPS = 100
+
+OF_PARTS = "parts"
+"""The order of a reduction over the parts of another."""
 
 Access = tuple[int, str]
 """A buffer, and the order in which a loop reads it."""
@@ -35,6 +39,7 @@ class Loop:
         whole: iterations.
         kept: elements of its result; less than ``whole`` for a reduction.
         order: of a reduction; see ``Step``.
+        parts: into which a GPU's reduction is cut; this loop makes one result of each.
         reads: bytes that it reads of each buffer, by the order of reading.
         writes: bytes of each buffer that it makes.
         ops: all ops that are written into it, its own among them.
@@ -49,7 +54,13 @@ class Loop:
     reads: Mapping[Access, float]
     writes: Mapping[int, float]
     ops: frozenset[int]
-    adds_up: bool
+    adds_up: bool = False
+    parts: int = 1
+
+    @property
+    def reduced(self) -> int:
+        """Elements that each result is made of."""
+        return self.whole // max(self.kept, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +71,13 @@ class Pass:
         phase: forward or backward.
         loops: in program order.
         outputs: buffers that something outside reads.
+        on_gpu: whose rules hold.
     """
 
     phase: Phase
     loops: tuple[Loop, ...]
     outputs: frozenset[int]
+    on_gpu: bool
 
 
 def passes_of(graph: OpGraph, lowered: Steps, *, on_gpu: bool = True) -> tuple[Pass, Pass]:
@@ -182,7 +195,7 @@ class _Writer:
         outputs = frozenset(
             buffer for value in self.outputs for buffer, _ in self.expressions[value].reads
         )
-        return Pass(phase=phase, loops=tuple(self.loops), outputs=outputs)
+        return Pass(phase=phase, loops=tuple(self.loops), outputs=outputs, on_gpu=self.on_gpu)
 
     def _drop_unneeded(self) -> None:
         """Leave out steps that no output needs, and note who reads each value."""
@@ -269,16 +282,38 @@ class _Writer:
             reads[buffer, order] = float(
                 num_bytes if is_own else min(num_bytes, iterations * item)
             )
-        self.loops.append(
-            Loop(
-                op=op,
-                work=step.work,
-                whole=iterations,
-                kept=kept,
-                order=step.order,
-                reads=reads,
-                writes={value: float(values[value].num_bytes) for value in step.makes},
-                ops=whole.ops,
-                adds_up=step.adds_up,
-            )
+        loop = Loop(
+            op=op,
+            work=step.work,
+            whole=iterations,
+            kept=kept,
+            order=step.order,
+            reads=reads,
+            writes={value: float(values[value].num_bytes) for value in step.makes},
+            ops=whole.ops,
+            adds_up=step.adds_up,
         )
+        if step.work == Work.REDUCTION and self.on_gpu:
+            last = step.order.rpartition(",")[2]
+            along_rows = step.order == ROWS or last.startswith("r")
+            parts = num_parts(kept, step.reduced, along_rows=along_rows)
+            self.loops.extend(_cut(loop, parts, -1 - len(self.loops)))
+        else:
+            self.loops.append(loop)
+
+
+def _cut(loop: Loop, parts: int, buffer: int) -> tuple[Loop, ...]:
+    """A reduction, or two: of each part, and of the parts, which pass through a buffer."""
+    if parts == 1:
+        return (loop,)
+    (num_bytes,) = loop.writes.values()
+    passed = num_bytes * parts
+    first = replace(loop, kept=loop.kept * parts, parts=parts, writes={buffer: passed})
+    second = replace(
+        loop,
+        whole=loop.kept * parts,
+        order=OF_PARTS,
+        reads={(buffer, OF_PARTS): passed},
+        ops=frozenset({loop.op}),
+    )
+    return first, second

@@ -8,8 +8,8 @@ may follow in the same kernel. Pairs of one kind that share most bytes come firs
 (``Scheduler.fuse_nodes``, ``score_fusion`` and ``SIMDScheduling.can_fuse`` in ``torch/_inductor``
 of torch 2.13).
 
-Unlike there, a reduction is never cut in two to fill a GPU, and sums over rows and over columns of
-one tensor are two kernels (inductor's ``MixOrderReduction`` sometimes joins them).
+On a GPU loops change their order to fit a sum over columns, and large sums over rows and over
+columns of one tensor are joined (``MixOrderReduction``). On a CPU neither is so.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 
 from heterog.graph.op_graph import Phase
 from heterog.simulator.device_models.fusion.loops import ROWS, SAME, Work
-from heterog.simulator.device_models.fusion.passes import Access, Loop, Pass
+from heterog.simulator.device_models.fusion.passes import OF_PARTS, Access, Loop, Pass
 
 _LEAST_SHARED_BYTES = 10.0
 _FURTHEST_APART = 64
 _MOST_LOOPS = 64
 _ROUNDS = 10
+_LEAST_MIXED, _LEAST_MIXED_ROWS, _LONGEST_MIXED_ROW = 5 * 2**20, 4096, 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +66,8 @@ class _Group:
     reads: dict[Access, float]
     writes: dict[int, float]
     whole: int
-    reduction: tuple[int, int, str] | None
-    """(elements of the result, elements that are reduced to one, order)."""
+    reduction: Loop | None
+    """Its first reduction; the others go through the same elements alike."""
     before: set[int] = field(default_factory=set)
     after: set[int] = field(default_factory=set)
 
@@ -143,12 +144,13 @@ class _Scheduler:
         first, second = self.groups[one], self.groups[other]
         if len(first.members) + len(second.members) > _MOST_LOOPS:
             return None
-        if not _loops_fit(first, second):
+        is_mixed = self.compiled.on_gpu and _are_mixed(first, second)
+        if not is_mixed and not _loops_fit(first, second):
             return None
         if self._leads_to(other, one):
             one, other, first, second = other, one, second, first
         is_vertical = other in first.after
-        if self._leads_around(one, other):
+        if self._leads_around(one, other) or (is_vertical and is_mixed):
             return None
         if is_vertical and not self._reads_as_made(first, second):
             return None
@@ -188,7 +190,7 @@ class _Scheduler:
             reader = self.loops[number]
             for buffer, order in reader.reads:
                 if buffer in first.writes and not _is_at_hand(
-                    self.loops[self.writer[buffer]], reader, order
+                    self.loops[self.writer[buffer]], reader, order, on_gpu=self.compiled.on_gpu
                 ):
                     return False
         return True
@@ -199,7 +201,10 @@ class _Scheduler:
         first.reads.update(second.reads)
         first.writes.update(second.writes)
         first.whole = max(first.whole, second.whole)
-        first.reduction = first.reduction or second.reduction
+        if first.reduction is None or (
+            second.reduction is not None and first.reduction.order != ROWS
+        ):
+            first.reduction = second.reduction or first.reduction
         first.before = (first.before | second.before) - {one, other}
         first.after = (first.after | second.after) - {one, other}
         for number in second.members:
@@ -230,44 +235,63 @@ class _Scheduler:
 
 
 def _group(number: int, loop: Loop) -> _Group:
-    is_reduction = loop.work == Work.REDUCTION
     return _Group(
         members=[number],
         reads=dict(loop.reads),
         writes=dict(loop.writes),
         whole=loop.whole,
-        reduction=(loop.kept, loop.whole // loop.kept, loop.order) if is_reduction else None,
+        reduction=loop if loop.work == Work.REDUCTION else None,
     )
 
 
 def _loops_fit(one: _Group, other: _Group) -> bool:
     """Whether two groups loop over equally many elements."""
-    if one.reduction is not None and other.reduction is not None:
-        return one.reduction == other.reduction
-    if one.reduction is None and other.reduction is None:
-        return one.whole == other.whole
-    pointwise, (kept, reduced, _) = (
-        (one, other.reduction)
-        if other.reduction is not None
-        else (other, one.reduction or (0, 0, ""))
-    )
-    return pointwise.whole in (kept * reduced, kept)
+    if one.reduction is None:
+        if other.reduction is None:
+            return one.whole == other.whole
+        return one.whole in (other.reduction.whole, other.reduction.kept)
+    if other.reduction is None:
+        return other.whole in (one.reduction.whole, one.reduction.kept)
+    return (one.reduction.whole, one.reduction.kept, one.reduction.order) == (
+        other.reduction.whole, other.reduction.kept, other.reduction.order
+    )  # fmt: skip
 
 
-def _is_at_hand(maker: Loop, reader: Loop, order: str) -> bool:
-    """Whether a loop has what another reads when both run as one."""
-    if maker.adds_up:
+def _are_mixed(one: _Group, other: _Group) -> bool:
+    """Whether two groups are large sums, over rows and over columns of the same elements."""
+    if one.reduction is None or other.reduction is None:
         return False
+    rows, columns = one.reduction, other.reduction
+    if rows.order != ROWS:
+        rows, columns = columns, rows
+    is_rows = rows.order == ROWS and rows.parts == 1 and columns.order.count(",") == 1
+    num_rows, num_columns = rows.kept, rows.reduced
+    if not is_rows or columns.order != f"r{num_rows},{num_columns}":
+        return False
+    return (
+        num_rows * num_columns >= _LEAST_MIXED
+        and num_rows >= max(2 * num_columns, _LEAST_MIXED_ROWS)
+        and num_columns <= _LONGEST_MIXED_ROW
+    )
+
+
+def _is_at_hand(maker: Loop, reader: Loop, order: str, *, on_gpu: bool) -> bool:
+    """Whether a loop has what another reads when both run as one."""
+    if maker.adds_up or maker.parts > 1 or reader.parts > 1:
+        return False
+    is_whole = not on_gpu and maker.work == Work.REDUCTION and maker.kept == 1
+    if is_whole:  # a C++ loop has no outer loop left that both would share
+        return reader.work == Work.REDUCTION
     if order == SAME:
-        is_regular = reader.work != Work.REDUCTION or reader.order == ROWS
+        is_regular = on_gpu or reader.work != Work.REDUCTION or reader.order == ROWS
         return reader.whole == maker.kept and is_regular
+    is_sum = maker.work == Work.REDUCTION and reader.whole == maker.whole
     if order == ROWS:
-        is_sum = maker.work == Work.REDUCTION and maker.order == ROWS
         is_row_wise = reader.work == Work.REDUCTION and reader.order == ROWS
-        return (is_sum and reader.whole == maker.whole) or (
+        return (is_sum and maker.order == ROWS) or (
             is_row_wise and maker.work == Work.POINTWISE and reader.kept == maker.whole
         )
-    return False
+    return on_gpu and is_sum and maker.order not in (ROWS, OF_PARTS)
 
 
 def _shared_bytes(one: _Group, other: _Group) -> float:
